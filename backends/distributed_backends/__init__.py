@@ -1,0 +1,1 @@
+"""The built-in backends. Each registers through an entry point, like a third party's."""

@@ -1,0 +1,55 @@
+"""Same config, same training: on another backend, another number of ranks, after a crash.
+
+Public names are loaded when first used, so that ``import distributed`` imports no framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from distributed._version import __version__
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.errors import UserError, WorkerError
+    from distributed.interfaces.callback import Band, Callback
+    from distributed.interfaces.history import History
+    from distributed.trainer import Trainer
+    from distributed.trainers import PyTorchDDPTrainer
+
+_HOMES = {
+    "Band": "distributed.interfaces.callback",
+    "Callback": "distributed.interfaces.callback",
+    "DistributedConfig": "distributed.config",
+    "History": "distributed.interfaces.history",
+    "PyTorchDDPTrainer": "distributed.trainers",
+    "Trainer": "distributed.trainer",
+    "UserError": "distributed.errors",
+    "WorkerError": "distributed.errors",
+}
+
+__all__ = [
+    "Band",
+    "Callback",
+    "DistributedConfig",
+    "History",
+    "PyTorchDDPTrainer",
+    "Trainer",
+    "UserError",
+    "WorkerError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'distributed' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""Configuration: one pydantic tree, and where its values come from."""
+
+from distributed.config.load import Layer, explain, load, load_layers, parse_assignments, read_file
+from distributed.config.schema import DistributedConfig
+
+__all__ = ["DistributedConfig", "Layer", "explain", "load", "load_layers", "parse_assignments", "read_file"]

@@ -1,0 +1,169 @@
+"""Where values come from: defaults < file < flags and --set, each remembered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from distributed.config.problems import field_names
+from distributed.config.schema import DistributedConfig
+from distributed.errors import UserError, did_you_mean
+
+__all__ = ["Layer", "as_layers", "explain", "load", "load_layers", "parse_assignments", "read_file"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one source, e.g. ``Layer("file run.yaml", {"batch_size": 32})``."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    origin: str = "argument",
+) -> DistributedConfig:
+    """Defaults, then `file`, then `overrides` (nested mappings, or dotted names).
+
+    Raises:
+        UserError: the file cannot be read, or a value is wrong.
+    """
+    layers = [read_file(file)] if file is not None else []
+    return load_layers([*layers, Layer(origin, dict(overrides or {}))])
+
+
+def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
+    """Merge `layers`, later ones winning leaf by leaf, and validate the result."""
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for name, value in _leaves(layer.values):
+            _assign(merged, name, value, layer.origin)
+            origins[name] = layer.origin
+    config = DistributedConfig(**merged)
+    config._origins = origins
+    return config
+
+
+def as_layers(config: DistributedConfig) -> list[Layer]:
+    """The explicit values of `config`, one layer per origin, so that they can be merged again."""
+    return [
+        Layer(config.origin(name), {name: _get(config, name)})
+        for name in _set_names(config)
+    ]
+
+
+def read_file(path: str | os.PathLike[str]) -> Layer:
+    """One YAML (or JSON) file as a layer.
+
+    Raises:
+        UserError: no such file, not YAML, or not a mapping at the top.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the configuration file: {error.strerror}", field="config",
+                        got=str(path), remedy="Check the path") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"the configuration file is not valid YAML: {error}", field="config",
+                        got=str(path)) from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise UserError("the configuration file must hold names and values at its top level",
+                        field="config", got=type(data).__name__, allowed="a mapping")
+    return Layer(f"file {path}", data)
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """``["data.verify=false"]`` -> ``{"data.verify": False}``; values are read as YAML.
+
+    Raises:
+        UserError: no ``=``, or a name nobody knows.
+    """
+    import yaml
+
+    values: dict[str, Any] = {}
+    known = field_names(DistributedConfig)
+    for assignment in assignments:
+        name, found, text = assignment.partition("=")
+        if not found:
+            raise UserError("an assignment needs a name, '=' and a value", field="--set", got=assignment,
+                            allowed="NAME=VALUE, e.g. --set data.per_sample_rng=true")
+        name = name.strip().replace("-", "_")
+        if name not in known and name not in DistributedConfig.model_fields:
+            raise UserError(f"unknown configuration field '{name}'.{did_you_mean(name, known)}",
+                            field="--set", remedy="`python -m distributed.cli config fields` lists every field")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        values[name] = _number(value)
+    return values
+
+
+def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
+    """Every leaf as (dotted name, value, origin), in the order of the schema."""
+    return [(name, _get(config, name), config.origin(name)) for name in field_names(DistributedConfig)]
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 (no dot) as text; every person means the number.
+    if isinstance(value, str):
+        try:
+            return float(value) if value.strip().lower() not in {"nan", "inf", "-inf"} else value
+        except ValueError:
+            return value
+    return value
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, _number(value)
+
+
+def _assign(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
+    *path, leaf = name.split(".")
+    for part in path:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            # `lr_scaling: linear` is shorthand for its rule; a later dotted name refines it.
+            child = tree[part] = {"rule": child}
+        tree = child
+    tree[leaf] = value
+
+
+def _get(config: BaseModel, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _set_names(config: BaseModel, prefix: str = "") -> list[str]:
+    names = []
+    for name in type(config).model_fields:
+        if name not in config.model_fields_set:
+            continue
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            names += _set_names(value, f"{prefix}{name}.")
+        else:
+            names.append(f"{prefix}{name}")
+    return names

@@ -1,0 +1,84 @@
+"""The sections of the configuration: what few people set, grouped by who reads it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+__all__ = ["CheckpointSection", "DataSection", "LrScaling", "ProfileSection", "TrackingSection"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class LrScaling(Section):
+    """Rescale the learning rate with the global batch size. Off unless asked for (C7)."""
+
+    rule: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="lr * k for linear, lr * sqrt(k) for sqrt; k = global_batch_size / base_batch_size."
+    )
+    base_batch_size: PositiveInt | None = Field(
+        None, description="Global batch size that `learning_rate` was tuned for; needed by a rule."
+    )
+
+
+class DataSection(Section):
+    """How data reaches the ranks."""
+
+    per_sample_rng: bool = Field(
+        False,
+        description="Seed random, NumPy and torch from (seed, epoch, global index) before every"
+        " sample, so that augmentation does not depend on ranks or workers.",
+    )
+    drop_last: bool | None = Field(
+        None,
+        description="Drop the last, smaller global batch of an epoch. None follows the DataLoader.",
+    )
+    verify: bool = Field(
+        True, description="Joined ranks compare dataset length and a fingerprint of its first samples."
+    )
+
+
+class CheckpointSection(Section):
+    """When to save, what to keep, what counts as best."""
+
+    every_n_steps: PositiveInt | None = Field(
+        None, description="Also save every n optimizer steps. None saves by `checkpoint_frequency` alone."
+    )
+    keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
+    keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
+    metric: str | None = Field(
+        None,
+        description="Metric that decides `best`: a name of a validation figure. None takes"
+        " val_accuracy where there is one, else val_loss.",
+    )
+    mode: Literal["auto", "max", "min"] = Field(
+        "auto", description="Whether more is better; auto minimises names with 'loss' or 'error'."
+    )
+
+
+class TrackingSection(Section):
+    """What is written about a run besides the flat switches."""
+
+    progress: Literal["auto", "on", "off"] = Field(
+        "auto", description="Progress bar; auto shows it on a terminal and stays quiet elsewhere."
+    )
+    mlflow_tracking_uri: str | None = Field(
+        None, description="MLflow store. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db."
+    )
+    mlflow_experiment: str | None = Field(None, description="MLflow experiment name; None is Default.")
+    run_name: str | None = Field(None, description="Name of the run in the trackers.")
+    phase_timers: bool = Field(True, description="Log the share of time per phase, and stragglers.")
+
+
+class ProfileSection(Section):
+    """torch.profiler around a few steps: a chrome trace per rank and a table."""
+
+    enabled: bool = Field(False, description="Profile this run.")
+    output_dir: str = Field("profile", description="Folder for the traces and tables.")
+    skip_steps: NonNegativeInt = Field(2, description="Optimizer steps to pass over first.")
+    steps: PositiveInt = Field(5, description="Optimizer steps to record.")

@@ -1,0 +1,85 @@
+"""The errors a user can meet, and how each reads.
+
+A :class:`UserError` is a mistake that the user can mend: it prints as one paragraph and
+exits with 2. A :class:`WorkerError` is a failure of one rank: it keeps the rank's own
+traceback. Nothing else in the project invents an exception hierarchy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["UserError", "WorkerError", "did_you_mean"]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` with the nearest of `known`, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: one paragraph that says how to mend it.
+
+    Args:
+        message: what is wrong, in one or more sentences.
+        field: the config field, flag or argument concerned.
+        got: the value received.
+        allowed: the values that would do, in words.
+        remedy: what to do about it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        got: object = None,
+        allowed: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.message, self.field, self.got = message, field, got
+        self.allowed, self.remedy = allowed, remedy
+        super().__init__(self.paragraph())
+
+    def paragraph(self) -> str:
+        """The whole error as one paragraph without line breaks."""
+        parts = [self.message.rstrip(". ") + "."]
+        if self.field is not None:
+            parts.insert(0, f"{self.field}:")
+        if self.got is not None:
+            parts.append(f"Got {self.got!r}.")
+        if self.allowed is not None:
+            parts.append(f"Allowed: {self.allowed.rstrip('.')}.")
+        if self.remedy is not None:
+            parts.append(self.remedy.rstrip(".") + ".")
+        return " ".join(" ".join(part.split()) for part in parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_user_error, (self.message, self.field, self.got, self.allowed, self.remedy))
+
+
+def _rebuild_user_error(
+    message: str, field: str | None, got: object, allowed: str | None, remedy: str | None
+) -> UserError:
+    return UserError(message, field=field, got=got, allowed=allowed, remedy=remedy)
+
+
+class WorkerError(RuntimeError):
+    """A rank failed. The message names rank, host and cause; the rank's traceback follows.
+
+    Attributes:
+        rank: the first rank that failed, or -1 when the launcher itself gave up.
+        host: the host it ran on.
+        exc_type: the name of the exception's class, or the signal's name (``SIGKILL``).
+        worker_traceback: the traceback as printed in the rank, empty after a signal.
+    """
+
+    def __init__(
+        self, summary: str, *, rank: int, host: str, exc_type: str, worker_traceback: str = ""
+    ) -> None:
+        self.summary, self.rank, self.host = summary, rank, host
+        self.exc_type, self.worker_traceback = exc_type, worker_traceback
+        text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
+        super().__init__(text.rstrip())

@@ -1,0 +1,1 @@
+"""The small, torch-free types that every room of the house agrees on."""

@@ -1,0 +1,210 @@
+"""Backend: how ranks cooperate. It is not nccl, gloo or mpi: that is `communication_backend`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+    from distributed.plan import RunPlan
+
+__all__ = ["Backend", "BackendSpec", "Capabilities", "MicroBatch", "StepResult", "Window", "World"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do. A config that needs more fails in the plan, before any process.
+
+    Attributes:
+        multi_process: more than one rank.
+        precisions: of ``fp32``, ``bf16``, ``fp16``.
+        accumulation: more than one micro-batch per optimizer step.
+        clipping: gradient clipping by global norm.
+        sync_batchnorm: BatchNorm statistics over all ranks.
+        find_unused_parameters: parameters that take no part in some forward passes.
+        gradient_buckets: `bucket_cap_mb` and `gradient_as_bucket_view` have a meaning.
+        checkpoint: can write and read the portable checkpoint format.
+        zero_stages: the ZeRO stages it implements; empty for none.
+    """
+
+    multi_process: bool = True
+    precisions: frozenset[str] = frozenset({"fp32"})
+    accumulation: bool = True
+    clipping: bool = True
+    sync_batchnorm: bool = False
+    find_unused_parameters: bool = False
+    gradient_buckets: bool = False
+    checkpoint: bool = False
+    zero_stages: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """What a plugin registers: enough to choose and check a backend without importing it.
+
+    Attributes:
+        name: the word in the config, e.g. ``pytorch-ddp``.
+        target: ``package.module:Class``, imported only when the backend is chosen.
+        framework: ``torch`` or ``tensorflow``: which loop drives it.
+        summary: one line for ``backends``.
+        requires: module names that must be importable for the backend to run.
+        install_hint: the command that installs them.
+        launcher: the name of the launcher that starts its ranks.
+        capabilities: what it can do.
+    """
+
+    name: str
+    target: str
+    framework: str = "torch"
+    summary: str = ""
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    launcher: str = "local"
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where one rank stands.
+
+    Attributes:
+        rank: of this process, 0 to ``size - 1``.
+        size: number of ranks.
+        local_rank: rank within this host.
+        local_size: number of ranks on this host.
+        node_rank: index of this host.
+        num_nodes: number of hosts.
+        host: this host's name.
+        device: where this rank computes, e.g. ``cpu`` or ``cuda:1``.
+        data_parallel_rank: which slice of each global batch this rank takes.
+        data_parallel_size: into how many slices each global batch is cut. Equal to `size`
+            unless ranks share a model between them (pipeline, tensor parallelism).
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    host: str = "localhost"
+    device: str = "cpu"
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+
+
+class MicroBatch(NamedTuple):
+    """One forward's input.
+
+    Attributes:
+        batch: what the collate function returned, still on the host.
+        num_samples: how many of its samples count. 0 marks a stand-in: run it for its
+            collectives, with weight zero.
+    """
+
+    batch: Any
+    num_samples: int
+
+
+class Window(NamedTuple):
+    """What one optimizer step consumes: this rank's micro-batches of one global batch.
+
+    Attributes:
+        micro_batches: the same number on every rank; ranks with less data hold stand-ins.
+        num_samples: samples in the whole global batch, over all ranks.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    num_samples: int
+
+
+class StepResult(NamedTuple):
+    """What became of one optimizer step.
+
+    Attributes:
+        norm: global L2 norm of the unscaled gradient before clipping, as a number or a
+            0-dimensional tensor on the device; None when nobody asked for it.
+        skipped: the step was not taken (non-finite gradients). The same on all ranks.
+    """
+
+    norm: Any
+    skipped: bool
+
+
+class Backend(ABC):
+    """How ranks cooperate. The loop calls these in this order, on every rank alike.
+
+    ``setup -> prepare -> (run_window -> optimizer_step)* -> export_state -> teardown``
+    """
+
+    spec: BackendSpec
+    world: World
+
+    @abstractmethod
+    def setup(self, plan: RunPlan) -> World:
+        """Join the other ranks and return this rank's place among them.
+
+        Raises:
+            UserError: the rendezvous or the device cannot be had.
+        """
+
+    @abstractmethod
+    def prepare(self, task: Task) -> None:
+        """Take the task's model and optimizer, place and wrap them. Collective."""
+
+    @abstractmethod
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        """Forward and backward of one accumulation window.
+
+        Returns:
+            (loss_sum, count) of this rank, on the device, without synchronising: the sum of
+            the losses of its samples (or unmasked tokens) and how many there were.
+
+        Afterwards the gradients belong to the mean over the whole global batch (C2), up to
+        a factor that `optimizer_step` folds in.
+        """
+
+    @abstractmethod
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        """Unscale, clip to `max_norm` by the global norm, check, step, clear gradients (C6)."""
+
+    @abstractmethod
+    def evaluate_window(self, window: Window) -> Any:
+        """Forward of `window` without gradients; returns one fused ``(2, k)`` float64 tensor
+        of sums and counts, rows ``loss`` and each metric in the task's order."""
+
+    @abstractmethod
+    def set_training(self, training: bool) -> None:
+        """Switch the model between training and evaluation."""
+
+    @abstractmethod
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """Sum float64 `values` element by element over all ranks. One collective."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank `root`'s `value`, on every rank."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called."""
+
+    @abstractmethod
+    def export_state(self) -> BackendState:
+        """This rank's share of model, optimizer and scaler, by parameter name, cloned."""
+
+    @abstractmethod
+    def import_state(self, reader: StateReader) -> None:
+        """Load what any backend on any number of ranks exported."""
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Leave the other ranks. Undoes only what `setup` did."""

@@ -1,0 +1,94 @@
+"""Callback: per-step work in fixed bands, on all ranks or on rank 0."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend import World
+    from distributed.interfaces.history import History
+    from distributed.interfaces.task import Progress
+
+__all__ = ["Band", "Callback", "Context"]
+
+
+class Band(IntEnum):
+    """The order in which callbacks act: what is measured, decided, written, then saved."""
+
+    METRICS = 0
+    DECIDE = 10
+    TRACK = 20
+    CHECKPOINT = 30
+
+
+class Context(ABC):
+    """What a callback sees of the run.
+
+    Attributes:
+        config: the run's configuration.
+        world: this rank's place.
+        progress: cursor and counters; read-only by convention.
+        history: what has been recorded so far (rank 0's is the one returned).
+        model: the user's module, unwrapped.
+        optimizer: the optimizer in use.
+        steps_per_epoch: optimizer steps in an epoch, None when the data has no length.
+        total_steps: optimizer steps this `fit` will take, None when unknown.
+    """
+
+    config: DistributedConfig
+    world: World
+    progress: Progress
+    history: History
+    model: Any
+    optimizer: Any
+    steps_per_epoch: int | None
+    total_steps: int | None
+
+    @abstractmethod
+    def request_stop(self, reason: str) -> None:
+        """Ask for a stop. All ranks stop after the same step, at the next log step at the
+        latest, whichever rank asked (C8)."""
+
+    @abstractmethod
+    def log(self, name: str, value: float) -> None:
+        """Add a number to the next log record. On rank 0; elsewhere it is ignored."""
+
+
+class Callback:
+    """Override what you need. A method left alone costs nothing.
+
+    Attributes:
+        band: when to act among the other callbacks.
+        all_ranks: act on every rank; otherwise on rank 0 alone.
+
+    Mutations a callback makes to itself stay in its rank: they do not come back to the
+    caller when `fit` started the ranks.
+    """
+
+    band: Band = Band.METRICS
+    all_ranks: bool = False
+
+    def on_run_start(self, context: Context) -> None:
+        """Ranks are up, model and data are ready, state is loaded."""
+
+    def on_step_end(self, context: Context) -> None:
+        """An optimizer step was taken. Called every step: keep it free of synchronisation."""
+
+    def on_log(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """Every `log_every_n_steps`: reduced metrics as plain numbers."""
+
+    def on_validation_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """Validation metrics, reduced and equal on all ranks."""
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """An epoch is complete; `metrics` holds its training and validation figures."""
+
+    def on_checkpoint(self, context: Context, path: str) -> None:
+        """A checkpoint was committed at `path`."""
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        """The run is over: `status` is ``finished``, ``stopped`` or ``failed``."""

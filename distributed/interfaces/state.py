@@ -1,0 +1,72 @@
+"""The neutral form of training state: named tensors cut into contiguous chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BackendState", "Chunk", "StateReader"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of one named tensor that one rank owns.
+
+    Attributes:
+        name: the parameter's or buffer's name, without ``module.`` or ``_orig_mod.``.
+        key: ``model`` for the tensor itself, ``optimizer.<slot>`` for optimizer state.
+        shape: of the whole tensor.
+        start: first element of the piece in the flattened tensor.
+        data: the piece: a 1-dimensional CPU torch tensor that aliases nothing live.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    data: Any
+
+
+@dataclass
+class BackendState:
+    """One rank's share of the training state, ready to be written.
+
+    Attributes:
+        chunks: the pieces that this rank owns; over all ranks they tile every tensor.
+        groups: the optimizer's hyper-parameter groups, each a JSON-able dict with its
+            parameters' names under ``names``. The same on all ranks.
+        scalars: per-parameter optimizer state that is not a tensor of the parameter's
+            shape: ``{name: {slot: number}}``.
+        aliases: tied names -> the name that holds the tensor.
+        scaler: gradient scaler state, or None.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+
+
+class StateReader(ABC):
+    """A saved state, read piece by piece, so that a rank fetches only what it owns."""
+
+    groups: list[dict[str, Any]]
+    scalars: Mapping[str, Mapping[str, Any]]
+    aliases: Mapping[str, str]
+    scaler: dict[str, Any] | None
+
+    @abstractmethod
+    def tensors(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+        """``(key, name) -> shape`` of every tensor in the saved state."""
+
+    @abstractmethod
+    def read(self, key: str, name: str, start: int = 0, length: int | None = None) -> Any:
+        """Elements ``start .. start + length`` of the flattened tensor, as a CPU torch tensor.
+
+        Raises:
+            KeyError: no such tensor.
+            UserError: the stored bytes are damaged (checksum).
+        """

@@ -1,0 +1,66 @@
+"""Task: what the user gave, as it travels to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Progress", "Task"]
+
+
+@dataclass
+class Progress:
+    """The cursor (C4) and the counters beside it.
+
+    Attributes:
+        epoch: index of the epoch under way.
+        samples: samples of this epoch already trained on.
+        step: optimizer steps taken over the whole run, skipped ones included.
+        total_samples: samples trained on over the whole run.
+        best_metric: best value so far of the metric that chooses checkpoints.
+        best_accuracy: best validation accuracy so far.
+        until_epoch: the epoch at which the current `fit` ends.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    step: int = 0
+    total_samples: int = 0
+    best_metric: float | None = None
+    best_accuracy: float | None = None
+    until_epoch: int = 0
+
+
+@dataclass
+class Task:
+    """Everything a rank needs that is not configuration. Pickled in one graph, so that an
+    optimizer still points at its model's parameters on arrival.
+
+    Attributes:
+        model: a module, or a factory without arguments that builds one.
+        optimizer: an optimizer, an optimizer class or partial, or a factory from the model.
+        scheduler: a scheduler, or a factory from the optimizer; None for the config's.
+        loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None for cross-entropy.
+        training_step: ``(model, batch) -> mean`` or ``(sum, count)``, instead of `loss_fn`.
+        metrics: ``{name: (output, target) -> (sum, count)}``.
+        train_data: a `distributed.data.Source` for training.
+        val_data: the same for validation, or None.
+        callbacks: the user's callbacks.
+        progress: where to go on from, or None at the start.
+        state_dir: a portable checkpoint to load before the first step, or None.
+        run_state: what an earlier `fit` in the same process left behind (scaler, RNG).
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    training_step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    train_data: Any = None
+    val_data: Any = None
+    callbacks: list[Any] = field(default_factory=list)
+    progress: Progress | None = None
+    state_dir: str | None = None
+    run_state: dict[str, Any] | None = None

@@ -1,0 +1,1 @@
+"""Attention and sketched-layer kernels; they import torch alone."""

@@ -1,0 +1,1 @@
+"""The built-in trackers and callbacks. Each registers through an entry point."""
