@@ -18,7 +18,16 @@ from distributed.errors import UserError, did_you_mean
 from distributed.interfaces.backend import Backend, BackendSpec
 from distributed.interfaces.tracker import TrackerSpec
 
-__all__ = ["BrokenPlugin", "Catalog", "GROUPS", "build_catalog", "get_catalog", "load_target"]
+__all__ = [
+    "BrokenPlugin",
+    "Catalog",
+    "GROUPS",
+    "build_catalog",
+    "get_catalog",
+    "load_target",
+    "missing_modules",
+    "require",
+]
 
 GROUPS = ("distributed.backends", "distributed.plugins")
 
@@ -89,11 +98,16 @@ class Catalog:
         backend.spec = spec
         return backend
 
-    def _collect(self, hook: str) -> Iterator[tuple[str, list[Any]]]:
+    def add_commands(self, subparsers: Any) -> None:
+        """Let plugins add their verbs to the command line; a raising one joins `broken`."""
+        for _ in self._collect("register_commands", subparsers=subparsers):
+            continue
+
+    def _collect(self, hook: str, **arguments: Any) -> Iterator[tuple[str, list[Any]]]:
         """Each plugin's answer, one by one, so that a raising hook marks its plugin alone."""
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             try:
-                answer = implementation.function()
+                answer = implementation.function(*[arguments[name] for name in implementation.argnames])
             except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
                 self.broken.append(_broken(implementation.plugin_name, hook, error))
                 continue
@@ -118,7 +132,14 @@ def load_target(target: str) -> Any:
 
 def missing_modules(requires: Iterable[str]) -> list[str]:
     """Those of `requires` that cannot be imported, without importing them."""
-    return [name for name in requires if importlib.util.find_spec(name) is None]
+    return [name for name in requires if not _importable(name)]
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that a dotted name lies in
+        return False
 
 
 def require(requires: Iterable[str], who: str, install_hint: str) -> None:

@@ -108,23 +108,13 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
-        values[name] = _number(value)
+        values[name] = value
     return values
 
 
 def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
     """Every leaf as (dotted name, value, origin), in the order of the schema."""
     return [(name, _get(config, name), config.origin(name)) for name in field_names(DistributedConfig)]
-
-
-def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 (no dot) as text; every person means the number.
-    if isinstance(value, str):
-        try:
-            return float(value) if value.strip().lower() not in {"nan", "inf", "-inf"} else value
-        except ValueError:
-            return value
-    return value
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -135,7 +125,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{name}.")
         else:
-            yield name, _number(value)
+            yield name, value
 
 
 def _assign(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["field_names", "user_error"]
+__all__ = ["allowed_values", "field_names", "user_error"]
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
@@ -57,11 +57,11 @@ def _one(detail: ErrorDetails, model: type[BaseModel]) -> UserError:
     if kind == "value_error":
         message = str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
         return UserError(message, field="config" if name == "config" else name)
-    allowed = _allowed(name, model) or detail["msg"].lower().removeprefix("input should be ")
+    allowed = allowed_values(name, model) or detail["msg"].lower().removeprefix("input should be ")
     return UserError("invalid value", field=name, got=detail["input"], allowed=allowed)
 
 
-def _allowed(name: str, model: type[BaseModel]) -> str | None:
+def allowed_values(name: str, model: type[BaseModel]) -> str | None:
     """What a field accepts, read from its JSON schema, so that the words cannot go stale."""
     current: type[BaseModel] = model
     *path, leaf = name.split(".")

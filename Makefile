@@ -1,0 +1,56 @@
+# Two commands matter: `make demo` trains for real, `make test` proves the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+# What `make demo` trains; the bundled example sets everything else itself.
+DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
+DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
+	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
+
+.PHONY: demo test check clean help
+
+help:
+	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
+	@echo "make test    every test"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make clean   remove the environment, caches and what demo wrote"
+
+demo: $(VENV)/.for-demo
+	mkdir -p demo
+	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
+
+test: $(VENV)/.for-dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.for-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# pip is the last thing that venv installs: without it, the environment is half made.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp per set of packages, made again when the pins change. torch comes first and by its
+# pinned version: a range that admits a newer release would fetch gigabytes of CUDA packages.
+$(VENV)/.torch: $(PINS) | $(BIN)/pip
+	@echo "installing torch (several minutes when it is not cached)"
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+$(VENV)/.for-demo: $(VENV)/.torch
+	$(INSTALL) -e '.[torch,examples,tensorboard,mlflow]'
+	touch $@
+
+$(VENV)/.for-dev: $(VENV)/.torch
+	@echo "installing every backend and the development tools"
+	$(INSTALL) -e '.[dev]'
+	touch $@

@@ -1,0 +1,117 @@
+"""The command line: finds the verb, runs it, and turns failures into words and exit codes.
+
+Exit codes: 0 done, 1 a failure (`doctor`: an error found), 2 a mistake in what was given,
+130 interrupted. A user's script keeps its own ``sys.exit`` code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from distributed._version import __version__
+from distributed.commands import VERBS, Verb
+from distributed.commands.parser import PROG, Parser, refuse_unknown
+from distributed.errors import UserError, WorkerError, did_you_mean
+
+__all__ = ["build_parser", "main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code.
+
+    Raises:
+        SystemExit: after ``--help`` and ``--version``, and whatever a user's script exits with.
+    """
+    from distributed.commands.script import script_traceback
+
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last handler of the program: prints all of it
+        traceback.print_exception(type(error), error, script_traceback(error.__traceback__))
+        return 1
+
+
+def build_parser(words: Sequence[str] = ()) -> Parser:
+    """The parser for the command line `words`; only the verb asked for gets its flags."""
+    parser = Parser(
+        prog=PROG, description="Same config, same training: on another backend or number of ranks."
+    )
+    parser.add_argument("--version", action="version", version=f"distributed-trainer {__version__}")
+    # Without a metavar, Python 3.11 prints every verb twice.
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb")
+    asked = _asked(words)
+    for verb in VERBS:
+        _add_verb(subparsers, verb, complete=verb.name == asked)
+    if asked not in {verb.name for verb in VERBS}:
+        _add_plugin_verbs(subparsers)
+    return parser
+
+
+def _dispatch(words: list[str]) -> int:
+    own, dashes, rest = _split(words)
+    parser = build_parser(own)
+    _check_verb(parser, _asked(own))
+    args, unknown = parser.parse_known_args(own)
+    if args.verb is None:
+        if unknown:
+            refuse_unknown(unknown, parser)
+        parser.print_help()
+        return 0
+    args.unknown, args.rest = unknown, rest
+    if (unknown or dashes) and not getattr(args, "passes_arguments_on", False):
+        refuse_unknown(unknown or rest or ["--"], getattr(args, "parser", parser))
+    return int(args.run(args) or 0)
+
+
+def _asked(words: Sequence[str]) -> str | None:
+    return next((word for word in words if not word.startswith("-")), None)
+
+
+def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
+    """Ours, whether a ``--`` followed, and what came after it."""
+    if "--" not in words:
+        return words, False, []
+    where = words.index("--")
+    return words[:where], True, words[where + 1 :]
+
+
+def _check_verb(parser: Parser, asked: str | None) -> None:
+    verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    if asked is not None and asked not in verbs:
+        raise UserError(
+            f"there is no verb '{asked}'.{did_you_mean(asked, verbs)}",
+            allowed=", ".join(sorted(verbs)),
+            remedy=f"`{PROG} backends` also lists plugins that could not be loaded",
+        )
+
+
+def _add_verb(subparsers: argparse._SubParsersAction[Any], verb: Verb, complete: bool) -> None:
+    parser = subparsers.add_parser(verb.name, help=verb.summary, description=verb.summary)
+    if complete:
+        module = import_module(verb.module)
+        parser.set_defaults(run=module.run, parser=parser)
+        module.add_arguments(parser)
+
+
+def _add_plugin_verbs(subparsers: argparse._SubParsersAction[Any]) -> None:
+    from distributed.plugin_manager import get_catalog
+
+    get_catalog().add_commands(subparsers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""One module per verb: `add_arguments(parser)` and `run(args) -> exit code`, cheap to import."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["VERBS", "Verb"]
+
+
+class Verb(NamedTuple):
+    """One verb of the command line.
+
+    Attributes:
+        name: the word a user types.
+        module: where its `add_arguments` and `run` live; imported when the verb is asked for.
+        summary: one line for ``--help``.
+    """
+
+    name: str
+    module: str
+    summary: str
+
+
+VERBS = (
+    Verb("train", "distributed.commands.train", "Train a script's model, or the bundled example."),
+    Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
+    Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
+    Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
+)

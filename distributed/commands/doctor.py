@@ -1,0 +1,71 @@
+"""``doctor``: known trouble of this machine and installation, each with its remedy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+
+from distributed.commands.findings import Finding
+from distributed.commands.tables import print_json, print_table
+
+__all__ = ["Check", "add_arguments", "checks", "examine", "run"]
+
+Check = Callable[[], Iterable[Finding]]
+
+_STYLES = {"ok": "", "warn": "yellow", "error": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``doctor``."""
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    parser.add_argument(
+        "--no-allreduce", action="store_true", help="Leave out the all-reduce between two real ranks."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; 1 when one is an error."""
+    findings = examine(checks(allreduce=not args.no_allreduce))
+    if args.json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        rows = [[f.status, f.name, f.message, f.remedy] for f in findings]
+        print_table(["status", "check", "finding", "remedy"], rows, [_STYLES[f.status] for f in findings])
+    return int(any(finding.status == "error" for finding in findings))
+
+
+def checks(allreduce: bool = True) -> list[Check]:
+    """Every check, in the order of printing; a new one is a function in this list."""
+    from distributed.commands import check_installation as installation
+    from distributed.commands import check_machine as machine
+
+    found: list[Check] = [
+        installation.python,
+        installation.packages,
+        installation.import_name,
+        installation.kernels_name,
+        installation.plugins,
+        installation.backends,
+        machine.devices,
+        machine.ports,
+        machine.rendezvous,
+        machine.shared_memory,
+        machine.open_files,
+        machine.temporary_folder,
+    ]
+    return [*found, machine.allreduce] if allreduce else found
+
+
+def examine(todo: Sequence[Check]) -> list[Finding]:
+    """What all checks find; one that raises becomes a finding of its own."""
+    findings: list[Finding] = []
+    for check in todo:
+        try:
+            findings += check()
+        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
+            name = check.__name__.replace("_", " ")
+            findings.append(
+                Finding(name, "error", f"the check itself failed: {type(error).__name__}: {error}")
+            )
+    return findings

@@ -1,0 +1,107 @@
+"""Command-line flags made from the configuration's schema, so that they cannot go stale."""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from typing import Any
+
+from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
+
+__all__ = ["add_config_flags", "collect_layers", "schema_of"]
+
+# Short names that a tired person types, beside the field's own.
+_ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
+# Fields of sections that have a flag of their own; the others are reached by --set.
+_SECTION_FLAGS = {"tracking.mlflow_experiment": "--mlflow-experiment", "profile.enabled": "--profile"}
+_PREFIX = "field:"
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config``, ``--set`` and one flag per flat field; a flag not given says nothing."""
+    sources = parser.add_argument_group(
+        "configuration", "Weakest first: defaults, --config, the flags below, --set."
+    )
+    sources.add_argument("--config", metavar="FILE", help="YAML file with configuration fields.")
+    sources.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Set any field, sections included (data.per_sample_rng=true); stronger than flags. Repeatable.",
+    )
+    group = parser.add_argument_group("configuration fields")
+    for name in DistributedConfig.model_fields:
+        schema = schema_of(name)
+        if "$ref" not in schema:
+            flags = [f"--{name.replace('_', '-')}", *filter(None, [_ALIASES.get(name)])]
+            _add_field(group, name, flags, schema)
+    for name, flag in _SECTION_FLAGS.items():
+        _add_field(group, name, [flag], schema_of(name))
+
+
+def collect_layers(args: argparse.Namespace) -> list[Layer]:
+    """What the flags of `add_config_flags` said, as layers: file, then flags, then ``--set``.
+
+    Raises:
+        UserError: the file cannot be read, or an assignment names no field.
+    """
+    layers = [read_file(args.config)] if args.config is not None else []
+    given = {
+        name.removeprefix(_PREFIX): value
+        for name, value in vars(args).items()
+        if name.startswith(_PREFIX) and value is not None
+    }
+    return [*layers, Layer("flag", given), Layer("--set", parse_assignments(args.set))]
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """The JSON schema of the field `name`, dotted for sections."""
+    root = _root_schema()
+    current = root
+    for part in name.split("."):
+        if "$ref" in current:
+            current = root["$defs"][current["$ref"].rpartition("/")[2]]
+        current = current["properties"][part]
+    return current
+
+
+@cache
+def _root_schema() -> dict[str, Any]:
+    return DistributedConfig.model_json_schema()
+
+
+def _add_field(group: argparse._ArgumentGroup, name: str, flags: list[str], schema: dict[str, Any]) -> None:
+    options = schema.get("anyOf", [schema])
+    kinds = {option.get("type") for option in options} - {"null"}
+    about: dict[str, Any] = {"dest": _PREFIX + name, "default": None, "help": _help(schema)}
+    if kinds == {"boolean"}:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **about)
+        return
+    about["metavar"] = _metavar(options)
+    if "boolean" in kinds:
+        group.add_argument(*flags, nargs="?", const=True, type=_switch_or_text, **about)
+        off = [f"--no-{flag.removeprefix('--')}" for flag in flags]
+        group.add_argument(*off, action="store_false", dest=about["dest"], default=None)
+        return
+    # Values stay text here: the schema alone judges them, with the same words as for a file.
+    group.add_argument(*flags, **about)
+
+
+def _help(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    shown = str(default).lower() if isinstance(default, bool) else default
+    text = f"{schema['description']}{'' if default is None else f' Default: {shown}.'}"
+    return text.replace("%", "%%")
+
+
+def _metavar(options: list[dict[str, Any]]) -> str:
+    for option in options:
+        if "enum" in option:
+            return "{" + ",".join(option["enum"]) + "}"
+    kinds = {option.get("type") for option in options}
+    return "N" if "integer" in kinds else "X" if "number" in kinds else "TEXT"
+
+
+def _switch_or_text(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,52 @@
+"""The argument parser of all verbs: its complaints are UserErrors with the nearest flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from typing import Any, NoReturn
+
+from distributed.errors import UserError
+
+__all__ = ["PROG", "Parser", "flags_of", "nearly", "refuse_unknown"]
+
+PROG = "python -m distributed.cli"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError, and never completes an abbreviated flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An abbreviation would swallow a script's own flag that happens to be our prefix.
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint as a UserError instead of printing the whole usage."""
+        raise UserError(message, remedy=f"`{self.prog} --help` lists the flags")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Every long flag that `parser` knows."""
+    return [flag for flag in parser._option_string_actions if flag.startswith("--")]
+
+
+def nearly(word: str, flags: Iterable[str], above: float = 0.8) -> str | None:
+    """The flag that `word` most likely misspells (difflib's ratio `above` that), or None."""
+    name = word.partition("=")[0]
+    if not name.startswith("--"):
+        return None
+    similarity, flag = max((SequenceMatcher(None, name, flag).ratio(), flag) for flag in flags)
+    return flag if similarity > above else None
+
+
+def refuse_unknown(words: Iterable[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Raise the UserError about arguments that belong to nobody."""
+    unknown = list(words)
+    flag = nearly(unknown[0], flags_of(parser), above=0.65)
+    guess = f" Did you mean '{flag}'?" if flag else ""
+    raise UserError(
+        f"unknown argument{'s' if len(unknown) > 1 else ''} {' '.join(unknown)}.{guess}",
+        remedy=f"`{parser.prog} --help` lists the flags",
+    )

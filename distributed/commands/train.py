@@ -1,0 +1,129 @@
+"""``train``: run a script, or the bundled example, with configuration laid over it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed.commands.flags import add_config_flags, collect_layers
+from distributed.commands.parser import flags_of, nearly, refuse_unknown
+from distributed.commands.script import bundled_script, execute, find_script
+from distributed.config import DistributedConfig, Layer, load_layers
+from distributed.config.command_line import ScriptRun, command_line
+from distributed.errors import UserError
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """
+Flags given here are stronger than what the script says. Arguments that are not ours go to the script;
+everything after `--` goes to it untouched, whatever its name.
+"""
+
+
+# What starting ranks reads; a script without our Trainer has nobody to read the rest.
+_RANK_FIELDS = {
+    "backend",
+    "collective_timeout",
+    "communication_backend",
+    "device",
+    "gpus_per_node",
+    "launch",
+    "node_rank",
+    "num_gpus",
+    "num_nodes",
+    "num_processes",
+    "rdzv_endpoint",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``train``."""
+    parser.usage = f"{parser.prog} [--script FILE] [flags] [script's arguments] [-- script's arguments]"
+    parser.epilog = _EPILOG
+    parser.add_argument("--script", metavar="FILE", help="Python script to run; without it, digits.py.")
+    parser.add_argument("--dry-run", action="store_true", help="Print the plan instead of training.")
+    parser.set_defaults(passes_arguments_on=True)
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script once in this process; `fit` starts the ranks.
+
+    Raises:
+        UserError: a wrong value, no such script, or a script that never called `fit`.
+    """
+    script = bundled_script() if args.script is None else find_script(args.script)
+    arguments = _script_arguments(args)
+    layers = collect_layers(args)
+    _check_values(layers)
+    if _launch(layers) == "per-rank":
+        _check_reach(layers)
+        return _run_per_rank(load_layers(layers), script, arguments, args.dry_run)
+    with command_line(ScriptRun(layers, args.dry_run)) as script_run:
+        execute(script, arguments)
+    if script_run.num_fits == 0:
+        raise UserError(
+            f"{script.name} ran to its end and never called `fit`, so nothing was trained here",
+            field="--script",
+            remedy="Call `Trainer(...).fit(...)` in it, or use `--launch per-rank` to start"
+            " the script itself on every rank, as torchrun does",
+        )
+    return 0
+
+
+def _script_arguments(args: argparse.Namespace) -> list[str]:
+    if args.script is None and args.unknown:
+        refuse_unknown(args.unknown, args.parser)
+    for word in args.unknown:
+        flag = nearly(word, flags_of(args.parser))
+        if flag is not None:
+            raise UserError(
+                f"unknown argument {word}. Did you mean '{flag}'?",
+                remedy=f"If it is the script's own, give it after `--`: -- {word}",
+            )
+    return [*args.unknown, *args.rest]
+
+
+def _check_values(layers: Sequence[Layer]) -> None:
+    """Report a wrong value before the script has spent minutes on reading its data."""
+    from distributed.plugin_manager import get_catalog
+
+    try:
+        config = load_layers(layers)
+    except UserError as error:
+        # Values that only contradict each other (`--resume` without a folder) may be
+        # completed by what the script says; the Trainer sees both and judges.
+        if error.field != "config":
+            raise
+        return
+    if config.is_explicit("backend") and config.launch != "per-rank":
+        get_catalog().backend(config.backend)
+
+
+def _check_reach(layers: Sequence[Layer]) -> None:
+    """Refuse what was typed for a Trainer that ``per-rank`` does not hand it to."""
+    typed = [name for layer in layers if layer.origin in ("flag", "--set") for name in layer.values]
+    lost = sorted(set(typed) - _RANK_FIELDS)
+    if lost:
+        raise UserError(
+            f"--launch per-rank starts the script itself, and {', '.join(lost)} would reach nobody in it",
+            field="--launch",
+            got="per-rank",
+            remedy="Give the script its own arguments after `--`, or leave out --launch per-rank",
+        )
+
+
+def _launch(layers: Sequence[Layer]) -> object:
+    said = [layer.values["launch"] for layer in layers if "launch" in layer.values]
+    return said[-1] if said else "auto"
+
+
+def _run_per_rank(config: DistributedConfig, script: Path, arguments: list[str], dry_run: bool) -> int:
+    if dry_run:
+        ranks = "one per device" if config.num_ranks is None else str(config.num_ranks)
+        print(f"would start {' '.join([script.name, *arguments])} on every rank; ranks: {ranks}")
+        return 0
+    from distributed.launch import run_script
+
+    return run_script(config, str(script), arguments)
