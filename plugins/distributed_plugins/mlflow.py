@@ -1,0 +1,205 @@
+"""MLflow: parameters, metrics and files of a run, in a run of its own or in the caller's.
+
+Writing one record to a local store takes MLflow some 4 ms, longer than several training
+steps may take. Records are therefore collected and written by a thread, every few seconds
+and many at once. A killed run loses the last few seconds of its metrics at most.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from distributed.config import DistributedConfig
+from distributed.hookspecs import hookimpl
+from distributed.interfaces.tracker import Tracker, TrackerSpec
+
+__all__ = ["MLflowTracker", "register_trackers"]
+
+FLUSH_SECONDS = 5.0
+METRICS_PER_BATCH = 1000  # the limits are MLflow's
+PARAMS_PER_BATCH = 100
+LOCAL_STORE = "sqlite:///mlflow.db"
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+@hookimpl
+def register_trackers() -> list[TrackerSpec]:
+    """MLflow, when `mlflow_tracking` or `tracking.mlflow_experiment` asks for it."""
+    return [
+        TrackerSpec(
+            name="mlflow",
+            target="distributed_plugins.mlflow:MLflowTracker",
+            enabled=lambda config: config.wants_mlflow,
+            requires=("mlflow",),
+            install_hint="pip install 'distributed-trainer[mlflow]'",
+        )
+    ]
+
+
+class MLflowTracker(Tracker):
+    """One MLflow run.
+
+    The store is `tracking.mlflow_tracking_uri`, else ``MLFLOW_TRACKING_URI``, else
+    ``sqlite:///mlflow.db`` with the artifacts beside it; the experiment is
+    `tracking.mlflow_experiment`, else what MLflow's own variables say, else ``Default``.
+
+    When the caller has an active run, that run is joined and left open, whatever the
+    experiment; parameters that the caller has logged already are left as they are.
+    Only an explicit `tracking.mlflow_tracking_uri` of another store prevents it.
+
+    MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set.
+
+    Attributes:
+        run_id: known after `start`.
+    """
+
+    run_id: str
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self.config = config
+        self.context = {}
+        self._pending: list[Any] = []
+        self._next_flush = 0.0
+        self._sent: Future[None] | None = None
+
+    @classmethod
+    def capture(cls) -> dict[str, Any]:
+        """``run_id``, ``tracking_uri`` and ``experiment_id`` of the caller's active run, if any."""
+        mlflow = sys.modules.get("mlflow")
+        run = mlflow.active_run() if mlflow is not None else None
+        if mlflow is None or run is None:
+            return {}
+        return {
+            "run_id": run.info.run_id,
+            "tracking_uri": mlflow.get_tracking_uri(),
+            "experiment_id": run.info.experiment_id,
+        }
+
+    def start(self, params: Mapping[str, Any]) -> None:
+        """Join the caller's run or create one, and record `params`.
+
+        Raises:
+            mlflow.exceptions.MlflowException: the store cannot be had.
+        """
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
+
+        uri = self._tracking_uri()
+        joined = self.context.get("run_id") if uri == self.context.get("tracking_uri") else None
+        _prepare_local(uri)
+        self._client = MlflowClient(uri)
+        self._owned = joined is None
+        self.run_id = joined or self._create_run(uri)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="mlflow-tracker")
+        self._log_params(params)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Collect `metrics`; they are in the store a few seconds later.
+
+        Raises:
+            Exception: what MLflow raised when it wrote an earlier record.
+        """
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1e3)
+        self._pending += [Metric(_key(name), float(value), now, step) for name, value in metrics.items()]
+        if time.monotonic() >= self._next_flush or len(self._pending) >= METRICS_PER_BATCH:
+            self._flush()
+
+    def log_artifact(self, path: str) -> None:
+        """Copy a file or folder to the run's artifacts."""
+        self._client.log_artifact(self.run_id, path)
+
+    def finish(self, status: str) -> None:
+        """Write what is left, and end the run unless it is the caller's."""
+        try:
+            self._flush(wait=True)
+        finally:
+            self._executor.shutdown()
+            if self._owned:
+                self._client.set_terminated(self.run_id, STATUS[status])
+
+    def _tracking_uri(self) -> str:
+        explicit = self.config.tracking.mlflow_tracking_uri
+        captured = self.context.get("tracking_uri")
+        return explicit or captured or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_STORE
+
+    def _create_run(self, uri: str) -> str:
+        experiment_id = self._experiment_id(uri)
+        run = self._client.create_run(experiment_id, run_name=self.config.tracking.run_name)
+        return str(run.info.run_id)
+
+    def _experiment_id(self, uri: str) -> str:
+        name = self.config.tracking.mlflow_experiment
+        if name is None and os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return os.environ["MLFLOW_EXPERIMENT_ID"]
+        name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name, artifact_location=_artifact_location(uri, name)))
+
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
+
+        # MLflow refuses to change a parameter: what the caller or an earlier fit wrote stays.
+        known = {} if self._owned else self._client.get_run(self.run_id).data.params
+        fresh = [
+            Param(_key(name), str(value)[:MAX_PARAM_VAL_LENGTH])
+            for name, value in params.items()
+            if _key(name) not in known
+        ]
+        for start in range(0, len(fresh), PARAMS_PER_BATCH):
+            self._client.log_batch(self.run_id, params=fresh[start : start + PARAMS_PER_BATCH])
+
+    def _flush(self, wait: bool = False) -> None:
+        """Hand what is collected to the thread, unless it is still busy and we need not wait."""
+        if self._sent is not None:
+            if not wait and not self._sent.done():
+                return
+            self._sent.result()
+        batch, self._pending = self._pending, []
+        self._sent = self._executor.submit(self._send, batch)
+        self._next_flush = time.monotonic() + FLUSH_SECONDS
+        if wait:
+            self._sent.result()
+
+    def _send(self, metrics: list[Any]) -> None:
+        for start in range(0, len(metrics), METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+
+def _key(name: str) -> str:
+    """A name that MLflow takes: ``accuracy@5`` becomes ``accuracy_5``."""
+    return re.sub(r"[^\w\-./ :]", "_", name)[:250]
+
+
+def _local_database(uri: str) -> Path | None:
+    """The file of a SQLite store, None for any other."""
+    prefix = "sqlite:///"
+    return Path(uri.removeprefix(prefix).partition("?")[0]).absolute() if uri.startswith(prefix) else None
+
+
+def _artifact_location(uri: str, experiment: str) -> str | None:
+    """Beside a SQLite file; None leaves the place to the store's server."""
+    database = _local_database(uri)
+    if database is None:
+        return None
+    return (database.parent / "mlruns" / re.sub(r"[^\w-]", "_", experiment)).as_uri()
+
+
+def _prepare_local(uri: str) -> None:
+    """A new local store is its owner's alone: MLflow would leave it readable to everybody."""
+    database = _local_database(uri)
+    if database is None or database.exists():
+        return
+    (database.parent / "mlruns").mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(database, os.O_CREAT | os.O_WRONLY, 0o600))
