@@ -1,0 +1,169 @@
+"""Where in a tensor, and where in a file, each piece lies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ITEM_SIZES", "ChunkEntry", "tiling_problems"]
+
+ITEM_SIZES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes per element of every dtype the format knows, by torch's name."""
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """One piece of one tensor, as the index of a rank describes it.
+
+    Attributes:
+        key: ``model``, ``optimizer.<slot>`` or another namespace.
+        name: the tensor's name.
+        shape: of the whole tensor.
+        dtype: torch's name for it, e.g. ``bfloat16``.
+        offsets: where the piece starts: one number in the flattened tensor (view ``flat``), or
+            one per dimension (view ``nd``: a box, as tensor parallelism cuts it).
+        lengths: its extent, likewise.
+        view: ``flat`` or ``nd``.
+        file: name of the shard file in the checkpoint's directory.
+        offset: first byte in it.
+        crc32: of the piece's bytes, which are row-major and little-endian.
+    """
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    view: str
+    file: str
+    offset: int
+    crc32: int
+
+    @property
+    def count(self) -> int:
+        """Elements in the piece."""
+        return math.prod(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the piece."""
+        return self.count * ITEM_SIZES[self.dtype]
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """The piece as runs that are contiguous in the flattened tensor, in ascending order:
+        (first element in the tensor, first element in the piece, number of elements)."""
+        if self.view == "flat":
+            yield self.offsets[0], 0, self.lengths[0]
+        elif self.count:
+            yield from _box_segments(self.shape, self.offsets, self.lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of ``rank_NNNNN.json``."""
+        place: dict[str, Any] = {"offsets": list(self.offsets), "lengths": list(self.lengths)}
+        if self.view == "flat":
+            place = {"start": self.offsets[0], "length": self.lengths[0]}
+        return {
+            "key": self.key,
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "view": self.view,
+            **place,
+            "file": self.file,
+            "offset": self.offset,
+            "nbytes": self.nbytes,
+            "crc32": self.crc32,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ChunkEntry:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: not an entry of this format, or one that reaches beyond its tensor.
+        """
+        try:
+            flat = data["view"] == "flat"
+            offsets = [data["start"]] if flat else data["offsets"]
+            lengths = [data["length"]] if flat else data["lengths"]
+            entry = cls(
+                data["key"],
+                data["name"],
+                tuple(data["shape"]),
+                data["dtype"],
+                tuple(offsets),
+                tuple(lengths),
+                data["view"],
+                data["file"],
+                data["offset"],
+                data["crc32"],
+            )
+            whole = (math.prod(entry.shape),) if flat else entry.shape
+            entry._check(whole, data["nbytes"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"malformed chunk: {error!r}") from None
+        return entry
+
+    def _check(self, whole: tuple[int, ...], nbytes: int) -> None:
+        if self.view not in ("flat", "nd"):
+            raise ValueError(f"unknown view {self.view!r} of '{self.name}'")
+        if self.dtype not in ITEM_SIZES:
+            raise ValueError(f"unknown dtype {self.dtype!r} of '{self.name}'")
+        numbers = (*self.shape, *self.offsets, *self.lengths, self.offset)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"a place in '{self.name}' is not a whole number")
+        inside = all(o + n <= w for o, n, w in zip(self.offsets, self.lengths, whole, strict=False))
+        if not len(self.offsets) == len(self.lengths) == len(whole) or not inside:
+            raise ValueError(f"a chunk reaches beyond '{self.name}' of shape {self.shape}")
+        if nbytes != self.nbytes:
+            raise ValueError(f"a chunk of '{self.name}' has {nbytes} bytes, needs {self.nbytes}")
+
+
+def _box_segments(
+    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    # Dimensions that the box covers whole, at the end, make longer runs.
+    last = len(shape)
+    while last > 0 and lengths[last - 1] == shape[last - 1]:
+        last -= 1
+    split = max(last - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    run = math.prod(lengths[split:])
+    base = sum(o * s for o, s in zip(offsets[split:], strides[split:], strict=True))
+    ranges = [range(o, o + n) for o, n in zip(offsets[:split], lengths[:split], strict=True)]
+    for number, index in enumerate(itertools.product(*ranges)):
+        start = base + sum(i * s for i, s in zip(index, strides, strict=False))
+        yield start, number * run, run
+
+
+def tiling_problems(entries: Iterable[ChunkEntry]) -> list[str]:
+    """What keeps `entries` from covering each of their tensors exactly once; empty if nothing."""
+    tensors: dict[tuple[str, str], list[ChunkEntry]] = {}
+    for entry in entries:
+        tensors.setdefault((entry.key, entry.name), []).append(entry)
+    return [text for (key, name), pieces in tensors.items() if (text := _gap(f"{key} '{name}'", pieces))]
+
+
+def _gap(tensor: str, pieces: list[ChunkEntry]) -> str | None:
+    kinds = {(piece.shape, piece.dtype) for piece in pieces}
+    if len(kinds) > 1:
+        return f"{tensor}: ranks disagree on its shape or dtype: {sorted(map(str, kinds))}"
+    position = 0
+    for start, _, count in sorted(run for piece in pieces for run in piece.segments() if run[2]):
+        if start != position:
+            what = "written twice" if start < position else "missing"
+            return f"{tensor}: elements {min(start, position)} to {max(start, position)} are {what}"
+        position += count
+    total = math.prod(pieces[0].shape)
+    return None if position == total else f"{tensor}: elements {position} to {total} are missing"

@@ -1,0 +1,209 @@
+"""Python values to JSON and back, exactly, without ever running code on the way back.
+
+JSON's own types stand for themselves. Everything else is an object with the key ``$``, which
+names the type, and its content under ``v``. A type that is not listed here is refused with
+the path of the offending entry: a checkpoint never drops anything silently.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from distributed.errors import UserError
+
+__all__ = ["decode", "encode"]
+
+TAG = "$"
+# Python refuses to print integers of more than 4300 decimal digits; hexadecimal has no limit.
+_LARGEST_PLAIN_INT = 2**63
+_DICTS = (dict, defaultdict, OrderedDict)
+
+
+def encode(value: Any, name: str = "state") -> Any:
+    """`value` as JSON-able data (``json.dumps(..., allow_nan=False)`` accepts it).
+
+    Takes None, bool, int, float (nan and inf too), str, bytes, list, tuple, set, frozenset, dict with
+    keys of any of these, Counter, defaultdict and OrderedDict (they come back as dict), torch
+    tensors (they come back on the CPU), NumPy arrays and scalars.
+
+    Args:
+        value: what to encode.
+        name: what to call it in an error, e.g. ``scheduler``.
+
+    Raises:
+        UserError: an entry of another type; names its path, e.g. ``scheduler.anneal_func``.
+    """
+    return _encode(value, name, ())
+
+
+def decode(data: Any) -> Any:
+    """The inverse of `encode`: same values, same types, same bits.
+
+    Raises:
+        ValueError: `data` does not come from `encode`.
+    """
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if TAG not in data:
+        return {key: decode(item) for key, item in data.items()}
+    decoder = _DECODERS.get(data[TAG]) if isinstance(data[TAG], str) else None
+    if decoder is None:
+        raise ValueError(f"unknown type {data[TAG]!r} in encoded state")
+    try:
+        return decoder(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged {data[TAG]!r} in encoded state: {error!r}") from None
+
+
+def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if abs(value) < _LARGEST_PLAIN_INT else {TAG: "int", "v": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if kind is bytes:
+        return {TAG: "bytes", "v": _text(value)}
+    if kind in _CONTAINERS:
+        if id(value) in parents:
+            raise _refuse(path, "a value that contains itself")
+        return _CONTAINERS[kind](value, path, (*parents, id(value)))
+    return _encode_array(value, path)
+
+
+def _encode_list(value: list[Any], path: str, parents: tuple[int, ...]) -> Any:
+    return _items(value, path, parents)
+
+
+def _encode_tuple(value: tuple[Any, ...], path: str, parents: tuple[int, ...]) -> Any:
+    return {TAG: "tuple", "v": _items(value, path, parents)}
+
+
+def _encode_set(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> Any:
+    # Sorted, so that the same set always writes the same bytes.
+    items = [_encode(item, f"{path}{{{item!r}}}", parents) for item in value]
+    return {TAG: type(value).__name__, "v": sorted(items, key=repr)}
+
+
+def _encode_dict(value: dict[Any, Any], path: str, parents: tuple[int, ...]) -> Any:
+    if all(type(key) is str and key != TAG for key in value):
+        return {key: _encode(item, _step(path, key), parents) for key, item in value.items()}
+    return {TAG: "dict", "v": _pairs(value, path, parents)}
+
+
+def _encode_counter(value: Counter[Any], path: str, parents: tuple[int, ...]) -> Any:
+    return {TAG: "Counter", "v": _pairs(value, path, parents)}
+
+
+_CONTAINERS: dict[type, Callable[..., Any]] = {
+    list: _encode_list,
+    tuple: _encode_tuple,
+    set: _encode_set,
+    frozenset: _encode_set,
+    Counter: _encode_counter,
+    **dict.fromkeys(_DICTS, _encode_dict),
+}
+
+
+def _items(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> list[Any]:
+    return [_encode(item, f"{path}[{index}]", parents) for index, item in enumerate(value)]
+
+
+def _pairs(value: dict[Any, Any], path: str, parents: tuple[int, ...]) -> list[Any]:
+    return [
+        [_encode(key, f"{path}: key {key!r}", parents), _encode(item, _step(path, key), parents)]
+        for key, item in value.items()
+    ]
+
+
+def _step(path: str, key: Any) -> str:
+    return f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]"
+
+
+def _encode_array(value: Any, path: str) -> Any:
+    """Tensors and arrays. Only a library that is already imported can have made one."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise _refuse(path, f"a {value.layout} tensor on {value.device}")
+        flat = value.detach().reshape(-1).to("cpu", copy=True).contiguous()
+        raw = flat.view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": _text(raw)}
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        if value.dtype.kind not in "biufcSU":
+            raise _refuse(path, f"a NumPy value of dtype {value.dtype}")
+        kind = "ndarray" if isinstance(value, numpy.ndarray) else "scalar"
+        little = numpy.asarray(value).astype(value.dtype.newbyteorder("<"))
+        shape = list(value.shape)
+        return {TAG: kind, "dtype": little.dtype.str, "shape": shape, "v": _text(little.tobytes())}
+    raise _refuse(path, f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _decode_tensor(data: dict[str, Any]) -> Any:
+    import torch
+
+    dtype = getattr(torch, data["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown tensor dtype {data['dtype']!r} in encoded state")
+    raw = bytearray(_bytes(data["v"]))
+    flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(data["shape"])
+
+
+def _decode_array(data: dict[str, Any]) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(str(data["dtype"]))
+    if dtype.kind not in "biufcSU":
+        raise ValueError(f"unknown array dtype {data['dtype']!r} in encoded state")
+    array = numpy.frombuffer(_bytes(data["v"]), dtype=dtype).reshape(data["shape"])
+    array = array.astype(dtype.newbyteorder("="))
+    return array if data[TAG] == "ndarray" else array[()]
+
+
+def _decode_pairs(data: dict[str, Any]) -> dict[Any, Any]:
+    return {decode(key): decode(item) for key, item in data["v"]}
+
+
+def _decode_items(data: dict[str, Any]) -> list[Any]:
+    return [decode(item) for item in data["v"]]
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "int": lambda data: int(data["v"], 16),
+    "float": lambda data: float(data["v"]),
+    "bytes": lambda data: _bytes(data["v"]),
+    "tuple": lambda data: tuple(_decode_items(data)),
+    "set": lambda data: set(_decode_items(data)),
+    "frozenset": lambda data: frozenset(_decode_items(data)),
+    "dict": _decode_pairs,
+    "Counter": lambda data: Counter(_decode_pairs(data)),
+    "tensor": _decode_tensor,
+    "ndarray": _decode_array,
+    "scalar": _decode_array,
+}
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _refuse(path: str, what: str) -> UserError:
+    return UserError(
+        f"'{path}' is {what}, which a checkpoint cannot hold: it stores data, never code or pickled objects",
+        allowed="numbers, text, bytes, lists, tuples, sets, dicts, tensors and NumPy arrays",
+        remedy="Leave it out of the object's state_dict() and set it again where the object is built",
+    )

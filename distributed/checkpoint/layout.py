@@ -1,0 +1,315 @@
+"""Commits checkpoints under one directory: all of one, or nothing of it.
+
+Every rank writes its own files into a hidden sibling. Rank 0 checks that the pieces make whole
+tensors, writes the manifest and renames the sibling: from then on the checkpoint exists.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from distributed.checkpoint.agreement import Ranks, agree, on_rank_zero
+from distributed.checkpoint.chunks import ChunkEntry
+from distributed.checkpoint.files import FileLayer, seal, unseal
+from distributed.checkpoint.reader import PortableReader, read_index, read_manifest, verify
+from distributed.checkpoint.store import FORMAT, MANIFEST, VERSION, manifest_of, rank_file, write_rank
+from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.checkpointer import Checkpointer
+from distributed.interfaces.state import BackendState
+
+__all__ = ["PortableCheckpointer"]
+
+logger = logging.getLogger("distributed")
+
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.(tmp|gc)-(step_\d{8,}|best|probe)-[0-9a-f]{16}")
+_BEST = "best.json"
+
+
+class PortableCheckpointer(Checkpointer):
+    """Portable checkpoints of one run under `directory`.
+
+    Args:
+        directory: where ``step_NNNNNNNN`` directories go; on several nodes, one that all share.
+        keep_last: how many of the newest to keep, the best one besides; None keeps all.
+        files: the operations that write.
+
+    Raises:
+        UserError: `keep_last` is below 1.
+    """
+
+    def __init__(self, directory: str, *, keep_last: int | None, files: FileLayer | None = None) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise UserError(
+                "at least the newest checkpoint must stay",
+                field="checkpoint.keep_last",
+                got=keep_last,
+                allowed="1 or more, or nothing to keep all",
+            )
+        self.directory = os.path.abspath(directory)
+        self.keep_last = keep_last
+        self.files = files or FileLayer()
+        self._best_file = os.path.join(self.directory, _BEST)
+        self._swept = False
+
+    def save(self, backend: Backend, extra: dict[str, Any], rank_extra: dict[str, Any]) -> str:
+        """Write and commit one checkpoint of step ``extra["progress"]["step"]``; every rank calls.
+
+        A step that is committed and whole is left alone: saving it again returns its path.
+
+        Raises:
+            OSError: a rank could not write; the same error on every rank. Committed ones stay.
+            UserError: the state holds what the format cannot; likewise.
+        """
+        step = int(extra["progress"]["step"])
+        final = self.path_of(step)
+        rank, size = backend.world.rank, backend.world.size
+        staging = on_rank_zero(backend, lambda: self._stage(final))
+        if staging is None:
+            return final
+        shared = BackendState()
+
+        def write() -> dict[str, dict[str, Any]]:
+            nonlocal shared
+            state = backend.export_state()
+            # The pieces are on the disk on return: only what all ranks share is still needed.
+            shared = replace(state, chunks=[])
+            return write_rank(self.files, staging, rank, size, state, rank_extra)
+
+        try:
+            facts = {name: fact for part in agree(backend, write) for name, fact in part.items()}
+            on_rank_zero(backend, lambda: self._commit(staging, final, step, shared, extra, facts, size))
+        except BaseException:
+            if rank == 0:
+                self._discard(staging)
+            raise
+        if rank == 0:
+            self._collect()
+        return final
+
+    def prepare(self, ranks: Ranks) -> None:
+        """Make the directory, clear leftovers, and try from every rank that it can be written;
+        every rank calls.
+
+        Raises:
+            OSError: it cannot; the same error on every rank.
+        """
+        staging = on_rank_zero(ranks, self._probe)
+        path = os.path.join(staging, f"rank_{ranks.world.rank:05d}")
+        try:
+            agree(ranks, lambda: self.files.write_file(path, b""))
+        finally:
+            if ranks.world.rank == 0:
+                self._discard(staging)
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of `step` is or would be."""
+        return os.path.join(self.directory, f"step_{step:08d}")
+
+    def steps(self) -> list[int]:
+        """Steps with a directory, newest first, damaged ones included."""
+        try:
+            names = os.listdir(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
+
+    def candidates(self) -> Iterator[str]:
+        """Paths of the complete checkpoints, newest first. Damaged ones are passed over, with a
+        warning that names the file."""
+        for step in self.steps():
+            path = self.path_of(step)
+            try:
+                read_manifest(path)
+            except UserError as error:
+                logger.warning("passing over %s: %s", path, error)
+            else:
+                yield path
+
+    def latest(self) -> str | None:
+        """Path of the newest complete checkpoint whose manifest is valid, None without."""
+        return next(self.candidates(), None)
+
+    def open(self, path: str) -> PortableReader:
+        """Open a committed checkpoint.
+
+        Raises:
+            UserError: it is missing, incomplete or damaged; the message says which file.
+        """
+        return PortableReader(path)
+
+    def verify(self, path: str) -> list[str]:
+        """Read a checkpoint through; one line per problem, empty when it is good."""
+        return verify(path)
+
+    def mark_best(self, path: str) -> None:
+        """Name the checkpoint at `path` the best: it is kept until another one is.
+
+        Raises:
+            OSError: the mark cannot be written; the old one stays.
+        """
+        name = os.path.basename(os.path.normpath(path))
+        staging = os.path.join(self.directory, f".tmp-best-{secrets.token_hex(8)}")
+        self.files.write_file(staging, seal({"format": FORMAT, "version": VERSION, "best": name}))
+        self.files.rename(staging, self._best_file)
+        self.files.fsync_directory(self.directory)
+
+    def best(self) -> str | None:
+        """Path of the checkpoint marked best, None when there is none or it is damaged."""
+        path = self._marked()
+        try:
+            if path is not None:
+                read_manifest(path)
+        except UserError as error:
+            logger.warning("the best checkpoint is not usable: %s", error)
+            return None
+        return path
+
+    def sweep(self) -> None:
+        """Remove what an interrupted save left behind. Only by the run that owns the directory."""
+        self._swept = True
+        for name in self._names():
+            if _LEFTOVER.fullmatch(name):
+                self._discard(os.path.join(self.directory, name))
+
+    def set_aside(self, lineage: str, last_step: int) -> str | None:
+        """Move checkpoints that are not this run's past out of its way, into a sub-directory.
+
+        A run that starts anew in a used directory, or goes on from an older step, would
+        otherwise resume from, or make room for, states that it never had.
+
+        Args:
+            lineage: ``extra["lineage"]`` of this run's checkpoints.
+            last_step: step this run went on from, -1 when it started anew.
+
+        Returns:
+            The sub-directory; None when nothing was moved.
+
+        Raises:
+            OSError: something cannot be moved.
+        """
+        foreign = [
+            path
+            for step, path in ((step, self.path_of(step)) for step in self.steps())
+            if step > last_step or self.lineage(path) != lineage
+        ]
+        if not foreign:
+            return None
+        aside = os.path.join(self.directory, f"superseded_{secrets.token_hex(4)}")
+        self.files.make_directory(aside)
+        best = self._marked()
+        for path in foreign:
+            self.files.rename(path, os.path.join(aside, os.path.basename(path)))
+            if path == best:
+                self.files.rename(self._best_file, os.path.join(aside, _BEST))
+        self.files.fsync_directory(self.directory)
+        return aside
+
+    @staticmethod
+    def lineage(path: str) -> str | None:
+        """``extra["lineage"]`` of the checkpoint at `path`; None when it is damaged or has none."""
+        try:
+            lineage = read_manifest(path)["extra"].get("lineage")
+        except UserError:
+            return None
+        return lineage if isinstance(lineage, str) else None
+
+    def _probe(self) -> str:
+        self.files.make_directories(self.directory)
+        self.sweep()
+        staging = os.path.join(self.directory, f".tmp-probe-{secrets.token_hex(8)}")
+        self.files.make_directory(staging)
+        return staging
+
+    def _stage(self, final: str) -> str | None:
+        """A new directory to write into; None when `final` is committed and good."""
+        if not self._swept:
+            self.sweep()
+        if os.path.isdir(final) and not verify(final):
+            return None
+        staging = self._hidden("tmp", final)
+        self.files.make_directory(staging)
+        return staging
+
+    def _commit(
+        self,
+        staging: str,
+        final: str,
+        step: int,
+        state: BackendState,
+        extra: dict[str, Any],
+        facts: dict[str, dict[str, Any]],
+        size: int,
+    ) -> None:
+        entries = []
+        for name in map(rank_file, range(size)):
+            index = read_index(os.path.join(staging, name), facts[name]["sha256"])
+            entries += [ChunkEntry.from_json(data) for data in index["chunks"]]
+        manifest = manifest_of(step, state, extra, facts, entries, size)
+        self.files.write_file(os.path.join(staging, MANIFEST), seal(manifest))
+        # What another host wrote must be here too: this sees a directory that is not shared.
+        read_manifest(staging)
+        self.files.fsync_directory(staging)
+        if os.path.isdir(final):
+            logger.warning("replacing %s, which is damaged", final)
+            self._drop(final)
+        self.files.rename(staging, final)
+        self.files.fsync_directory(self.directory)
+
+    def _collect(self) -> None:
+        """Remove what is older than the last `keep_last`. The save has succeeded: never raises."""
+        if self.keep_last is None:
+            return
+        # Damaged ones do not count, or they would push out the good.
+        kept = [path for path, _ in zip(self.candidates(), range(self.keep_last), strict=False)]
+        best = self._marked()
+        if len(kept) < self.keep_last or (best is None and os.path.exists(self._best_file)):
+            return
+        paths = [self.path_of(step) for step in self.steps()]
+        for path in paths[paths.index(kept[-1]) + 1 :]:
+            if path != best:
+                self._drop(path)
+
+    def _drop(self, path: str) -> None:
+        doomed = self._hidden("gc", path)
+        try:
+            self.files.rename(path, doomed)
+        except OSError as error:
+            logger.warning("an old checkpoint cannot be removed: %s", error)
+        else:
+            self._discard(doomed)
+
+    def _discard(self, path: str) -> None:
+        try:
+            self.files.remove(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("a leftover cannot be removed and stays until the next run: %s", error)
+
+    def _hidden(self, kind: str, final: str) -> str:
+        return os.path.join(self.directory, f".{kind}-{os.path.basename(final)}-{secrets.token_hex(8)}")
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _marked(self) -> str | None:
+        try:
+            with open(self._best_file, "rb") as file:
+                name = str(unseal(file.read()).get("best"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("passing over %s: %s", self._best_file, error)
+            return None
+        return os.path.join(self.directory, name) if _STEP.fullmatch(name) else None

@@ -1,0 +1,231 @@
+"""An optimizer's groups and per-parameter state, by parameter name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from distributed.errors import UserError
+from distributed.interfaces.state import StateReader
+
+__all__ = ["check_groups", "export_groups", "import_optimizer", "parameter_slots", "restore_group"]
+
+NAMES = "names"
+_LIVE = ("params", "param_names")
+SCALAR_DTYPES = "scalar_dtypes"
+_PREFIX = "optimizer."
+# How a step is computed here, not what it computes: these follow the machine.
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+# Hyper-parameters that tell families of optimizers apart, whoever implements them.
+_FAMILY = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"})
+
+Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
+
+
+def export_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Hyper-parameters of each group, copied, with its parameters' names under ``names``.
+
+    ``scalar_dtypes`` says of which dtype 0-dimensional state was (``{"step": "float32"}``), as
+    `BackendState.scalars` holds plain numbers.
+
+    Args:
+        optimizer: what to describe.
+        names: ``id(parameter) -> canonical name``.
+
+    Raises:
+        UserError: a parameter is not the model's.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        exported = {key: _copied(value) for key, value in group.items() if key not in _LIVE}
+        exported[NAMES] = [_name(p, names, number) for p in group["params"]]
+        exported[SCALAR_DTYPES] = {
+            slot: str(value.dtype).removeprefix("torch.")
+            for p in group["params"]
+            for slot, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and _is_scalar(p, slot, value)
+        }
+        groups.append(exported)
+    return groups
+
+
+def parameter_slots(
+    optimizer: Optimizer, names: Mapping[int, str], scalars: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(name, slot, tensor) of all state that has a shape; what has none goes into `scalars`."""
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            name = _name(p, names, number)
+            for slot, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and not _is_scalar(p, slot, value):
+                    yield name, slot, value
+                else:
+                    number_or_data = value.item() if isinstance(value, Tensor) else _copied(value)
+                    scalars.setdefault(name, {})[slot] = number_or_data
+
+
+def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, str]) -> Groups:
+    """Match the optimizer's groups with the saved ones by their parameters' names.
+
+    Args:
+        reader: the saved state.
+        optimizer: what will be filled.
+        names: ``id(parameter) -> name in the checkpoint``.
+
+    Returns:
+        (group of the optimizer, saved group) pairs.
+
+    Raises:
+        UserError: no saved group has the same parameters, or it is another kind of optimizer's.
+    """
+    if not reader.groups:
+        raise UserError(
+            "the checkpoint holds no optimizer state",
+            remedy="Load the model's weights alone, or resume from another checkpoint",
+        )
+    left = list(reader.groups)
+    pairs: Groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        wanted = {_name(p, names, number) for p in group["params"]}
+        match = next((saved for saved in left if wanted == _owners(saved, reader)), None)
+        if match is None:
+            raise _other_groups(number, wanted, reader)
+        _check_family(number, group, match)
+        left.remove(match)
+        pairs.append((group, match))
+    if left:
+        raise UserError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups and the checkpoint"
+            f" {len(reader.groups)}",
+            remedy="Build the optimizer with the same groups",
+        )
+    return pairs
+
+
+def import_optimizer(
+    reader: StateReader,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    pairs: Groups,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Create the optimizer's state and restore its hyper-parameters, `pairs` from `check_groups`.
+
+    State that had its parameter's dtype when saved gets its parameter's dtype; other state, such
+    as float32 moments of a bfloat16 parameter, keeps its own.
+
+    Args:
+        reader: the saved state.
+        optimizer: what to fill.
+        names: ``id(parameter) -> name in the checkpoint``.
+        pairs: (group of the optimizer, saved group).
+        dtypes: saved dtype of each parameter by its name in the checkpoint.
+    """
+    slots: dict[str, list[str]] = {}
+    for key, name in reader.tensors():
+        if key.startswith(_PREFIX):
+            slots.setdefault(name, []).append(key.removeprefix(_PREFIX))
+    shapes = reader.tensors()
+    optimizer.state.clear()
+    for group, saved in pairs:
+        restore_group(group, saved)
+        for p in group["params"]:
+            name = names[id(p)]
+            state: dict[str, Any] = {}
+            for slot in slots.get(name, []):
+                value = reader.read(_PREFIX + slot, name).reshape(shapes[_PREFIX + slot, name])
+                follows = value.is_floating_point() and value.dtype == dtypes[name]
+                state[slot] = value.to(p.device, p.dtype if follows else value.dtype)
+            for slot, number in reader.scalars.get(name, {}).items():
+                state[slot] = _scalar(optimizer, group, saved, slot, number, p)
+            if state:
+                optimizer.state[p] = state
+
+
+def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set `group`'s hyper-parameters to the saved ones; a tensor stays the tensor it is."""
+    for key, value in saved.items():
+        current = group.get(key)
+        if key in (NAMES, SCALAR_DTYPES) or key in _IMPLEMENTATION:
+            continue
+        if isinstance(current, Tensor):
+            with torch.no_grad():
+                current.copy_(torch.as_tensor(value))
+        elif isinstance(value, Tensor) and isinstance(current, float):
+            group[key] = float(value)
+        else:
+            group[key] = _copied(value)
+
+
+def _is_scalar(p: Tensor, slot: str, value: Tensor) -> bool:
+    # All state of a 0-dimensional parameter has no dimension; only its step is a counter.
+    return value.dim() == 0 and (p.dim() > 0 or slot == "step")
+
+
+def _scalar(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], slot: str, value: Any, p: Tensor
+) -> Any:
+    """A number as this optimizer keeps it: torch's own keep 0-dimensional tensors."""
+    dtype = saved.get(SCALAR_DTYPES, {}).get(slot)
+    if SCALAR_DTYPES not in saved and slot == "step" and type(optimizer).__module__.startswith("torch.optim"):
+        dtype = "float64" if torch.get_default_dtype() == torch.float64 else "float32"
+    if dtype is None:
+        return _placed(_copied(value), p.device)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=p.device if on_device else "cpu")
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """Tensors inside lists, tuples and dicts moved to `device` (LBFGS keeps such histories)."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _placed(item, device) for key, item in value.items()}
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _name(p: Tensor, names: Mapping[int, str], group: int) -> str:
+    if id(p) not in names:
+        raise UserError(
+            f"parameter group {group} of the optimizer holds a parameter of shape {tuple(p.shape)} that is"
+            " not the model's, so that it has no name in a checkpoint",
+            field="optimizer",
+            remedy="Make it a parameter of the model",
+        )
+    return names[id(p)]
+
+
+def _owners(saved: Mapping[str, Any], reader: StateReader) -> set[str]:
+    return {reader.aliases.get(name, name) for name in saved[NAMES]}
+
+
+def _other_groups(number: int, wanted: set[str], reader: StateReader) -> UserError:
+    nearest = max((_owners(saved, reader) for saved in reader.groups), key=lambda names: len(names & wanted))
+    return UserError(
+        f"parameter group {number} of the optimizer has no counterpart in the checkpoint: of the nearest"
+        f" saved group it lacks {sorted(nearest - wanted)[:3]} and has besides {sorted(wanted - nearest)[:3]}",
+        field="optimizer",
+        remedy="Build the optimizer with the same parameter groups",
+    )
+
+
+def _check_family(number: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    here, there = _FAMILY & group.keys(), _FAMILY & saved.keys()
+    if here != there:
+        raise UserError(
+            f"the checkpoint is of another kind of optimizer: parameter group {number} has"
+            f" {sorted(here) or 'none'} where the checkpoint has {sorted(there) or 'none'}",
+            field="optimizer",
+            remedy="Resume with the optimizer that was saved",
+        )

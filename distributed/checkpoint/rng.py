@@ -1,0 +1,37 @@
+"""The state of every random number generator that a training script is likely to use."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["capture_rng", "restore_rng"]
+
+
+def capture_rng() -> dict[str, Any]:
+    """Generators of Python, NumPy (when imported), torch on the CPU and on this rank's CUDA device.
+
+    The values are what `distributed.checkpoint.codec` encodes.
+    """
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Go on exactly where `capture_rng` stood. A generator that was not captured is left alone."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

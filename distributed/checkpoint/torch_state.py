@@ -1,0 +1,247 @@
+"""Replicated torch models (serial, DDP, Horovod) to and from the neutral form, by name.
+
+`canonical_name` and the optimizer helpers serve backends that shard as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distributed.checkpoint.codec import decode, encode
+from distributed.checkpoint.optimizer_state import (
+    check_groups,
+    export_groups,
+    import_optimizer,
+    parameter_slots,
+)
+from distributed.checkpoint.rng import capture_rng, restore_rng
+from distributed.errors import UserError
+from distributed.interfaces.state import BackendState, Chunk, StateReader
+
+__all__ = [
+    "canonical_name",
+    "capture_rng",
+    "export_replicated",
+    "import_replicated",
+    "load_full_model",
+    "named_tensors",
+    "restore_rng",
+]
+
+MODEL = "model"
+EXTRA = "extra_state"
+# Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """``module._orig_mod.layer.weight`` -> ``layer.weight``: the name without any wrapper's part."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by canonical name.
+
+    Returns:
+        (tensors, aliases): every tensor once, under the first of its names; the other names of
+        tied tensors -> that name.
+
+    Raises:
+        UserError: two tensors have the same canonical name.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    owners: dict[int, str] = {}
+    for raw, tensor in _all_tensors(model):
+        name = canonical_name(raw)
+        owner = owners.setdefault(id(tensor), name)
+        if tensors.get(name, tensor) is not tensor or aliases.get(name, owner) != owner:
+            raise UserError(
+                f"two tensors of the model are called '{name}' once wrappers are taken away",
+                got=raw,
+                remedy="Rename a submodule called 'module'",
+            )
+        if owner == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = owner
+    return tensors, aliases
+
+
+def export_replicated(
+    model: nn.Module, optimizer: Optimizer | None, scaler_state: dict[str, Any] | None, rank: int, size: int
+) -> BackendState:
+    """The share of rank `rank` of a model that every rank holds whole, cloned to the CPU.
+
+    Parameters and optimizer tensors are flattened and cut into `size` slices; buffers go whole
+    with rank 0. Frozen parameters are included, tied ones once.
+
+    Raises:
+        UserError: the optimizer holds a parameter that is not the model's.
+    """
+    tensors, aliases = named_tensors(model)
+    state = BackendState(aliases=aliases, scaler=copy.deepcopy(scaler_state))
+    for name, tensor in tensors.items():
+        whole = not isinstance(tensor, nn.Parameter)
+        state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
+    for name, extra in _extra_states(model):
+        state.chunks += _cut(name, EXTRA, _packed(name, extra), 0, 1, rank)
+    if optimizer is not None:
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        state.groups = export_groups(optimizer, names)
+        for name, slot, tensor in parameter_slots(optimizer, names, state.scalars):
+            state.chunks += _cut(name, f"optimizer.{slot}", tensor, rank, size, rank)
+    return state
+
+
+def import_replicated(reader: StateReader, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Fill `model` and `optimizer` in place, whole, from what any backend saved.
+
+    Nothing is changed before all names and shapes were found to match. Floating-point tensors
+    are cast to the model's dtype; with equal dtypes the bits are the same. Implementation flags
+    of the optimizer (``fused``, ``foreach``...) stay as they are.
+
+    Raises:
+        UserError: names, shapes or groups differ (says which), or stored bytes are damaged.
+    """
+    tensors, aliases = named_tensors(model)
+    stored = _stored_names(reader, tensors, aliases)
+    _check_shapes(reader, tensors, stored)
+    if optimizer is not None:
+        names = {id(tensor): stored[name] for name, tensor in tensors.items()}
+        pairs = check_groups(reader, optimizer, names)
+        dtypes = _fill_model(reader, model, tensors, stored)
+        import_optimizer(reader, optimizer, names, pairs, dtypes)
+    else:
+        _fill_model(reader, model, tensors, stored)
+
+
+def load_full_model(reader: StateReader, model: nn.Module) -> None:
+    """Put the saved model, not the optimizer, into `model`, in place.
+
+    Raises:
+        UserError: names or shapes differ, or stored bytes are damaged.
+    """
+    import_replicated(reader, model, None)
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _extra_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield canonical_name(prefix), module.get_extra_state()
+
+
+def _packed(name: str, extra: Any) -> Tensor:
+    text = json.dumps(encode(extra, f"{name}.get_extra_state()"), allow_nan=False)
+    return torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
+
+
+def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) -> list[Chunk]:
+    """Slice `part` of `parts`, or nothing when the slice is empty and another rank has one."""
+    count = tensor.numel()
+    start, end = count * part // parts, count * (part + 1) // parts
+    if (parts == 1 and rank != 0) or (start == end and rank != 0):
+        return []
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UserError(
+            f"'{name}' ({key}) cannot be saved: it is a {tensor.layout} tensor of dtype"
+            f" {tensor.dtype} on {tensor.device}",
+            allowed="dense tensors that hold data",
+        )
+    data = tensor.detach().reshape(-1)[start:end].to("cpu", copy=True)
+    return [Chunk(name, key, tuple(tensor.shape), start, data)] if count == 0 or len(data) else []
+
+
+def _stored_names(
+    reader: StateReader, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """The model's names -> the names under which the checkpoint holds them.
+
+    Of a tied tensor's names, the one that saved it may have chosen another than this model.
+    """
+    saved = {name for key, name in reader.tensors() if key == MODEL}
+    also = {owner: [alias for alias, o in aliases.items() if o == owner] for owner in aliases.values()}
+    stored = {}
+    for name in tensors:
+        choices = [name, *also.get(name, [])]
+        found = [n for n in (reader.aliases.get(c, c) for c in choices) if n in saved]
+        if found:
+            stored[name] = found[0]
+    missing = sorted(set(tensors) - set(stored))
+    unexpected = sorted(saved - set(stored.values()))
+    if missing or unexpected:
+        raise UserError(
+            "the checkpoint is of another model."
+            f" The model has, and the checkpoint lacks: {_few(missing)}."
+            f" The checkpoint has, and the model lacks: {_few(unexpected)}",
+            remedy="Build the model that was trained, or resume from another checkpoint",
+        )
+    return stored
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(f"'{name}'" for name in names[:3]) + more) or "nothing"
+
+
+def _check_shapes(reader: StateReader, tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> None:
+    shapes = reader.tensors()
+    wrong = [
+        f"'{name}' has shape {tuple(tensor.shape)} in the model"
+        f" and {shapes[MODEL, stored[name]]} in the checkpoint"
+        for name, tensor in tensors.items()
+        if tuple(tensor.shape) != shapes[MODEL, stored[name]]
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of a model of another size: {'; '.join(wrong[:3])}{more}",
+            remedy="Build the model with the sizes it was trained with",
+        )
+    unreal = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if unreal:
+        raise UserError(
+            f"the model holds no data yet: {_few(unreal)} are on the meta device",
+            remedy="Call model.to_empty(device=...) before loading",
+        )
+
+
+@torch.no_grad()
+def _fill_model(
+    reader: StateReader, model: nn.Module, tensors: Mapping[str, Tensor], stored: Mapping[str, str]
+) -> dict[str, torch.dtype]:
+    """Copy tensors and extra state; returns the saved dtypes by stored name."""
+    dtypes = {}
+    for name, tensor in tensors.items():
+        value = reader.read(MODEL, stored[name])
+        if value.is_floating_point() != tensor.is_floating_point():
+            raise UserError(
+                f"'{name}' is {tensor.dtype} in the model and {value.dtype} in the checkpoint",
+                remedy="Build the model with the dtypes it was trained with",
+            )
+        dtypes[stored[name]] = value.dtype
+        tensor.copy_(value.reshape(tensor.shape))
+    modules = {
+        canonical_name(prefix): module
+        for prefix, module in model.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    for key, name in reader.tensors():
+        if key == EXTRA and name in modules:
+            modules[name].set_extra_state(decode(json.loads(bytes(reader.read(key, name).numpy()))))
+    return dtypes
