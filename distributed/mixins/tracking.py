@@ -81,7 +81,8 @@ class TrackingMixin:
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
         recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
-            tracker = _attempt(spec.name, "start", self._start, spec, recorded)
+            context = dict(self.tracker_contexts.get(spec.name, {}))
+            tracker = _attempt(spec.name, "start", _started, spec, self.config, context, recorded)
             if tracker is not None:
                 self._trackers[spec.name] = tracker
 
@@ -89,28 +90,31 @@ class TrackingMixin:
         """Record `metrics` at optimizer step `step` with every tracker still alive."""
         # A record's own "step" says what every tracker has as the abscissa.
         figures = {name: value for name, value in metrics.items() if name != "step"}
-        self._each("log_metrics", figures, step)
+        self._each_tracker("log_metrics", figures, step)
 
     def track_artifact(self, path: str) -> None:
         """Record the file or folder `path` with every tracker still alive."""
-        self._each("log_artifact", path)
+        self._each_tracker("log_artifact", path)
 
     def finish_tracking(self, status: str) -> None:
         """Close every tracker: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""
-        self._each("finish", status)
+        self._each_tracker("finish", status)
         self._trackers = {}
 
-    def _start(self, spec: TrackerSpec, params: Mapping[str, Any]) -> Tracker:
-        tracker: Tracker = load_target(spec.target)(self.config)
-        tracker.context = dict(self.tracker_contexts.get(spec.name, {}))
-        tracker.start(params)
-        return tracker
-
-    def _each(self, method: str, *args: Any) -> None:
+    def _each_tracker(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker; one that raises is dropped."""
         for name, tracker in list(getattr(self, "_trackers", {}).items()):
             if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
                 del self._trackers[name]
+
+
+def _started(
+    spec: TrackerSpec, config: DistributedConfig, context: dict[str, Any], params: Mapping[str, Any]
+) -> Tracker:
+    tracker: Tracker = load_target(spec.target)(config)
+    tracker.context = context
+    tracker.start(params)
+    return tracker
 
 
 def _capture(spec: TrackerSpec) -> dict[str, Any]:

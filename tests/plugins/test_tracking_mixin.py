@@ -180,3 +180,9 @@ def test_finishing_twice_or_before_the_start_does_nothing(calls):
     run(loop)
     loop.finish_tracking("failed")
     assert calls[1:] == LATER_CALLS
+
+
+def test_the_loop_beside_the_mixin_may_use_any_other_name():
+    # Mixins share one namespace with the loop: every name of ours says that it is ours.
+    own = {name for name in vars(TrackingMixin) if not name.startswith("__")}
+    assert {name for name in own if "track" not in name} == set()
