@@ -90,10 +90,6 @@ def _word(value: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """`value` as YAML on one line."""
     import yaml
 
-    text = yaml.safe_dump(value, width=float("inf")).removesuffix("...\n").rstrip("\n")
-    if "\n" in text:
-        text = yaml.safe_dump(value, width=float("inf"), default_style='"').rstrip("\n")
-    return text
+    return str(yaml.safe_dump(value, width=float("inf"))).removesuffix("...\n").rstrip("\n")

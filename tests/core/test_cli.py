@@ -259,6 +259,31 @@ def test_a_dry_run_per_rank_says_what_it_would_start(
     assert "train_it.py --lr 1 on every rank; ranks: 3" in capsys.readouterr().out
 
 
+def test_per_rank_starts_the_script_itself_on_every_rank(
+    script: WriteScript, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = "import os, sys\n"
+    source += (
+        f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(' '.join(sys.argv[1:]))\n"
+    )
+    source += "sys.exit(3 if sys.argv[-1] == 'fail' and os.environ['RANK'] == '1' else 0)\n"
+    command = [
+        "train",
+        "--script",
+        script(source),
+        "--launch",
+        "per-rank",
+        "--num-processes",
+        "2",
+        "--lr",
+        "1",
+    ]
+    assert main(command) == 0
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["--lr 1", "--lr 1"]
+    assert main([*command, "fail"]) == 1
+    assert re.search(r"rank 1 .*code 3", capfd.readouterr().err)
+
+
 def test_per_rank_refuses_a_flag_that_would_reach_nobody(
     script: WriteScript, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,7 +212,8 @@ def test_every_field_is_described_and_says_what_it_accepts(name: str) -> None:
     assert allowed_values(name, DistributedConfig)
 
 
-TEXT = st.text(max_size=20)
+# Names with line breaks and YAML's own signs, oftener than chance would bring them.
+TEXT = st.text(max_size=20) | st.text("a \n\t-#:'\"{}[]|>&*!%@0", max_size=20)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "backend": TEXT,
     "checkpoint_dir": TEXT | st.none(),

@@ -73,10 +73,17 @@ def test_packages_are_held_against_lowest_and_tested_releases() -> None:
     found = {
         finding.name: finding
         for finding in installation.packages(
-            {**good, "torch": "2.4.1", "rich": "99.0", "mlflow": f"{good['mlflow']}+local"}
+            {
+                **good,
+                "torch": "2.4.1",
+                "rich": "99.0",
+                "pydantic": "2.10.6",
+                "mlflow": f"{good['mlflow']}+local",
+            }
         )
     }
     assert (found["torch"].status, found["rich"].status, found["mlflow"].status) == ("error", "warn", "ok")
+    assert found["pydantic"].status == "warn"
     assert "older than 2.6" in found["torch"].message
     assert found["torch"].remedy == f"pip install 'torch=={good['torch']}'"
 
