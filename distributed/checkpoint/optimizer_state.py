@@ -214,7 +214,8 @@ def _other_groups(number: int, wanted: set[str], reader: StateReader) -> UserErr
     nearest = max((_owners(saved, reader) for saved in reader.groups), key=lambda names: len(names & wanted))
     return UserError(
         f"parameter group {number} of the optimizer has no counterpart in the checkpoint: of the nearest"
-        f" saved group it lacks {sorted(nearest - wanted)[:3]} and has besides {sorted(wanted - nearest)[:3]}",
+        f" saved group it lacks {sorted(nearest - wanted)[:3]}"
+        f" and has besides {sorted(wanted - nearest)[:3]}",
         field="optimizer",
         remedy="Build the optimizer with the same parameter groups",
     )

@@ -55,7 +55,7 @@ def test_any_nesting_comes_back_with_its_types(value: Any) -> None:
 
 
 def test_huge_integers_and_mapping_types() -> None:
-    assert through_json(7 ** 6000) == 7**6000
+    assert through_json(7**6000) == 7**6000
     counts = defaultdict(list, {3: [1]})
     assert fingerprint(through_json(counts)) == fingerprint({3: [1]})
     assert through_json(OrderedDict(a=1, b=2)) == {"a": 1, "b": 2}
