@@ -45,7 +45,7 @@ class UserError(Exception):
 
     def paragraph(self) -> str:
         """The whole error as one paragraph without line breaks."""
-        parts = [self.message.rstrip(". ") + "."]
+        parts = [self.message if self.message.endswith("?") else self.message.rstrip(". ") + "."]
         if self.field is not None:
             parts.insert(0, f"{self.field}:")
         if self.got is not None:

@@ -38,6 +38,11 @@ class DataSection(Section):
         None,
         description="Drop the last, smaller global batch of an epoch. None follows the DataLoader.",
     )
+    shuffle: bool | None = Field(
+        None,
+        description="Shuffle training samples. None follows the DataLoader; a bare dataset or tensors"
+        " are shuffled.",
+    )
     verify: bool = Field(
         True, description="Joined ranks compare dataset length and a fingerprint of its first samples."
     )

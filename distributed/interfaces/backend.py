@@ -53,7 +53,7 @@ class BackendSpec:
         summary: one line for ``backends``.
         requires: module names that must be importable for the backend to run.
         install_hint: the command that installs them.
-        launcher: the name of the launcher that starts its ranks.
+        launcher: ``package.module:Class`` of the launcher that starts its ranks.
         capabilities: what it can do.
     """
 
@@ -63,7 +63,7 @@ class BackendSpec:
     summary: str = ""
     requires: tuple[str, ...] = ()
     install_hint: str = ""
-    launcher: str = "local"
+    launcher: str = "distributed.launch:LocalLauncher"
     capabilities: Capabilities = field(default_factory=Capabilities)
 
 
@@ -173,13 +173,17 @@ class Backend(ABC):
         """Unscale, clip to `max_norm` by the global norm, check, step, clear gradients (C6)."""
 
     @abstractmethod
-    def evaluate_window(self, window: Window) -> Any:
-        """Forward of `window` without gradients; returns one fused ``(2, k)`` float64 tensor
-        of sums and counts, rows ``loss`` and each metric in the task's order."""
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        """Forward of `window` without gradients: ``{name: (sum, count)}`` of this rank, for
+        the loss and each metric. Stand-ins run and count nothing."""
 
     @abstractmethod
     def set_training(self, training: bool) -> None:
         """Switch the model between training and evaluation."""
+
+    def communication_seconds(self) -> float:
+        """Seconds this rank waited for gradients of others, per step, as far as known."""
+        return 0.0
 
     @abstractmethod
     def all_reduce(self, values: Sequence[float]) -> list[float]:

@@ -20,7 +20,6 @@ class Progress:
         total_samples: samples trained on over the whole run.
         best_metric: best value so far of the metric that chooses checkpoints.
         best_accuracy: best validation accuracy so far.
-        until_epoch: the epoch at which the current `fit` ends.
     """
 
     epoch: int = 0
@@ -29,7 +28,6 @@ class Progress:
     total_samples: int = 0
     best_metric: float | None = None
     best_accuracy: float | None = None
-    until_epoch: int = 0
 
 
 @dataclass
@@ -43,6 +41,7 @@ class Task:
         scheduler: a scheduler, or a factory from the optimizer; None for the config's.
         loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None for cross-entropy.
         training_step: ``(model, batch) -> mean`` or ``(sum, count)``, instead of `loss_fn`.
+        validation_step: ``(model, batch) -> {name: (sum, count)}``, instead of loss and metrics.
         metrics: ``{name: (output, target) -> (sum, count)}``.
         train_data: a `distributed.data.Source` for training.
         val_data: the same for validation, or None.
@@ -57,6 +56,7 @@ class Task:
     scheduler: Any = None
     loss_fn: Callable[..., Any] | None = None
     training_step: Callable[..., Any] | None = None
+    validation_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
     train_data: Any = None
     val_data: Any = None

@@ -1,0 +1,54 @@
+"""DDPBackend: a replica per rank, gradients averaged in buckets while backward runs."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.process_group import ProcessGroupBackend
+from distributed.torch_backend import StepModule
+
+__all__ = ["DDPBackend"]
+
+# Buffers are not broadcast in every forward; torch renamed the argument.
+_NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+
+class DDPBackend(ProcessGroupBackend):
+    """torch's DistributedDataParallel around the whole step, loss included.
+
+    BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
+    validation every rank takes rank 0's, so that what is validated is what is saved.
+    """
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        if self.config.sync_batchnorm and self.world.size > 1:
+            step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        return DistributedDataParallel(
+            step,
+            **_NO_BUFFER_SYNC,
+            find_unused_parameters=self.config.find_unused_parameters,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+        )
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if not training and self.world.size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def communication_seconds(self) -> float:
+        if self.world.size == 1:
+            return 0.0
+        # DDP times a sample of its own iterations; nanoseconds.
+        timed: dict[str, Any] = self.model._get_ddp_logging_data()
+        waited = timed.get("avg_backward_comm_time", 0) - timed.get(
+            "avg_backward_compute_comm_overlap_time", 0
+        )
+        return max(0.0, float(waited) * 1e-9)

@@ -1,0 +1,1 @@
+"""The example that comes with the package."""

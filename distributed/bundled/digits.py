@@ -1,0 +1,53 @@
+"""Learn handwritten digits: scikit-learn's 1,797 scans of 8 x 8 pixels, a small MLP.
+
+    python -m distributed.cli train --num-processes 2
+
+Any flag of ``train`` applies; the validation accuracy passes 95 % within a few epochs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distributed import Trainer, UserError
+
+VALIDATION = 360  # samples, about a fifth
+
+
+def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(training, validation), each (float32 pixels in 0..1 of shape (N, 64), int64 labels)."""
+    try:
+        from sklearn.datasets import load_digits as read
+    except ImportError:
+        raise UserError("the bundled example reads its digits from scikit-learn, not installed here",
+                        remedy="pip install 'distributed-trainer[torch,examples]'") from None
+    pixels, labels = read(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = (torch.from_numpy(pixels).float() / 16.0)[order]
+    y = torch.from_numpy(labels).long()[order]
+    return (x[VALIDATION:], y[VALIDATION:]), (x[:VALIDATION], y[:VALIDATION])
+
+
+def build_model() -> nn.Module:
+    """64 pixels -> 128 -> 64 -> 10 classes."""
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(),
+        nn.Linear(128, 64), nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def main() -> None:
+    """Train with defaults that any flag overrides."""
+    train, validation = load_digits()
+    torch.manual_seed(0)
+    trainer = Trainer(build_model(), batch_size=32, epochs=10, learning_rate=2e-3, log_every_n_steps=10)
+    history = trainer.fit(train, validation)
+    if history.best_accuracy is not None:
+        print(f"best validation accuracy {history.best_accuracy:.4f} after {len(history.epochs)} epochs,"
+              f" {history.samples_per_second:,.0f} samples/s, {history.total_time:.1f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Feed: deals a source out to one rank, window by window, from any cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distributed.data.order import epoch_seed, mix, split_window
+from distributed.data.sample_rng import PerSampleRng
+from distributed.data.source import Source
+from distributed.data.stream import DealtStream, SelfShardedStream, same
+from distributed.errors import UserError
+from distributed.interfaces.backend import MicroBatch, Window
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """One rank's view of a source.
+
+    Args:
+        source: the data.
+        batch_size: samples per micro-batch.
+        accumulation: micro-batches per full window.
+        rank: data-parallel rank.
+        size: data-parallel size.
+        seed: of the run.
+        broadcast: rank 0's object on every rank; used once an epoch for a user's sampler.
+        total: sum of a number over the ranks; used per window for self-sharded streams.
+        drop_last: overrides the source's own.
+        per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
+        evaluation: keep every sample and do not shuffle (C5).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        accumulation: int = 1,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        broadcast: Callable[[Any], Any] = lambda value: value,
+        total: Callable[[int], int] = lambda value: value,
+        drop_last: bool | None = None,
+        per_sample_rng: bool = False,
+        evaluation: bool = False,
+    ) -> None:
+        self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
+        self.rank, self.size, self.seed = rank, size, seed
+        self.global_batch_size = batch_size * accumulation * size
+        self.drop_last = not evaluation and (source.drop_last if drop_last is None else drop_last)
+        self.evaluation = evaluation
+        self._broadcast, self._total = broadcast, total
+        self._batches = _Batches()
+        self._per_sample_rng = per_sample_rng
+        self._loader: DataLoader[Any] | None = None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that one epoch uses, None when only reading tells."""
+        length = self.source.length
+        if length is None or not self.drop_last:
+            return length
+        return length - length % self.global_batch_size
+
+    @property
+    def num_windows(self) -> int | None:
+        """Optimizer steps in one epoch, None when only reading tells."""
+        length = self.num_samples
+        return None if length is None else -(-length // self.global_batch_size)
+
+    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """The windows of `epoch` after the first `start` samples.
+
+        `start` lies on a window boundary of some number of ranks; on another number of
+        ranks the windows simply begin there (C4).
+        """
+        for part in (self.source.dataset, self.source.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        if not self.source.is_map:
+            return self._stream(epoch, start)
+        if self.source.order == "batch_sampler":
+            return self._ready_batches(epoch, start)
+        order = self._order(epoch)
+        if self.source.tensors is not None and not self._per_sample_rng:
+            return self._indexed(self.source.tensors, order, start)
+        return self._loaded(self._plan(order, start), epoch)
+
+    def _order(self, epoch: int) -> torch.Tensor | None:
+        """Sample indices of the epoch; None stands for 0, 1, 2, ..."""
+        source = self.source
+        if source.order == "sampler":
+            return torch.tensor(self._drawn(epoch), dtype=torch.int64)
+        if source.order == "sequential" or self.evaluation:
+            return None
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, epoch))
+        return torch.randperm(len(source.dataset), generator=generator)
+
+    def _drawn(self, epoch: int) -> list[Any]:
+        """A user's sampler, drawn on rank 0 under a seed of its own and given to all."""
+        drawn = None
+        if self.rank == 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(epoch_seed(self.seed, epoch))
+                generator = getattr(self.source.sampler, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(epoch_seed(self.seed, epoch))
+                drawn = list(self.source.sampler)
+        result: list[Any] = self._broadcast(drawn)
+        if not result:
+            raise UserError("its sampler drew no sample", field=self.source.argument)
+        return result
+
+    def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
+        """(position, samples) of every window from `start` on."""
+        size = self.global_batch_size
+        for position in range(start, length, size):
+            count = min(size, length - position)
+            if count < size and self.drop_last:
+                return
+            yield position, count
+
+    def _indexed(
+        self, tensors: tuple[torch.Tensor, ...], order: torch.Tensor | None, start: int
+    ) -> Iterator[Window]:
+        """In-memory tensors are indexed a batch at a time: no per-sample fetch, no collate."""
+        pin = bool(self.source.options.get("pin_memory")) and torch.cuda.is_available()
+        length = len(tensors[0]) if order is None else len(order)
+        for position, count in self._starts(length, start):
+            micro_batches = []
+            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
+                low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
+                index = slice(position + low, position + high)
+                where = index if order is None else order[index]
+                batch = [tensor[where] for tensor in tensors]
+                if pin:
+                    batch = [tensor.pin_memory() for tensor in batch]
+                micro_batches.append(MicroBatch(batch, end - begin))
+            yield Window(micro_batches, count)
+
+    def _plan(self, order: torch.Tensor | None, start: int) -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
+        """Per window: samples over all ranks, and this rank's (indices, count) micro-batches."""
+        length = len(self.source.dataset) if order is None else len(order)
+        for position, count in self._starts(length, start):
+            plan = []
+            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
+                low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
+                index = range(position + low, position + high)
+                indices = list(index) if order is None else order[index.start : index.stop].tolist()
+                plan.append((indices, end - begin))
+            yield count, plan
+
+    def _loaded(self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int) -> Iterator[Window]:
+        """Windows through a DataLoader, whose workers run ahead of the loop."""
+        # The loader draws indices ahead of what has been yielded, so the shape of each
+        # window waits in a queue beside it.
+        windows: list[tuple[int, list[int]]] = []
+
+        def draw() -> Iterator[list[Any]]:
+            for count, micro_batches in plan:
+                windows.append((count, [number for _, number in micro_batches]))
+                for indices, _ in micro_batches:
+                    yield [(epoch, index) for index in indices] if self._per_sample_rng else indices
+
+        self._batches.source = draw
+        batches = iter(self._dataloader(epoch))
+        served = 0
+        for first in batches:
+            count, numbers = windows[served]
+            served += 1
+            rest = [next(batches) for _ in numbers[1:]]
+            yield Window([MicroBatch(b, n) for b, n in zip([first, *rest], numbers, strict=True)], count)
+
+    def _ready_batches(self, epoch: int, start: int) -> Iterator[Window]:
+        """A user's batch sampler: its batches stay whole and are dealt out in order."""
+        drawn, sizes = self._drawn(epoch), []
+
+        def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
+            position, per_window = 0, self.accumulation * self.size
+            for first in range(0, len(drawn), per_window):
+                window = [list(batch) for batch in drawn[first : first + per_window]]
+                sizes.append(sum(map(len, window)))
+                position += sizes[-1]
+                if position <= start or (self.drop_last and len(window) < per_window):
+                    continue
+                spans = split_window(len(window), self.rank, self.size, 1)
+                yield sizes[-1], [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
+
+        return self._loaded(plan(), epoch)
+
+    def _stream(self, epoch: int, start: int) -> Iterator[Window]:
+        """An iterable dataset: every rank reads the stream and keeps its own slices."""
+        if self._per_sample_rng:
+            raise UserError("an iterable dataset has no sample index to tie randomness to",
+                            field="data.per_sample_rng", got=True, allowed="false for iterable datasets")
+        kind = SelfShardedStream if self.source.shards_itself else DealtStream
+        stream = kind(self.source, self.batch_size, self.accumulation, self.rank, self.size,
+                      start, self.drop_last)
+        options = dict(self.source.options)
+        # Several workers would each replay the stream; one keeps the order and still prefetches.
+        options["num_workers"] = min(1, options.get("num_workers", 0))
+        if not options["num_workers"]:
+            options = {"num_workers": 0, "pin_memory": options.get("pin_memory", False)}
+        loader = DataLoader(stream, batch_size=None, collate_fn=same,
+                            generator=self._generator(epoch), **options)
+        windows = (Window([MicroBatch(*pair) for pair in pairs], count) for count, pairs in loader)
+        return self._agreed(windows) if self.source.shards_itself else windows
+
+    def _agreed(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Ranks of a self-sharded stream may end at different times: they go on together."""
+        last: Window | None = None
+        while True:
+            window = next(windows, None)
+            count = self._total(window.num_samples if window else 0)
+            if count == 0:
+                return
+            if window is None:
+                if last is None:
+                    raise UserError(f"rank {self.rank} was given no sample at all by a dataset that shards"
+                                    " itself", field=self.source.argument,
+                                    remedy="Give every rank at least one sample, or use fewer ranks")
+                window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
+            last = window
+            yield Window(window.micro_batches, count)
+
+    def _dataloader(self, epoch: int) -> DataLoader[Any]:
+        if self._loader is None:
+            dataset: Dataset[Any] = self.source.dataset
+            if self._per_sample_rng:
+                dataset = PerSampleRng(dataset, self.seed)
+            self._loader = DataLoader(dataset, batch_sampler=self._batches, collate_fn=self.source.collate_fn,
+                                      generator=torch.Generator(), **self.source.options)
+        self._loader.generator = self._generator(epoch)
+        return self._loader
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        return torch.Generator().manual_seed(mix(self.seed, epoch, self.rank, 1))
+
+
+class _Batches:
+    """The batch sampler of a loader that lives longer than an epoch."""
+
+    source: Callable[[], Iterator[list[Any]]] = staticmethod(lambda: iter(()))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.source()

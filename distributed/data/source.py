@@ -1,0 +1,178 @@
+"""Source: what the user's loader, dataset or tensors say about data, in a form that travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from distributed.errors import UserError
+
+__all__ = ["Source"]
+
+Order = Literal["sequential", "random", "sampler", "batch_sampler"]
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+         "persistent_workers", "multiprocessing_context")
+
+
+@dataclass
+class Source:
+    """The user's data and how it wants to be read.
+
+    Attributes:
+        dataset: map-style or iterable.
+        batch_size: the loader's own, per rank; None when it has none.
+        order: where the order of samples comes from.
+        sampler: the user's sampler or batch sampler, for the orders named after them.
+        drop_last: drop the last, smaller global batch.
+        collate_fn: makes a batch of a list of samples.
+        options: what a DataLoader keeps besides: workers, pinning, ...
+        argument: the name of the argument it was given as, for messages.
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    order: Order = "sequential"
+    sampler: Any = None
+    drop_last: bool = False
+    collate_fn: Any = default_collate
+    options: dict[str, Any] = field(default_factory=dict)
+    argument: str = "train_loader"
+
+    @classmethod
+    def of(cls, data: Any, argument: str, shuffle: bool | None = None) -> Source:
+        """Read a DataLoader, a Dataset, tensors, or a sequence of samples.
+
+        Args:
+            data: what the user gave.
+            argument: its name, for messages.
+            shuffle: None follows the DataLoader, and shuffles a bare dataset or tensors
+                given for training.
+
+        Raises:
+            UserError: not one of these, empty, or made of tensors of unequal length.
+        """
+        if isinstance(data, DataLoader):
+            source = _of_loader(data, argument)
+        else:
+            dataset = _dataset(data, argument)
+            bare: Order = "random" if argument == "train_loader" and _is_map(dataset) else "sequential"
+            source = cls(dataset, order=bare, argument=argument)
+        if shuffle is not None and source.order in ("sequential", "random") and source.is_map:
+            source.order = "random" if shuffle else "sequential"
+        if source.is_map and source.length == 0:
+            raise UserError(
+                "the dataset is empty, so there is nothing to "
+                + ("train on" if argument == "train_loader" else "validate on"),
+                field=argument, got=f"{type(source.dataset).__name__} of length 0",
+                allowed="a dataset with at least one sample",
+                remedy="Check the path and the filter it was built with"
+                + ("" if argument == "train_loader" else ", or leave val_loader out"),
+            )
+        return source
+
+    @property
+    def is_map(self) -> bool:
+        """Whether samples can be asked for by index."""
+        return _is_map(self.dataset)
+
+    @property
+    def length(self) -> int | None:
+        """Samples in an epoch, None when only reading tells."""
+        if not self.is_map or self.order == "batch_sampler":
+            return None
+        if self.order == "sampler":
+            return len(self.sampler) if hasattr(self.sampler, "__len__") else None
+        return len(self.dataset)
+
+    @property
+    def shards_itself(self) -> bool:
+        """Whether an iterable dataset says that each rank's stream is that rank's share."""
+        return bool(getattr(self.dataset, "shards_itself", False))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...] | None:
+        """The tensors of an in-memory dataset that can be indexed a whole batch at a time."""
+        plain = type(self.dataset) is TensorDataset and self.collate_fn is default_collate
+        return self.dataset.tensors if plain and not self.options.get("num_workers") else None
+
+
+def _is_map(dataset: Any) -> bool:
+    return not isinstance(dataset, IterableDataset)
+
+
+def _dataset(data: Any, argument: str) -> Any:
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, torch.Tensor):
+        return TensorDataset(data)
+    if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
+        parts = [torch.as_tensor(part) for part in data]
+        lengths = [len(part) if part.dim() else 0 for part in parts]
+        if len(set(lengths)) > 1:
+            raise UserError("the tensors differ in length", field=argument, got=lengths,
+                            allowed="tensors with the same first dimension")
+        return TensorDataset(*parts)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return data
+    raise UserError(
+        "cannot read samples from this", field=argument, got=type(data).__name__,
+        allowed="a DataLoader, a Dataset (map-style or iterable), tensors, or a sequence of samples",
+        remedy="A generator of batches can be wrapped in an IterableDataset that yields samples",
+    )
+
+
+def _is_array(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) or type(part).__module__ == "numpy" and hasattr(part, "dtype")
+
+
+def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
+    options = {name: getattr(loader, name) for name in _KEPT if getattr(loader, name, None) is not None}
+    if not options.get("num_workers"):
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+            options.pop(name, None)
+    source = Source(loader.dataset, loader.batch_size, drop_last=loader.drop_last,
+                    collate_fn=loader.collate_fn, options=options, argument=argument)
+    if loader.batch_size is None and (not source.is_map or loader.batch_sampler is None):
+        raise UserError(
+            "a DataLoader with batch_size=None yields ready batches, whose samples cannot be dealt"
+            " out evenly to the ranks", field=argument, got="batch_size=None",
+            remedy="Let the dataset yield single samples and give the DataLoader a batch_size",
+        )
+    if source.is_map:
+        _read_sampler(source, loader)
+    return source
+
+
+def _read_sampler(source: Source, loader: DataLoader[Any]) -> None:
+    sampler = loader.sampler
+    if source.batch_size is None:
+        batches = loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            source.order, source.sampler = "batch_sampler", batches
+            return
+        source.batch_size, source.drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
+    source.order, source.sampler = _order_of(sampler)
+
+
+def _order_of(sampler: Any) -> tuple[Order, Any]:
+    if type(sampler) is SequentialSampler:
+        return "sequential", None
+    if isinstance(sampler, DistributedSampler):
+        # Its slices belong to another number of ranks; only the wish to shuffle is kept.
+        return ("random" if sampler.shuffle else "sequential"), None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return "random", None
+    return "sampler", sampler

@@ -1,0 +1,201 @@
+"""Start ranks or join those that a launcher started (hop 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from distributed.errors import UserError
+from distributed.interfaces.history import History
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.task import Progress, Task
+from distributed.plugin_manager import load_target
+from distributed.seeding import isolated_rng
+from distributed.supervisor import Supervisor
+from distributed.transport import save_task, write_private
+from distributed.worker import RankJob, run_here
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.plan import RunPlan
+
+__all__ = ["LocalLauncher", "Outcome", "Rendezvous", "rank_envs", "run", "run_script"]
+
+
+@dataclass
+class Outcome:
+    """What a run leaves to the caller.
+
+    Attributes:
+        history: the record.
+        progress: where the next `fit` goes on.
+        state: folder of the final state when ranks were started; None when it is in this
+            process's own objects.
+        run_state: scaler and the like, when the run was in this process.
+        loop: the loop, when the run was in this process.
+    """
+
+    history: History
+    progress: Progress
+    state: TemporaryDirectory[str] | None = None
+    run_state: dict[str, Any] | None = None
+    loop: Any = None
+
+
+def run(
+    plan: RunPlan, task: Task, tracker_contexts: Mapping[str, Any], launcher: Launcher | None = None
+) -> Outcome:
+    """Run `task` by `plan`: here, as one of a launcher's ranks, or in ranks started now.
+
+    Args:
+        plan: what was decided.
+        task: the user's objects.
+        tracker_contexts: tracker name -> what its `capture` returned here.
+        launcher: starts the ranks instead of the backend's own launcher.
+
+    Raises:
+        UserError: a mistake that only a rank could see.
+        WorkerError: a rank failed.
+    """
+    job = RankJob(plan, task, dict(tracker_contexts))
+    if plan.mode != "spawn":
+        with isolated_rng() if plan.mode == "in-process" else nullcontext():
+            loop = run_here(job)
+            left = loop.leftover_state()
+        return Outcome(loop.history, loop.progress, run_state=left, loop=loop)
+    folder = TemporaryDirectory(prefix="distributed-")
+    try:
+        path = Path(folder.name)
+        _save(job, path / "task.bin")
+        starter: Launcher = launcher or load_target(plan.spec.launcher)()
+        starter.run(plan, RankCommand([sys.executable, "-m", "distributed.worker"], path))
+        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        (path / "task.bin").unlink()
+        return Outcome(History.from_dict(result["history"]), Progress(**result["progress"]), folder)
+    except BaseException:
+        folder.cleanup()
+        raise
+
+
+def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> int:
+    """Start `script` itself on every rank, as torchrun does, for scripts without our Trainer.
+
+    Raises:
+        WorkerError: a rank failed.
+    """
+    from distributed.plan import Facts, Resources, resolve, visible_gpus
+    from distributed.plugin_manager import get_catalog
+
+    plan = resolve(config.with_values({"launch": "spawn"}, "per-rank"), get_catalog(), Facts(),
+                   Resources(visible_gpus() if config.device != "cpu" else 0))
+    with TemporaryDirectory(prefix="distributed-") as folder:
+        LocalLauncher().run(plan, RankCommand([sys.executable, script, *args], Path(folder)))
+    return 0
+
+
+class LocalLauncher(Launcher):
+    """Starts this node's ranks as processes that meet in a store which it serves."""
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        with ExitStack() as stack:
+            host, port = _endpoint(plan)
+            if plan.node_rank == 0:
+                port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
+            Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder).run()
+
+
+class Rendezvous:
+    """The store in which ranks meet. On one node it listens on loopback alone."""
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self.host, self.world_size = host, world_size
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1" if host == "127.0.0.1" else "", port))
+        except OSError as error:
+            self._socket.close()
+            raise UserError(f"the rendezvous port is in use: {error.strerror}", field="rdzv_endpoint",
+                            got=f"{host}:{port}", remedy="Choose another port, or end the run that holds"
+                            f" it (ss -ltnp 'sport = {port}')") from None
+        self._socket.listen(256)
+        self.port: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Rendezvous:
+        from torch.distributed import TCPStore
+
+        # The store takes over a socket that is already bound, for it would bind to all hosts.
+        self.store = TCPStore(self.host, self.port, self.world_size, is_master=True,
+                               wait_for_workers=False, timeout=timedelta(seconds=60),
+                               master_listen_fd=self._socket.detach())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        del self.store
+
+
+def _endpoint(plan: RunPlan) -> tuple[str, int]:
+    if plan.num_nodes == 1:
+        return "127.0.0.1", 0
+    text = plan.config.rdzv_endpoint or ""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError("not an address", field="rdzv_endpoint", got=text, allowed="HOST:PORT of node 0")
+    return host, int(port)
+
+
+def rank_envs(plan: RunPlan, command: RankCommand, host: str, port: int) -> dict[int, dict[str, str]]:
+    """rank -> environment, for the ranks of this node."""
+    first = plan.node_rank * plan.local_size
+    return {first + local: _rank_env(plan, command, local, host, port) for local in range(plan.local_size)}
+
+
+def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: int) -> dict[str, str]:
+    """The environment of one rank, in torchrun's own words."""
+    threads = max(1, len(os.sched_getaffinity(0)) // plan.local_size)
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
+    if plan.num_nodes == 1:
+        env = {"GLOO_SOCKET_IFNAME": _loopback(), **env}
+    env.update({
+        "RANK": str(plan.node_rank * plan.local_size + local),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(plan.local_size),
+        "GROUP_RANK": str(plan.node_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "DISTRIBUTED_RUN_DIR": str(command.folder),
+        "PYTHONUNBUFFERED": "1",
+    })
+    return env
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
+
+
+def _save(job: RankJob, path: Path) -> None:
+    # Read before the task, whose unpickling already imports the caller's modules.
+    search = [entry or os.getcwd() for entry in sys.path]
+    write_private(path.with_name("sys_path.json"), json.dumps(search).encode())
+    try:
+        save_task(job, path)
+    except Exception as error:
+        raise UserError(
+            f"what was given to the Trainer cannot travel to the ranks: {type(error).__name__}: {error}",
+            field="model, loaders, loss_fn, callbacks",
+            remedy="Open files, locks and connections inside the dataset or factory, or start the"
+            " script with torchrun, which needs nothing to travel",
+        ) from error

@@ -1,0 +1,1 @@
+"""What a backend or the loop is put together from."""

@@ -1,0 +1,181 @@
+"""RecordingMixin: what a step leaves behind, reduced and logged once an interval."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distributed.errors import UserError
+from distributed.mixins.timing import PHASES, gpu_utilisation, memory_metrics, name_stragglers
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend import World
+    from distributed.interfaces.history import History
+    from distributed.interfaces.task import Progress
+    from distributed.mixins.timing import PhaseTimers
+    from distributed.torch_backend import TorchBackend
+
+__all__ = ["RecordingMixin"]
+
+logger = logging.getLogger("distributed")
+
+
+class RecordingMixin:
+    """Per-step records for the training loop's per-rank class.
+
+    Losses stay on the device until the interval ends; then one collective reduces them, the
+    phase times of every rank and the wish to stop.
+    """
+
+    backend: TorchBackend
+    config: DistributedConfig
+    history: History
+    optimizer: Any
+    progress: Progress
+    timers: PhaseTimers
+    world: World
+    _stop_reason: str | None
+
+    def begin_interval(self) -> None:
+        """Start an epoch's records."""
+        self._steps: list[tuple[Any, Any, float]] = []
+        self._interval_samples = 0
+        self._interval_start = perf_counter()
+        self._epoch_sums = [0.0, 0.0]
+        self._logged: dict[str, float] = {}
+        self.timers.snapshot_and_reset()
+
+    def record_step(self, loss_sum: Any, count: Any, num_samples: int) -> None:
+        """Keep a step's loss as it is: on the device, unreduced."""
+        self._steps.append((loss_sum, count, self.optimizer.param_groups[0]["lr"]))
+        self._interval_samples += num_samples
+
+    def log(self, name: str, value: float) -> None:
+        """Add a number to the next log record."""
+        self._logged[name] = float(value)
+
+    def end_interval(self, norm: Any = None) -> None:
+        """Reduce, remember and report what happened since the last log step. Collective."""
+        seconds = max(perf_counter() - self._interval_start, 1e-9)
+        losses, phases = self._reduce_interval()
+        first = self.progress.step - len(losses) + 1
+        for offset, (loss, (_, _, rate)) in enumerate(zip(losses, self._steps, strict=True)):
+            self._append_step(first + offset, loss, float(rate))
+        record = {
+            "step": float(self.progress.step),
+            "epoch": float(self.progress.epoch),
+            "loss": self._interval_loss,
+            "learning_rate": float(self._steps[-1][2]),
+            "samples_per_second": self._interval_samples / seconds,
+            **memory_metrics(self.world.device),
+            **self._logged,
+        }
+        if norm is not None:
+            record["grad_norm"] = float(norm)
+        utilisation = gpu_utilisation(self.world.device)
+        if utilisation is not None:
+            record["gpu_utilisation"] = utilisation
+        if self.config.tracking.phase_timers:
+            record |= self._phase_shares(phases[0], seconds)
+            self._warn_of_stragglers(phases)
+        self.history.logs.append(record)
+        self._notify("on_log", self, record)
+        self.track_metrics({k: v for k, v in record.items() if k != "step"}, self.progress.step)
+        self._steps, self._interval_samples, self._logged = [], 0, {}
+        self._interval_start = perf_counter()
+
+    def _reduce_interval(self) -> tuple[list[float], list[dict[str, float]]]:
+        """(mean loss of every step over all ranks, phase seconds of every rank)."""
+        sums, counts = _numbers([s[0] for s in self._steps]), _numbers([s[1] for s in self._steps])
+        self._check_finite(sums)
+        seconds = self.timers.snapshot_and_reset()
+        seconds["communication"] = self.backend.communication_seconds() * len(sums)
+        seconds["backward"] = max(0.0, seconds["backward"] - seconds["communication"])
+        width = len(PHASES)
+        slots = [0.0] * (width * self.world.size)
+        begin = self.world.rank * width
+        slots[begin : begin + width] = [seconds[phase] for phase in PHASES]
+        wish = [1.0 if self._stop_reason else 0.0]
+        reduced = self.backend.all_reduce([*sums, *counts, *slots, *wish])
+        number = len(sums)
+        totals, parts = reduced[:number], reduced[number : 2 * number]
+        slots = reduced[2 * number : -1]
+        self._epoch_sums[0] += sum(totals)
+        self._epoch_sums[1] += sum(parts)
+        self._interval_loss = sum(totals) / max(sum(parts), 1.0)
+        self._settle_stop(reduced[-1] > 0)
+        phases = [dict(zip(PHASES, slots[r * width : (r + 1) * width], strict=True))
+                  for r in range(self.world.size)]
+        return [t / max(c, 1.0) for t, c in zip(totals, parts, strict=True)], phases
+
+    def end_epoch_record(self) -> dict[str, float]:
+        """Close the last interval; returns the epoch's training figures. Collective."""
+        if self._steps:
+            self.end_interval()
+        total, count = self._epoch_sums
+        return {
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "train_loss": total / max(count, 1.0),
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+        }
+
+    def agree_to_stop(self) -> None:
+        """Make one rank's wish to stop everybody's. Collective."""
+        self._settle_stop(self.backend.all_reduce([1.0 if self._stop_reason else 0.0])[0] > 0)
+
+    def _settle_stop(self, wanted: bool) -> None:
+        if wanted and self.history.stop_reason is None:
+            reasons = self.backend.gather_objects(self._stop_reason)
+            self.history.stop_reason = next(reason for reason in reasons if reason)
+
+    def stop_on_nan(self, loss: Any, step: int) -> None:
+        """Refuse a loss that is not finite, before it reaches the weights.
+
+        Raises:
+            UserError: always.
+        """
+        rate = self.optimizer.param_groups[0]["lr"]
+        raise UserError(
+            f"the loss is {float(loss)} at step {step + 1} (epoch {self.progress.epoch}) on rank"
+            f" {self.world.rank}, with learning rate {float(rate):g}", field="on_nan", got="stop",
+            allowed="stop, skip (leave such steps out), ignore",
+            remedy="Lower learning_rate, set gradient_clipping, or look for a division or logarithm"
+            " of zero in the model and for NaN in the data",
+        )
+
+    def _check_finite(self, sums: list[float]) -> None:
+        """On a GPU losses are only looked at here, at log steps."""
+        if self.config.on_nan != "stop":
+            return
+        for offset, value in enumerate(sums):
+            if not math.isfinite(value):
+                self.stop_on_nan(value, self.progress.step - len(sums) + offset)
+
+    def _append_step(self, step: int, loss: float, rate: float) -> None:
+        for name, value in (("step", step), ("loss", loss), ("learning_rate", rate)):
+            self.history.steps.setdefault(name, []).append(value)
+        self.history.num_samples = self.progress.total_samples - self._start_samples
+
+    def _phase_shares(self, phases: Mapping[str, float], seconds: float) -> dict[str, float]:
+        return {f"time_{phase}": value / seconds for phase, value in phases.items()}
+
+    def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
+        sentence = name_stragglers(phases)
+        if sentence and self.world.rank == 0:
+            logger.warning("%s (steps up to %d)", sentence, self.progress.step)
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Tensors and numbers as numbers, with one transfer from the device."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    found = iter(torch.stack([t.double() for t in tensors]).tolist())
+    return [next(found) if isinstance(value, torch.Tensor) else float(value) for value in values]

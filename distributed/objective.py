@@ -1,0 +1,192 @@
+"""Objective: from a model and a batch to (sum of losses, how many there were).
+
+The loop divides by the count of the whole global batch (C2), so a loss is needed as a sum
+with its count. How it is counted:
+
+- cross-entropy and NLL with class indices: unmasked targets (`ignore_index`, -100 unless
+  set), weighed as torch weighs them when class weights are given;
+- any other `loss_fn` that returns a mean: the samples of the micro-batch;
+- a `loss_fn` or `training_step` that returns ``(sum, count)``: what it says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distributed.errors import UserError
+
+__all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
+
+Terms = tuple[Tensor, "Tensor | int"]
+
+
+class Objective:
+    """The loss and metrics of a task.
+
+    Attributes:
+        counted: whether the count is only known after the forward pass, so that it has to be
+            reduced beside the gradients. Otherwise it is the number of samples.
+        metrics: name -> ``(output, target) -> (sum, count)``.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        validation_step: Callable[..., Any] | None = None,
+    ) -> None:
+        self._sum_loss, self._ignore_index, self._class_weights = _as_sum(loss_fn)
+        self._loss_fn, self._training_step = loss_fn, training_step
+        self._validation_step = validation_step
+        classifies = self._sum_loss is not None and training_step is None
+        if metrics is None and classifies:
+            metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
+        self.metrics = dict(metrics or {})
+        mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) == "mean"
+        self.counted = training_step is not None or classifies or not mean_module
+
+    def declare_unmasked(self, targets: Tensor) -> None:
+        """Look through all `targets` once; without a masked one the count is arithmetic."""
+        plain = self._class_weights is None and self._training_step is None
+        if self._sum_loss is not None and plain and not targets.is_floating_point():
+            per_sample = targets.dim() == 1
+            self.counted = not per_sample or bool((targets == self._ignore_index).any())
+
+    def __call__(self, model: Callable[..., Any], batch: Any, num_samples: int) -> Terms:
+        """(sum of losses, count) of a micro-batch with `num_samples` samples."""
+        if self._training_step is not None:
+            return self._read(self._training_step(model, batch), num_samples)
+        inputs, target = split_batch(batch)
+        return self._terms(model(*inputs), target, num_samples)
+
+    def mean(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """Mean loss of a micro-batch whose count is its number of samples."""
+        inputs, target = split_batch(batch)
+        output = model(*inputs)
+        if self._sum_loss is not None:
+            output, target = align_classes(output, target)
+        result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
+        return result
+
+    def evaluate(self, model: Callable[..., Any], batch: Any, num_samples: int) -> dict[str, Any]:
+        """``{name: (sum, count)}`` of the loss and every metric."""
+        if self._validation_step is not None:
+            found: dict[str, Any] = dict(self._validation_step(model, batch))
+            return found
+        if self._training_step is not None:
+            return {"loss": self(model, batch, num_samples)}
+        inputs, target = split_batch(batch)
+        output = model(*inputs)
+        found = {"loss": self._terms(output, target, num_samples)}
+        for name, metric in self.metrics.items():
+            found[name] = metric(output, target)
+        return found
+
+    def _terms(self, output: Any, target: Any, num_samples: int) -> Terms:
+        if self._sum_loss is None:
+            assert self._loss_fn is not None
+            return self._read(self._loss_fn(output, target), num_samples)
+        output, target = align_classes(output, target)
+        total = self._sum_loss(output, target)
+        if target.is_floating_point():
+            return total, target.numel() // target.shape[1]
+        if self._class_weights is not None:
+            weights = self._class_weights.to(target.device)
+            kept = target != self._ignore_index
+            return total, (weights[target.clamp(min=0)] * kept).sum()
+        return total, (target != self._ignore_index).sum()
+
+    def _read(self, result: Any, num_samples: int) -> Terms:
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
+        if isinstance(result, Tensor) and result.dim() == 0:
+            return result * num_samples, num_samples
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise UserError(
+            "a loss must be one number", field="training_step" if self._training_step else "loss_fn",
+            got=shape, allowed="a 0-dimensional tensor (the mean of the micro-batch), or (sum, count)",
+            remedy="Call .mean() on a loss per sample",
+        )
+
+
+def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] | None, int, Tensor | None]:
+    """A cross-entropy as its sum, its ignore_index and its class weights; else (None, ...)."""
+    options: dict[str, Any] = {}
+    inner = loss_fn
+    if isinstance(inner, partial) and not inner.args:
+        inner, options = inner.func, dict(inner.keywords)
+    if inner is None:
+        inner = F.cross_entropy
+    if inner in (F.cross_entropy, F.nll_loss):
+        _refuse_reduction(options.get("reduction", "mean"))
+        options["reduction"] = "sum"
+        return partial(inner, **options), options.get("ignore_index", -100), options.get("weight")
+    reduction = getattr(loss_fn, "reduction", "mean")
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        _refuse_reduction(reduction)
+    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        summed = copy.copy(loss_fn)
+        summed.reduction = "sum"
+        return summed, loss_fn.ignore_index, loss_fn.weight
+    return None, -100, None
+
+
+def _refuse_reduction(reduction: str) -> None:
+    if reduction != "mean":
+        raise UserError("the loss must be the mean of its micro-batch, so that it can be weighed",
+                        field="loss_fn", got=f"reduction={reduction!r}", allowed="reduction='mean'",
+                        remedy="Or give a function that returns (sum, count)")
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """``(inputs..., target)`` -> ``((inputs...), target)``.
+
+    Raises:
+        UserError: the batch is not a tuple or list of two or more parts.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    raise UserError(
+        "cannot tell inputs from target in a batch", field="train_loader",
+        got=f"a batch of type {type(batch).__name__}", allowed="(input, ..., target)",
+        remedy="Give training_step=lambda model, batch: ... for batches of another form",
+    )
+
+
+def align_classes(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring the class axis where cross-entropy wants it.
+
+    Accepts torch's own layout ``(N, C, ...)`` with target ``(N, ...)``, and the layout of
+    language models, ``(..., C)`` with target ``(...)``, which is flattened.
+
+    Raises:
+        UserError: both layouts fit (as with 256 classes over 256 positions).
+    """
+    if output.dim() <= 2 or target.is_floating_point():
+        return output, target
+    torch_layout = output.shape[:1] + output.shape[2:] == target.shape
+    class_last = output.shape[:-1] == target.shape
+    if torch_layout and class_last:
+        raise UserError(
+            "the class axis of the output could be the second or the last", field="loss_fn",
+            got=f"output {tuple(output.shape)}, target {tuple(target.shape)}",
+            remedy="Flatten them: loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, -2), t.flatten())",
+        )
+    return (output.flatten(0, -2), target.flatten()) if class_last else (output, target)
+
+
+def accuracy(output: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(correct, counted) over unmasked targets; `output` as for cross-entropy."""
+    output, target = align_classes(output, target)
+    if target.is_floating_point():
+        target = target.argmax(dim=1)
+    kept = target != ignore_index
+    return ((output.argmax(dim=1) == target) & kept).sum(), kept.sum()

@@ -1,0 +1,146 @@
+"""Builds what the user left to us: model from a factory, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+
+__all__ = ["build_model", "build_optimizer", "build_scheduler", "check_optimizer", "check_trainable"]
+
+
+def build_model(model: Any, seed: int) -> nn.Module:
+    """A module as it is, or what a factory builds under `seed`, so that ranks build alike.
+
+    Raises:
+        UserError: neither a module nor a factory of one.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if callable(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built = model()
+        if isinstance(built, nn.Module):
+            return built
+        model = built
+    raise UserError("not something that can be trained", field="model", got=type(model).__name__,
+                    allowed="a torch.nn.Module, or a function without arguments that builds one")
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise a UserError when no parameter of `model` can learn."""
+    if not any(p.requires_grad for p in model.parameters()):
+        total = sum(1 for _ in model.parameters())
+        raise UserError("the model has no trainable parameters", field="model",
+                        got=f"{type(model).__name__} with {total} parameters, all frozen" if total
+                        else f"{type(model).__name__} without parameters",
+                        remedy="Set requires_grad=True on what should learn")
+
+
+def build_optimizer(
+    optimizer: Any, model: nn.Module, config: DistributedConfig, learning_rate: float
+) -> Optimizer:
+    """The user's optimizer, or one built here.
+
+    Args:
+        optimizer: an optimizer; an optimizer class or `functools.partial` of one, called with
+            (parameters, lr=learning_rate); a function from the model to an optimizer; or None.
+        model: whose trainable parameters it gets.
+        config: names the optimizer to build when none is given.
+        learning_rate: after `lr_scaling`.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None:
+        optimizer = _named(config)
+    inner = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if isinstance(inner, type) and issubclass(inner, Optimizer):
+        given = optimizer.keywords if isinstance(optimizer, partial) else {}
+        built: Any = optimizer(trainable, **({} if "lr" in given else {"lr": learning_rate}))
+    elif callable(optimizer):
+        built = optimizer(model)
+    else:
+        built = optimizer
+    if isinstance(built, Optimizer):
+        return built
+    raise UserError("not an optimizer", field="optimizer", got=type(built).__name__,
+                    allowed="a torch optimizer, its class, or a function from the model to one")
+
+
+def _named(config: DistributedConfig) -> Callable[..., Optimizer]:
+    if config.optimizer == "sgd":
+        return partial(torch.optim.SGD, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return partial(kind, weight_decay=config.weight_decay)
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise a UserError when `optimizer` holds parameters that are not `model`'s."""
+    known = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in known]
+    if foreign:
+        raise UserError(
+            f"the optimizer was built over other parameters: {len(foreign)} of its {len(held)} are not"
+            " the model's", field="optimizer", got=type(optimizer).__name__,
+            remedy="Build it from this model's parameters, after any copy of the model, or give its class",
+        )
+
+
+def build_scheduler(
+    scheduler: Any, optimizer: Optimizer, config: DistributedConfig, total_steps: int | None
+) -> tuple[Any, str]:
+    """(scheduler or None, ``epoch`` | ``step`` | ``validation``): what steps it.
+
+    Raises:
+        UserError: it drives another optimizer, or a decay has no known end.
+    """
+    if scheduler is None:
+        return _built_in(optimizer, config, total_steps), "step"
+    if not hasattr(scheduler, "step") and callable(scheduler):
+        scheduler = scheduler(optimizer)
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UserError("the scheduler drives another optimizer than the one given", field="scheduler",
+                        got=type(scheduler).__name__,
+                        remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return scheduler, "validation"
+    return scheduler, config.scheduler_interval
+
+
+def _built_in(optimizer: Optimizer, config: DistributedConfig, total_steps: int | None) -> LambdaLR | None:
+    if config.scheduler == "constant" and not config.warmup_steps:
+        return None
+    if config.scheduler != "constant" and total_steps is None:
+        raise UserError(f"a {config.scheduler} schedule needs an end, and this data has no known length",
+                        field="scheduler", got=config.scheduler, remedy="Set max_steps")
+    return LambdaLR(optimizer, partial(lr_factor, kind=config.scheduler, warmup=config.warmup_steps,
+                                       total=total_steps or 0, floor=config.min_lr_ratio))
+
+
+def lr_factor(step: int, *, kind: str, warmup: int, total: int, floor: float) -> float:
+    """Learning rate at optimizer step `step` (from 0) as a share of its peak (C7).
+
+    Warm-up rises linearly and reaches the peak after `warmup` steps; then ``linear`` or
+    ``cosine`` falls to `floor` at step `total`; ``constant`` stays.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    shape = 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return floor + (1.0 - floor) * shape

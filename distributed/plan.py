@@ -1,0 +1,304 @@
+"""RunPlan: every configuration and capability error, before a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distributed.batch import BatchPlan, resolve_batch
+from distributed.errors import UserError
+from distributed.joined import Joined
+from distributed.plugin_manager import require
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend import BackendSpec, Capabilities
+    from distributed.plugin_manager import Catalog
+
+__all__ = ["Facts", "Resources", "RunPlan", "resolve"]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this host offers: the number of visible CUDA devices."""
+
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the plan has to know of the user's objects.
+
+    Attributes:
+        train_batch_size: the training loader's own batch size, None without.
+        val_batch_size: the validation loader's.
+        num_samples: training samples in an epoch, None when unknown.
+        has_optimizer: an optimizer object was given.
+    """
+
+    train_batch_size: int | None = None
+    val_batch_size: int | None = None
+    num_samples: int | None = None
+    has_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that can start.
+
+    Attributes:
+        config: what was asked.
+        spec: the backend.
+        mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
+        world_size: ranks over all nodes.
+        local_size: ranks on this node.
+        node_rank: index of this node.
+        num_nodes: nodes.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        communication_backend: transport of the collectives, as torch names it.
+        batch: the batch identity.
+        val_batch_size: samples per rank in validation.
+        learning_rate: after `lr_scaling`.
+        joined: this process's place when it joins.
+        notes: what the user should know, one sentence each.
+    """
+
+    config: DistributedConfig
+    spec: BackendSpec
+    mode: str
+    world_size: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    device: str
+    precision: str
+    communication_backend: str
+    batch: BatchPlan
+    val_batch_size: int
+    learning_rate: float
+    joined: Joined | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def device_of(self, local_rank: int) -> str:
+        """The device of a rank on its host."""
+        return "cpu" if self.device == "cpu" else f"cuda:{local_rank}"
+
+    def summary(self) -> str:
+        """The first lines of a run."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        where = "CPU" if self.device == "cpu" else "CUDA"
+        over = f" over {self.communication_backend}" if self.world_size > 1 else ""
+        first = f"{self.spec.name}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
+        return "\n".join([first, *(f"note: {note}" for note in self.notes)])
+
+
+def resolve(
+    config: DistributedConfig,
+    catalog: Catalog,
+    facts: Facts,
+    resources: Resources,
+    joined: Joined | None = None,
+) -> RunPlan:
+    """Decide everything that can be decided before a process starts.
+
+    Raises:
+        UserError: the config asks for what cannot be: unknown backend, missing package,
+            lacking capability, too few GPUs, an impossible batch.
+    """
+    spec = catalog.backend(config.backend)
+    require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+    notes: list[str] = []
+    joined = _place(config, joined)
+    device = _device(config, resources, joined, notes)
+    world_size, local_size = _ranks(config, resources, device, joined)
+    precision = _precision(config, device, notes)
+    _check_capabilities(config, spec, catalog, world_size, precision, device)
+    batch = resolve_batch(
+        batch_size=config.batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        global_batch_size=config.global_batch_size,
+        data_parallel_size=world_size,
+        loader_batch_size=facts.train_batch_size,
+    )
+    plan = RunPlan(
+        config=config,
+        spec=spec,
+        mode=_mode(config, spec, world_size, joined),
+        world_size=world_size,
+        local_size=local_size,
+        node_rank=joined.node_rank if joined else config.node_rank or 0,
+        num_nodes=joined.num_nodes if joined else config.num_nodes,
+        device=device,
+        precision=precision,
+        communication_backend=_transport(config, device),
+        batch=batch,
+        val_batch_size=facts.val_batch_size or batch.batch_size,
+        learning_rate=_learning_rate(config, batch, facts),
+        joined=joined,
+        notes=notes,
+    )
+    _check_nodes(plan)
+    catalog.manager.hook.check_plan(plan=plan)
+    return plan
+
+
+def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
+    if config.launch in ("spawn", "per-rank"):
+        return None
+    if config.launch == "join" and joined is None:
+        raise UserError("there is no launcher to join", field="launch", got="join",
+                        remedy="Start with torchrun, srun or mpirun, or use launch=auto")
+    if joined is not None:
+        asked = config.num_ranks
+        if asked is not None and asked != joined.size:
+            raise UserError(
+                f"the config asks for {asked} ranks and {joined.launcher} started {joined.size}",
+                field="num_gpus", got=asked, allowed=str(joined.size),
+                remedy=f"Leave num_gpus out under {joined.launcher}, or start {asked} processes",
+            )
+    return joined
+
+
+def _device(config: DistributedConfig, resources: Resources, joined: Joined | None, notes: list[str]) -> str:
+    here = joined.local_size if joined else (config.num_ranks or 1) // config.num_nodes
+    if config.device == "cuda" and resources.num_gpus < here and not _one_visible_each(resources, joined):
+        raise UserError(
+            f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
+            field="num_gpus", got=config.num_ranks, allowed=f"at most {resources.num_gpus} per host",
+            remedy="Use fewer ranks, or device=cpu; CUDA_VISIBLE_DEVICES may hide some",
+        )
+    if config.device != "auto":
+        return config.device
+    if resources.num_gpus == 0:
+        if config.num_gpus or config.gpus_per_node:
+            notes.append("no GPU found: the ranks run as CPU processes over gloo")
+        return "cpu"
+    if resources.num_gpus < here and not _one_visible_each(resources, joined):
+        raise UserError(
+            f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
+            field="num_gpus", got=config.num_ranks, allowed=f"at most {resources.num_gpus} per host",
+            remedy="Use fewer ranks, or say device=cpu to run them as CPU processes",
+        )
+    return "cuda"
+
+
+def _one_visible_each(resources: Resources, joined: Joined | None) -> bool:
+    # Slurm and others may show every task a single device of its own.
+    return joined is not None and resources.num_gpus == 1
+
+
+def _ranks(
+    config: DistributedConfig, resources: Resources, device: str, joined: Joined | None
+) -> tuple[int, int]:
+    if joined is not None:
+        return joined.size, joined.local_size
+    if config.num_ranks is not None:
+        return config.num_ranks, config.num_ranks // config.num_nodes
+    here = resources.num_gpus if device == "cuda" else 1
+    return here * config.num_nodes, here
+
+
+def _precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
+    asked = config.mixed_precision
+    if asked is False:
+        return "fp32"
+    if asked is True:
+        if device == "cpu":
+            notes.append("mixed_precision=True means bf16 on CPU; say 'fp16' for fp16 with a scaler")
+            return "bf16"
+        return "fp16"
+    return asked
+
+
+def _transport(config: DistributedConfig, device: str) -> str:
+    asked = config.communication_backend
+    if asked == "nccl" and device == "cpu":
+        raise UserError("nccl moves data between GPUs and the ranks run on CPU",
+                        field="communication_backend", got="nccl", allowed="auto, gloo, mpi")
+    if asked == "auto":
+        return "gloo" if device == "cpu" else "nccl"
+    return asked
+
+
+def _mode(config: DistributedConfig, spec: BackendSpec, world_size: int, joined: Joined | None) -> str:
+    if joined is not None:
+        return "join"
+    alone = world_size == 1 and config.num_nodes == 1 and config.launch != "spawn"
+    return "in-process" if alone or not spec.capabilities.multi_process else "spawn"
+
+
+def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> float:
+    if facts.has_optimizer and config.is_explicit("learning_rate"):
+        raise UserError(
+            "an optimizer object carries its own learning rate", field="learning_rate",
+            got=config.learning_rate, remedy="Leave it out, or give the optimizer's class instead"
+            " (optimizer=torch.optim.SGD)",
+        )
+    scaling = config.lr_scaling
+    if scaling.rule == "none" or scaling.base_batch_size is None:
+        return config.learning_rate
+    if facts.has_optimizer:
+        raise UserError("an optimizer object carries its own learning rate, which is never rescaled",
+                        field="lr_scaling.rule", got=scaling.rule,
+                        remedy="Give the optimizer's class instead (optimizer=torch.optim.SGD)")
+    factor = batch.global_batch_size / scaling.base_batch_size
+    return config.learning_rate * (factor if scaling.rule == "linear" else factor**0.5)
+
+
+_NEEDS: list[tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]] = [
+    ("gradient_accumulation_steps", lambda c: (c.gradient_accumulation_steps or 1) > 1,
+     lambda k: k.accumulation, "accumulate gradients"),
+    ("gradient_clipping", lambda c: c.gradient_clipping is not None,
+     lambda k: k.clipping, "clip gradients"),
+    ("sync_batchnorm", lambda c: c.sync_batchnorm, lambda k: k.sync_batchnorm, "synchronise BatchNorm"),
+    ("find_unused_parameters", lambda c: c.find_unused_parameters,
+     lambda k: k.find_unused_parameters, "find unused parameters"),
+    ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
+]
+
+
+def _check_capabilities(
+    config: DistributedConfig, spec: BackendSpec, catalog: Catalog, world_size: int, precision: str,
+    device: str,
+) -> None:
+    needs = [*_NEEDS,
+             ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
+             ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}")]
+    for name, wanted, able, what in needs:
+        if wanted(config) and not able(spec.capabilities):
+            others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities))
+            raise UserError(f"backend '{spec.name}' cannot {what}", field=name, got=_value(config, name),
+                            remedy=f"Backends that can: {', '.join(others) or 'none installed'}")
+    if config.sync_batchnorm and device == "cpu" and world_size > 1:
+        raise UserError("torch synchronises BatchNorm on GPUs only", field="sync_batchnorm", got=True,
+                        allowed="false on CPU")
+
+
+def _value(config: DistributedConfig, name: str) -> Any:
+    return config.num_ranks if name == "num_gpus" else getattr(config, name)
+
+
+def _check_nodes(plan: RunPlan) -> None:
+    config = plan.config
+    if plan.mode != "spawn" or plan.num_nodes == 1:
+        return
+    missing = [name for name in ("node_rank", "rdzv_endpoint") if getattr(config, name) is None]
+    if missing:
+        raise UserError(
+            f"{plan.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",
+            field=missing[0], remedy="Run the same command on every node with --node-rank 0, 1, ... and"
+            " --rdzv-endpoint HOST:PORT of node 0, or start with torchrun or srun",
+        )
+
+
+def visible_gpus() -> int:
+    """CUDA devices this process may use, without creating a context."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,202 @@
+"""Starts the ranks of this host, waits for them, and names the first that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from distributed.errors import UserError, WorkerError
+
+__all__ = ["Supervisor"]
+
+GRACE = 2.0
+"""Seconds the other ranks get, after a first failure, to say what they saw."""
+
+_SECOND_HAND = ("connection closed", "connection reset", "broken pipe", "connection refused",
+                "socket timeout", "timed out", "connectionerror", "recv failed", "peer")
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    status: int | None = None
+    ended: float = 0.0
+
+
+class Supervisor:
+    """The ranks of one host, each in a process group of its own.
+
+    Each rank holds the read end of a pipe whose write end is here: if this process
+    vanishes, the ranks see the end of the file and end themselves (`worker.watch_parent`).
+
+    Args:
+        argv: the command of every rank.
+        envs: rank -> environment.
+        folder: where ranks leave ``error_<rank>.json``.
+    """
+
+    def __init__(self, argv: Sequence[str], envs: Mapping[int, Mapping[str, str]], folder: Path) -> None:
+        self.argv, self.envs, self.folder = list(argv), envs, folder
+        self._ranks: list[_Rank] = []
+        self.ended: queue.Queue[_Rank] = queue.Queue()
+        self._pipe: tuple[int, int] | None = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(self) -> None:
+        """Start all ranks and return when all have ended well.
+
+        Raises:
+            WorkerError, UserError: as `Launcher.run`.
+        """
+        try:
+            self.start()
+            self.wait()
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Start every rank."""
+        self._pipe = os.pipe()
+        for rank, env in self.envs.items():
+            inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
+            target: Any = None if inherit else subprocess.PIPE
+            process = subprocess.Popen(
+                self.argv, env={**env, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                pass_fds=[self._pipe[0]], stdin=subprocess.DEVNULL, stdout=target,
+                stderr=None if inherit else subprocess.STDOUT, start_new_session=True,
+            )
+            entry = _Rank(rank, process)
+            self._ranks.append(entry)
+            self._spawn(self._watch, entry)
+            if process.stdout is not None:
+                self._spawn(_relay, process.stdout, f"[rank {rank}] " if rank else "")
+
+    def wait(self) -> None:
+        """Block until every rank has ended, or one has failed."""
+        running = len(self._ranks)
+        while running:
+            entry = self.ended.get()
+            running -= 1
+            if entry.status != 0:
+                self._collect_failures(running)
+                self._raise_first()
+
+    def stop(self) -> None:
+        """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL."""
+        alive = [entry for entry in self._ranks if entry.status is None]
+        for entry in alive:
+            _signal_group(entry.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while any(entry.status is None for entry in alive) and (left := deadline - time.monotonic()) > 0:
+            try:
+                self.ended.get(timeout=left)
+            except queue.Empty:
+                break
+        for entry in self._ranks:
+            # The leader is not reaped yet, so its group id cannot belong to anybody else.
+            _signal_group(entry.process.pid, signal.SIGKILL)
+            entry.process.wait()
+        for end in self._pipe or ():
+            os.close(end)
+        self._pipe = None
+        for thread in self._threads:
+            thread.join(timeout=GRACE)
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _watch(self, entry: _Rank) -> None:
+        """Notice the end of a rank without reaping it."""
+        info = os.waitid(os.P_PID, entry.process.pid, os.WEXITED | os.WNOWAIT)
+        assert info is not None
+        entry.ended = time.time()
+        entry.status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        self.ended.put(entry)
+
+    def _collect_failures(self, running: int) -> None:
+        deadline = time.monotonic() + GRACE
+        while running and (left := deadline - time.monotonic()) > 0:
+            try:
+                self.ended.get(timeout=left)
+                running -= 1
+            except queue.Empty:
+                return
+
+    def _raise_first(self) -> None:
+        self.raise_reported([entry.rank for entry in self._ranks if entry.status not in (None, 0)])
+
+    def raise_reported(self, ranks: Sequence[int]) -> None:
+        """Raise what the first of these failed ranks has to say.
+
+        Raises:
+            WorkerError, UserError: as `Launcher.run`.
+        """
+        failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
+        # What a rank says of a lost connection is second-hand while another has a cause.
+        first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+        others = sorted({f["rank"] for f in failures} - {first["rank"]})
+        if first.get("user_error") is not None:
+            raise UserError(**first["user_error"])
+        tail = f" (then rank {', '.join(map(str, others))})" if others else ""
+        raise WorkerError(
+            f"rank {first['rank']} ({first['host']}, pid {first['pid']}) {first['what']}{tail}",
+            rank=first["rank"], host=first["host"], exc_type=first["exc_type"],
+            worker_traceback=first.get("traceback", ""),
+        )
+
+    def _failure(self, entry: _Rank) -> dict[str, Any]:
+        """What is known of a failed rank: its own report, or how its process ended."""
+        base = {"rank": entry.rank, "host": socket.gethostname(), "pid": entry.process.pid,
+                "second_hand": False, "time": entry.ended}
+        report = self.folder / f"error_{entry.rank}.json"
+        if report.exists():
+            found: dict[str, Any] = {**base, **json.loads(report.read_text(encoding="utf-8"))}
+            text = found["what"].lower()
+            found["second_hand"] = "user_error" not in found and any(m in text for m in _SECOND_HAND)
+            return found
+        status = entry.status or 0
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = "; the host may have run out of memory" if name == "SIGKILL" else ""
+            return {**base, "exc_type": name, "what": f"was ended by {name}{hint}"}
+        return {**base, "exc_type": "SystemExit", "what": f"exited with code {status} and left no report"}
+
+
+def _relay(stream: IO[bytes], prefix: str) -> None:
+    """Pass a rank's lines on to whatever stands for stdout here (a notebook's cell, a test)."""
+    for line in stream:
+        sys.stdout.write(prefix + line.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def _is_terminal_or_file(stream: Any) -> bool:
+    try:
+        return stream is not None and stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return

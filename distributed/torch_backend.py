@@ -1,0 +1,296 @@
+"""The plain form of a torch backend: what DDP, FSDP2 and the like have in common.
+
+A backend built on this overrides `setup` (how ranks meet), `wrap` (what surrounds the
+model) and, where its engine fuses them, `run_window` and `optimizer_step`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.interfaces.backend import Backend, StepResult, Window, World
+from distributed.mixins.accumulation import AccumulationMixin
+from distributed.mixins.precision import PrecisionMixin
+from distributed.mixins.timing import PhaseTimers
+from distributed.objective import Objective
+from distributed.optim import build_model, build_optimizer, check_optimizer, check_trainable
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+    from distributed.plan import RunPlan
+
+__all__ = ["StepModule", "TorchBackend"]
+
+
+class StepModule(nn.Module):
+    """Model and objective as one module, so that a wrapper such as DDP sees the whole step.
+
+    Args:
+        model: the user's module.
+        objective: its loss.
+        reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
+            then travels in the same buckets as the gradients: no collective is added (C2).
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        if reduce_count:
+            dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+            # Half-precision counts would round; a wider parameter costs a bucket of its own.
+            exact = dtypes & {torch.float32, torch.float64}
+            device = next(model.parameters()).device
+            self.count = nn.Parameter(torch.zeros((), dtype=max(exact, key=_bits, default=torch.float32),
+                                                  device=device))
+        self.reduce_count = reduce_count
+
+    def forward(self, batch: Any, num_samples: int, scale: float, alone: bool) -> tuple[Tensor, Tensor, Any]:
+        """(loss to differentiate, detached sum of losses, count) of one micro-batch.
+
+        Args:
+            batch: on this rank's device.
+            num_samples: samples that count; 0 for a stand-in.
+            scale: what the sum of losses is multiplied by.
+            alone: this micro-batch is the whole global batch, so its mean is the loss.
+        """
+        if not self.objective.counted:
+            mean = self.objective.mean(self.model, batch)
+            factor = num_samples * scale
+            return (mean if factor == 1.0 else mean * factor), mean.detach() * num_samples, num_samples
+        total, count = self.objective(self.model, batch, num_samples)
+        if num_samples == 0:
+            total, count = total * 0.0, count * 0
+        detached = total.detach()
+        if alone:
+            divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+            return total / divisor, detached, count
+        loss = total * scale
+        if self.reduce_count:
+            loss = loss + (self.count * (count * scale)).to(loss.dtype)
+        return loss, detached, count
+
+
+class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
+    """One rank of data-parallel training, alone unless a subclass adds collectives.
+
+    Attributes:
+        module: the user's module, unwrapped.
+        model: what is called: a `StepModule`, wrapped or not.
+        optimizer: the optimizer in use.
+        timers: where forward, backward and optimizer seconds go.
+    """
+
+    config: DistributedConfig
+    module: nn.Module
+    model: Any
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+
+    def __init__(self) -> None:
+        self.timers = PhaseTimers()
+        self._counts: list[Any] = []
+        self._count_scale = 1.0
+
+    # -- who and where ---------------------------------------------------------------
+
+    def setup(self, plan: RunPlan) -> World:
+        self.adopt(plan)
+        self.world = World(host=socket.gethostname(), device=plan.device_of(0))
+        return self.world
+
+    def adopt(self, plan: RunPlan) -> None:
+        """Take what the plan decided: configuration, batch and precision."""
+        self.config, self._batch = plan.config, plan.batch
+        self._learning_rate = plan.learning_rate
+        self.setup_precision(plan.precision, plan.device, plan.config.scaler_init_scale,
+                             plan.config.scaler_growth_interval)
+
+    def prepare(self, task: Task) -> None:
+        self.module = build_model(task.model, self.config.seed).to(self.world.device)
+        check_trainable(self.module)
+        self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
+        check_optimizer(self.optimizer, self.module)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.objective = Objective(task.loss_fn, task.training_step, task.metrics, task.validation_step)
+        self._declare_counts(task)
+        parallel = self.world.data_parallel_size > 1
+        self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
+        self.model = self.wrap(self.step_module)
+        if task.run_state and self.scaler is not None:
+            self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        """Surround the step with what makes ranks cooperate. Alone there is nothing."""
+        return step
+
+    def _declare_counts(self, task: Task) -> None:
+        tensors = getattr(task.train_data, "tensors", None)
+        if tensors is not None and len(tensors) > 1:
+            self.objective.declare_unmasked(tensors[-1])
+
+    # -- one step --------------------------------------------------------------------
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        size, micro_batches = self.world.data_parallel_size, window.micro_batches
+        alone = size == 1 and len(micro_batches) == 1
+        if self.objective.counted:
+            # Any constant will do, for the reduced count carries it too; this one keeps
+            # half-precision gradients of ordinary size.
+            scale = 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
+        else:
+            scale = size / window.num_samples
+        total: Any = None
+        count: Any = None
+        for position, (batch, num_samples) in enumerate(micro_batches, 1):
+            start = perf_counter()
+            with self.sync_when(position == len(micro_batches)):
+                with self.autocast():
+                    loss, part, number = self.model(self.to_device(batch), num_samples, scale, alone)
+                middle = perf_counter()
+                self.backward(loss)
+            end = perf_counter()
+            self.timers.add("forward", middle - start)
+            self.timers.add("backward", end - middle)
+            total = part if total is None else total + part
+            count = number if count is None else count + number
+        self._count_scale = scale
+        self._counts = [] if alone or not self.objective.counted else [count]
+        return total, count
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        start = perf_counter()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        ratio = self._count_ratio()
+        check = self.config.on_nan == "skip" and self.scaler is None
+        norm = None
+        if max_norm is not None or want_norm or check:
+            norm = self.gradient_norm()
+            norm = norm if ratio is None else norm * ratio
+        self._rescale(ratio, norm, max_norm)
+        if check and not math.isfinite(float(norm)):  # type: ignore[arg-type]
+            skipped = True
+        else:
+            skipped = self.scaled_step(self.optimizer)
+        self.clear_gradients()
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(norm, skipped)
+
+    def gradient_norm(self) -> Tensor:
+        """Global L2 norm of the unscaled gradient. Sharded backends reduce it over ranks."""
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def clear_gradients(self) -> None:
+        """Forget this step's gradients, that of the count included."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.step_module.reduce_count:
+            self.step_module.count.grad = None
+
+    def _count_ratio(self) -> Tensor | None:
+        """What gradients have to be multiplied by because the true count was not known."""
+        if not self._counts:
+            return None
+        if self.step_module.reduce_count:
+            reduced = self.step_module.count.grad
+            assert reduced is not None
+            if self.scaler is not None:
+                reduced = reduced / self.scaler._get_scale_async().to(reduced.device)  # type: ignore[union-attr]
+            smallest = self._count_scale / self.world.data_parallel_size
+            return 1.0 / reduced.clamp(min=smallest)
+        count = torch.as_tensor(self._counts[0], device=self.world.device)
+        return 1.0 / (count.clamp(min=1) * self._count_scale)
+
+    def _rescale(self, ratio: Tensor | None, norm: Tensor | None, max_norm: float | None) -> None:
+        """Fold the count's ratio and the clipping into one pass over the gradients (C6)."""
+        factor = ratio
+        if max_norm is not None:
+            assert norm is not None
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = clip if ratio is None else clip * ratio
+        if factor is not None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            for part in _by_dtype(gradients):
+                torch._foreach_mul_(part, factor.to(part[0].dtype))
+
+    # -- evaluation ------------------------------------------------------------------
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        found: dict[str, tuple[Any, Any]] = {}
+        with torch.no_grad(), self.autocast():
+            for batch, num_samples in window.micro_batches:
+                terms = self.objective.evaluate(self.module, self.to_device(batch), num_samples)
+                for name, (total, count) in terms.items():
+                    weight = 1 if num_samples else 0
+                    before = found.get(name, (0, 0))
+                    found[name] = (before[0] + total * weight, before[1] + count * weight)
+        return found
+
+    def to_device(self, batch: Any) -> Any:
+        """`batch` with its tensors on this rank's device."""
+        return batch if self.world.device == "cpu" else move(batch, self.world.device)
+
+    # -- cooperation: alone, every collective is the identity ---------------------------
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    # -- state -----------------------------------------------------------------------
+
+    def export_state(self) -> BackendState:
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return export_replicated(self.module, self.optimizer, scaler, self.world.rank, self.world.size)
+
+    def import_state(self, reader: StateReader) -> None:
+        import_replicated(reader, self.module, self.optimizer)
+        if self.scaler is not None and reader.scaler:
+            self.scaler.load_state_dict(reader.scaler)
+
+    def teardown(self) -> None:
+        return None
+
+
+def move(batch: Any, device: str) -> Any:
+    """Tensors in nested tuples, lists and dicts, copied to `device` without waiting."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,291 @@
+"""Trainer: a model, a configuration, and `fit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from distributed.config import DistributedConfig, Layer, load_layers, read_file
+from distributed.config.command_line import active
+from distributed.config.load import as_layers
+from distributed.errors import UserError
+from distributed.interfaces.callback import Callback
+from distributed.interfaces.history import History
+from distributed.interfaces.task import Progress, Task
+from distributed.joined import detect
+from distributed.plan import Facts, Resources, RunPlan, resolve, visible_gpus
+from distributed.plugin_manager import Catalog, get_catalog
+
+if TYPE_CHECKING:
+    from distributed.data import Source
+    from distributed.interfaces.launcher import Launcher
+    from distributed.launch import Outcome
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains a model as a `DistributedConfig` says.
+
+    Args:
+        model: a ``torch.nn.Module``, or a function without arguments that builds one.
+        config: a `DistributedConfig`, a mapping, or the path of a YAML file.
+        optimizer: an optimizer, its class (called with the parameters and
+            ``lr=learning_rate``), a function from the model to an optimizer, or a name; None
+            builds the config's.
+        scheduler: a scheduler of that optimizer, or a function from the optimizer to one;
+            or a name; None builds the config's. `scheduler_interval` says when an object steps.
+        loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None is cross-entropy.
+        training_step: ``(model, batch) -> mean`` or ``(sum, count)``, instead of `loss_fn`.
+        validation_step: ``(model, batch) -> {name: (sum, count)}``, instead of the loss and
+            `metrics`.
+        metrics: ``{name: (output, target) -> (sum, count)}`` for validation; None is accuracy
+            where the loss is a cross-entropy.
+        callbacks: see `Callback`.
+        fields: any field of `DistributedConfig`, e.g. ``batch_size=32``.
+
+    Raises:
+        UserError: a wrong field or value.
+    """
+
+    default_backend: str | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
+        validation_step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **fields: Any,
+    ) -> None:
+        # The config builds by name; an object or a factory is the user's own.
+        if isinstance(optimizer, str):
+            fields["optimizer"], optimizer = optimizer, None
+        if isinstance(scheduler, str):
+            fields["scheduler"], scheduler = scheduler, None
+        self._model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.loss_fn, self.training_step, self.validation_step = loss_fn, training_step, validation_step
+        self.metrics, self.callbacks = metrics, list(callbacks)
+        self._layers = [*self._defaults(), *_layers_of(config), Layer("argument", fields)]
+        self.config = self._configure({})
+        self.history: History | None = None
+        self._outcome: Outcome | None = None
+        self._stepper: Any = None
+        self.launcher: Launcher | None = None
+        """Starts the ranks instead of the backend's own launcher; for tests and embedding."""
+
+    # -- configuration ---------------------------------------------------------------
+
+    def _defaults(self) -> list[Layer]:
+        name = self.default_backend
+        return [Layer(type(self).__name__, {"backend": name})] if name else []
+
+    def _configure(self, overrides: Mapping[str, Any]) -> DistributedConfig:
+        script = active()
+        return load_layers([*self._layers, Layer("fit", overrides), *(script.layers if script else [])])
+
+    @property
+    def model(self) -> Any:
+        """The model; built now, with the trained weights, when a factory was given."""
+        if self._is_module() or self._outcome is None or self._outcome.state is None:
+            return self._model
+        from distributed.optim import build_model
+
+        self._model = build_model(self._model, self.config.seed)
+        self._take_weights(self._outcome)
+        return self._model
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """Best validation accuracy so far, None before there was one."""
+        return self.history.best_accuracy if self.history else None
+
+    # -- training --------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        mlflow_experiment: str | None = None,
+    ) -> History:
+        """Train, and return the record; the model then holds the trained weights.
+
+        A second `fit` goes on where the first ended: optimizer, schedule, epoch and step
+        count on, and `epochs` and `max_steps` are what it adds.
+
+        Args:
+            train_loader: a DataLoader, a Dataset, tensors, or a sequence of samples.
+            val_loader: the same for validation, or None.
+            epochs: overrides the config's.
+            max_steps: overrides the config's.
+            checkpoint_dir: overrides the config's.
+            mlflow_experiment: records the run in this MLflow experiment.
+
+        Raises:
+            UserError: a mistake, before a process starts wherever it can be seen.
+            WorkerError: a rank failed; holds its rank, host and traceback.
+        """
+        started = perf_counter()
+        overrides = {"epochs": epochs, "max_steps": max_steps, "checkpoint_dir": checkpoint_dir,
+                     "tracking.mlflow_experiment": mlflow_experiment}
+        config = self._configure({k: v for k, v in overrides.items() if v is not None})
+        self.config = config
+        task = self._task(config, train_loader, val_loader)
+        catalog = get_catalog()
+        plan = self._plan(config, catalog, task)
+        script = active()
+        if script:
+            script.num_fits += 1
+            if script.dry_run:
+                print(plan.summary())
+                return History(backend=plan.spec.name, world_size=plan.world_size, batch=plan.batch.as_dict())
+        return self._run(plan, task, catalog, started)
+
+    def _run(self, plan: RunPlan, task: Task, catalog: Catalog, started: float) -> History:
+        from distributed import launch
+        from distributed.mixins.tracking import capture_contexts, check_trackers
+
+        check_trackers(plan.config, catalog)
+        if plan.joined is None or plan.joined.rank == 0:
+            print(plan.summary(), flush=True)
+        catalog.manager.hook.on_run_start(plan=plan)
+        history: History | None = None
+        try:
+            outcome = launch.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
+            history = outcome.history
+        finally:
+            catalog.manager.hook.on_run_end(plan=plan, history=history)
+        history.total_time = perf_counter() - started
+        self._adopt(outcome, plan.config)
+        return history
+
+    def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
+        from distributed.data import Source
+        from distributed.optim import check_optimizer, check_trainable
+
+        if self._is_module():
+            check_trainable(self._model)
+            if hasattr(self.optimizer, "param_groups"):
+                check_optimizer(self.optimizer, self._model)
+        elif hasattr(self.optimizer, "param_groups"):
+            raise UserError("an optimizer object cannot belong to a model that is yet to be built",
+                            field="optimizer", got=type(self.optimizer).__name__,
+                            remedy="Give its class, or a function from the model to an optimizer")
+        val_data: Source | None = None
+        if val_loader is not None:
+            val_data = Source.of(val_loader, "val_loader")
+        task = Task(
+            model=self._model, optimizer=self.optimizer, scheduler=self.scheduler, loss_fn=self.loss_fn,
+            training_step=self.training_step, validation_step=self.validation_step, metrics=self.metrics,
+            train_data=Source.of(train_loader, "train_loader", config.data.shuffle), val_data=val_data,
+            callbacks=self.callbacks,
+        )
+        return self._continued(task)
+
+    def _continued(self, task: Task) -> Task:
+        """Let a second `fit` begin where the first ended."""
+        before = self._outcome
+        if before is None:
+            return task
+        task.progress = before.progress
+        if before.state is not None:
+            task.state_dir = _newest(before)
+        elif before.run_state is not None:
+            task.optimizer = before.run_state["optimizer"]
+            task.run_state = before.run_state
+        return task
+
+    def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
+        facts = Facts(
+            train_batch_size=task.train_data.batch_size if task.train_data else None,
+            val_batch_size=task.val_data.batch_size if task.val_data else None,
+            num_samples=task.train_data.length if task.train_data else None,
+            has_optimizer=hasattr(self.optimizer, "param_groups"),
+        )
+        gpus = visible_gpus() if config.device != "cpu" else 0
+        return resolve(config, catalog, facts, Resources(gpus), detect(os.environ))
+
+    # -- afterwards ------------------------------------------------------------------
+
+    def _adopt(self, outcome: Outcome, config: DistributedConfig) -> None:
+        """Keep what the next `fit` needs, and put the weights into the caller's model."""
+        before, self._outcome = self._outcome, outcome
+        self.history = outcome.history
+        if outcome.loop is not None:
+            self._model = outcome.loop.model if not self._is_module() else self._model
+        elif self._is_module() and config.return_weights != "none":
+            self._take_weights(outcome)
+        if before is not None and before.state is not None and before.state is not outcome.state:
+            before.state.cleanup()
+
+    def _take_weights(self, outcome: Outcome) -> None:
+        from distributed.checkpoint.reader import PortableReader
+        from distributed.checkpoint.torch_state import load_full_model
+
+        load_full_model(PortableReader(_newest(outcome)), self._model)
+
+    def _is_module(self) -> bool:
+        return hasattr(self._model, "parameters") and hasattr(self._model, "state_dict")
+
+    # -- for people with their own loop --------------------------------------------------
+
+    def train_step(self, data: Any, target: Any) -> float:
+        """One optimizer step on this rank's batch, for a loop of your own.
+
+        The batch is cut into `gradient_accumulation_steps` micro-batches, and the step uses
+        the mean over the samples of all ranks, equal in number or not (C2). Under torchrun
+        (or srun, mpirun) every rank calls this; started plainly, one rank trains here.
+
+        Args:
+            data: this rank's inputs, batch first.
+            target: their targets, batch first.
+
+        Returns:
+            The mean loss of this rank's samples.
+
+        Raises:
+            UserError: the config asks for more ranks than a loop of your own can have here.
+        """
+        from distributed.stepper import Stepper
+
+        if self._stepper is None:
+            self._stepper = Stepper(self._configure({}), self._plan, self._bare_task())
+        loss: float = self._stepper.step(data, target)
+        return loss
+
+    def _bare_task(self) -> Task:
+        return Task(model=self._model, optimizer=self.optimizer, scheduler=self.scheduler,
+                    loss_fn=self.loss_fn, training_step=self.training_step)
+
+
+def _newest(outcome: Outcome) -> str:
+    """The portable checkpoint in which started ranks left their final state."""
+    assert outcome.state is not None
+    (path,) = Path(outcome.state.name, "state").glob("step_*")
+    return str(path)
+
+
+def _layers_of(config: Any) -> list[Layer]:
+    if config is None:
+        return []
+    if isinstance(config, DistributedConfig):
+        return as_layers(config)
+    if isinstance(config, Mapping):
+        return [Layer("config", config)]
+    if isinstance(config, (str, os.PathLike)):
+        return [read_file(config)]
+    raise UserError("not a configuration", field="config", got=type(config).__name__,
+                    allowed="a DistributedConfig, a mapping, or the path of a YAML file")

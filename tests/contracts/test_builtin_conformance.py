@@ -1,0 +1,15 @@
+"""Every built-in backend passes the kit that third parties get."""
+
+from __future__ import annotations
+
+from distributed.testing.conformance import BackendConformance
+
+
+class TestSerial(BackendConformance):
+    backend = "serial"
+    sizes = (1,)
+
+
+class TestPyTorchDDP(BackendConformance):
+    backend = "pytorch-ddp"
+    sizes = (1, 2, 3)
