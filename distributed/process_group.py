@@ -39,10 +39,11 @@ class ProcessGroupBackend(TorchBackend):
         place = plan.joined
         local_rank = place.local_rank if place else int(os.environ.get("LOCAL_RANK", "0"))
         device = _claim_device(plan, local_rank)
-        if not dist.is_initialized():
+        if plan.world_size > 1 and not dist.is_initialized():
             self._owns_group = True
             self._meet(plan)
-        rank, size = dist.get_rank(), dist.get_world_size()
+        # A rank alone needs no group, and leaves the caller's process without one.
+        rank, size = (dist.get_rank(), dist.get_world_size()) if plan.world_size > 1 else (0, 1)
         local_size = plan.local_size
         self.world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                            node_rank=rank // local_size, num_nodes=plan.num_nodes, host=socket.gethostname(),
@@ -52,9 +53,6 @@ class ProcessGroupBackend(TorchBackend):
     def _meet(self, plan: RunPlan) -> None:
         timeout = timedelta(seconds=plan.config.collective_timeout)
         kind = _group_kind(plan)
-        if plan.mode == "in-process":
-            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            return
         rank, size = (plan.joined.rank, plan.joined.size) if plan.joined else (
             int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         store = _store(plan.joined, rank, size, timeout)

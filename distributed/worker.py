@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["RankJob", "main", "report_error", "run_folder", "run_here", "watch_parent"]
 
 
+_ENDED: list[Any] = []
+"""Loops that are done. Freeing DDP's reducer while gloo's threads still hold tensors can
+deadlock (both want the interpreter's lock), so a rank leaves that to the end of its process."""
+
+
 @dataclass
 class RankJob:
     """What a rank is told. Written once to a private file.
@@ -92,7 +97,7 @@ def run_folder(folder: Path) -> int:
 
         sys.path[:] = _caller_path(folder)
         job: RankJob = load_task(folder / "task.bin")
-        run_here(job, folder)
+        _ENDED.append(run_here(job, folder))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported
         report_error(error, folder)
         return 1

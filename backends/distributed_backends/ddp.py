@@ -20,14 +20,17 @@ _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "bro
 
 
 class DDPBackend(ProcessGroupBackend):
-    """torch's DistributedDataParallel around the whole step, loss included.
+    """torch's DistributedDataParallel around the whole step, loss included. A rank alone has
+    nobody to reduce with and goes without.
 
     BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
     validation every rank takes rank 0's, so that what is validated is what is saved.
     """
 
     def wrap(self, step: StepModule) -> nn.Module:
-        if self.config.sync_batchnorm and self.world.size > 1:
+        if self.world.size == 1:
+            return step
+        if self.config.sync_batchnorm:
             step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
         return DistributedDataParallel(
             step,

@@ -1,20 +1,22 @@
 """RankPool: ranks that stay alive between runs, so that many checks share one start.
 
 The parent hands over folders; each rank does with a folder exactly what a fresh rank does
-(`worker.run_folder`), process group included. Run as ``python -m distributed.testing.pool``
+(`worker.run_folder`), except that torch's process group is there already. Run as ``python -m distributed.testing.pool``
 it is such a rank.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import sys
+import time
 from contextlib import ExitStack
-from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from distributed.errors import WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPool"]
 
+_SOCKET = "DISTRIBUTED_POOL_SOCKET"
+
 
 class RankPool(Launcher):
     """A launcher whose ranks outlive a run. A failed run ends them; the next starts afresh.
@@ -35,7 +39,7 @@ class RankPool(Launcher):
         timeout: seconds a run may take before the ranks are given up.
     """
 
-    def __init__(self, timeout: float = 120.0) -> None:
+    def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
         self._pools: dict[int, _Ranks] = {}
 
@@ -56,71 +60,61 @@ class RankPool(Launcher):
 
 
 class _Ranks:
-    """The live ranks of one world size."""
+    """The live ranks of one world size, each at the other end of a private socket."""
 
     def __init__(self, plan: RunPlan) -> None:
-        self.size, self._number = plan.world_size, 0
         self._stack = ExitStack()
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
-        meeting = self._stack.enter_context(Rendezvous("127.0.0.1", 0, self.size))
-        self._store = meeting.store
-        command = RankCommand([sys.executable, "-m", "distributed.testing.pool"], home)
-        self._supervisor = Supervisor(command.argv, rank_envs(plan, command, "127.0.0.1", meeting.port), home)
+        listener = self._stack.enter_context(Listener(str(home / "socket"), "AF_UNIX"))
+        meeting = self._stack.enter_context(Rendezvous("127.0.0.1", 0, plan.world_size))
+        command = RankCommand([sys.executable, "-m", "distributed.testing.pool"], home,
+                              {_SOCKET: str(home / "socket")})
+        envs = rank_envs(plan, command, "127.0.0.1", meeting.port)
+        self._supervisor = Supervisor(command.argv, envs, home)
         self._stack.callback(self._supervisor.stop)
         self._supervisor.start()
+        self._ranks: dict[Connection, int] = {}
+        for _ in envs:
+            connection = self._stack.enter_context(listener.accept())
+            self._ranks[connection] = connection.recv()
 
     def run(self, folder: Path, timeout: float) -> None:
-        number, self._number = self._number, self._number + 1
         self._supervisor.folder = folder
-        self._store.set(f"pool/job/{number}", str(folder))
-        done = [f"pool/done/{number}/{rank}" for rank in range(self.size)]
-        waited = 0.0
-        while not self._store.check(done):
-            if waited > timeout:
-                raise WorkerError(f"the run did not end within {timeout:g} s", rank=-1, host="localhost",
-                                  exc_type="Timeout")
-            waited += 0.25
-            self._wait_or_fail(done)
-        failed = [rank for rank, key in enumerate(done) if self._store.get(key) != b"0"]
-        if failed:
-            self._supervisor.raise_reported(failed)
-
-    def _wait_or_fail(self, keys: list[str]) -> None:
-        import torch.distributed as dist
-
-        try:
-            self._store.wait(keys, timedelta(seconds=0.25))
-        except dist.DistStoreError:
-            failed = [r for r in range(self.size) if (self._supervisor.folder / f"error_{r}.json").exists()]
+        for connection in self._ranks:
+            connection.send(str(folder))
+        waiting, deadline = dict(self._ranks), time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+                raise WorkerError(f"rank {late} did not end within {timeout:g} s", rank=min(waiting.values()),
+                                  host="localhost", exc_type="Timeout")
+            failed = [waiting[c] for c in ready if not _succeeded(c)]
             if failed:
                 self._supervisor.raise_reported(failed)
-            try:
-                entry = self._supervisor.ended.get_nowait()
-            except queue.Empty:
-                return
-            self._supervisor.raise_reported([entry.rank])
+            for connection in ready:
+                del waiting[connection]
 
     def close(self) -> None:
         self._stack.close()
 
 
+def _succeeded(connection: Connection) -> bool:
+    try:
+        return bool(connection.recv() == 0)
+    except EOFError:
+        return False
+
+
 def _serve() -> None:
     """Take folders until the parent goes."""
-    import torch.distributed as dist
-
     watch_parent()
-    rank = os.environ["RANK"]
-    store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                               int(os.environ["WORLD_SIZE"]), is_master=False, wait_for_workers=False)
-    number = 0
-    while True:
-        key = f"pool/job/{number}"
-        store.wait([key], timedelta(days=1))
-        # Keeps the rendezvous of one run apart from the next one's.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        status = run_folder(Path(store.get(key).decode()))
-        store.set(f"pool/done/{number}/{rank}", str(status))
-        number += 1
+    # Runs share the group: taking one down is slow, and right after a collective unsafe.
+    dist.init_process_group("gloo")
+    with Client(os.environ[_SOCKET], "AF_UNIX") as connection:
+        connection.send(int(os.environ["RANK"]))
+        while True:
+            connection.send(run_folder(Path(connection.recv())))
 
 
 if __name__ == "__main__":
