@@ -67,8 +67,23 @@ class Objective:
         inputs, target = split_batch(batch)
         return self._terms(model(*inputs), target, num_samples)
 
+    def known_count(self, batch: Any) -> float | None:
+        """The count of a batch still on the host, where its targets tell; None otherwise.
+
+        Looking at host memory costs no synchronisation with a device.
+        """
+        if self._sum_loss is None or self._training_step is not None:
+            return None
+        target = batch[-1]
+        if not isinstance(target, Tensor) or target.is_floating_point() or target.device.type != "cpu":
+            return None
+        kept = target != self._ignore_index
+        if self._class_weights is None:
+            return int(torch.count_nonzero(kept))
+        return float((self._class_weights.cpu()[target.clamp(min=0)] * kept).sum())
+
     def mean(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Mean loss of a micro-batch whose count is its number of samples."""
+        """Mean loss of a micro-batch whose count is known before."""
         inputs, target = split_batch(batch)
         output = model(*inputs)
         if self._sum_loss is not None:

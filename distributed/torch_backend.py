@@ -55,30 +55,31 @@ class StepModule(nn.Module):
                                                   device=device))
         self.reduce_count = reduce_count
 
-    def forward(self, batch: Any, num_samples: int, scale: float, alone: bool) -> tuple[Tensor, Tensor, Any]:
+    def forward(
+        self, batch: Any, num_samples: int, scale: float, known: float | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
         """(loss to differentiate, detached sum of losses, count) of one micro-batch.
 
         Args:
             batch: on this rank's device.
             num_samples: samples that count; 0 for a stand-in.
-            scale: what the sum of losses is multiplied by.
-            alone: this micro-batch is the whole global batch, so its mean is the loss.
+            scale: what the sum of losses is multiplied by; its inverse is the count of the
+                whole global batch wherever that is known.
+            known: how many samples or tokens count, where that is known before.
         """
-        if not self.objective.counted:
+        if known is not None and not self.reduce_count:
             mean = self.objective.mean(self.model, batch)
-            factor = num_samples * scale
-            return (mean if factor == 1.0 else mean * factor), mean.detach() * num_samples, num_samples
+            factor = known * scale
+            return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
         total, count = self.objective(self.model, batch, num_samples)
         if num_samples == 0:
             total, count = total * 0.0, count * 0
-        detached = total.detach()
-        if alone:
-            divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-            return total / divisor, detached, count
         loss = total * scale
         if self.reduce_count:
-            loss = loss + (self.count * (count * scale)).to(loss.dtype)
-        return loss, detached, count
+            # In the parameter's own width: an integer count times a float would be float32.
+            number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
+            loss = loss + (self.count * (number * scale)).to(loss.dtype)
+        return loss, total.detach(), count
 
 
 class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
@@ -142,31 +143,44 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     # -- one step --------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        size, micro_batches = self.world.data_parallel_size, window.micro_batches
-        alone = size == 1 and len(micro_batches) == 1
-        if self.objective.counted:
-            # Any constant will do, for the reduced count carries it too; this one keeps
-            # half-precision gradients of ordinary size.
-            scale = 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
-        else:
-            scale = size / window.num_samples
+        micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
+        counted, add = self.objective.counted, self.timers.add
+        if counted and self.world.data_parallel_size == 1:
+            known = self._known_counts(window)
+            if known is not None:
+                scale, counted = 1.0 / max(sum(known), 1), False
         total: Any = None
         count: Any = None
-        for position, (batch, num_samples) in enumerate(micro_batches, 1):
+        for position, (batch, num_samples) in enumerate(micro_batches):
             start = perf_counter()
-            with self.sync_when(position == len(micro_batches)):
+            ready = known[position] if known else None if counted else num_samples
+            with self.sync_when(position == len(micro_batches) - 1):
                 with self.autocast():
-                    loss, part, number = self.model(self.to_device(batch), num_samples, scale, alone)
+                    loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
                 middle = perf_counter()
                 self.backward(loss)
             end = perf_counter()
-            self.timers.add("forward", middle - start)
-            self.timers.add("backward", end - middle)
+            add("forward", middle - start)
+            add("backward", end - middle)
             total = part if total is None else total + part
             count = number if count is None else count + number
         self._count_scale = scale
-        self._counts = [] if alone or not self.objective.counted else [count]
+        self._counts = [count] if counted else []
         return total, count
+
+    def _loss_scale(self, window: Window) -> float:
+        """What sums of losses are multiplied by before backward (C2)."""
+        if not self.objective.counted:
+            return self.world.data_parallel_size / window.num_samples
+        # Any constant will do, for the reduced count carries it too; this one keeps
+        # half-precision gradients of ordinary size.
+        return 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
+
+    def _known_counts(self, window: Window) -> list[float] | None:
+        """Counts of a window that this rank has to itself, if its targets tell. A window
+        without a single unmasked token is left to the general way, whose mean is zero."""
+        found = [self.objective.known_count(batch) for batch, _ in window.micro_batches]
+        return None if None in found or not all(found) else found  # type: ignore[return-value]
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         start = perf_counter()
@@ -208,7 +222,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
                 reduced = reduced / self.scaler._get_scale_async().to(reduced.device)  # type: ignore[union-attr]
             smallest = self._count_scale / self.world.data_parallel_size
             return 1.0 / reduced.clamp(min=smallest)
-        count = torch.as_tensor(self._counts[0], device=self.world.device)
+        count = torch.as_tensor(self._counts[0], dtype=torch.float64, device=self.world.device)
         return 1.0 / (count.clamp(min=1) * self._count_scale)
 
     def _rescale(self, ratio: Tensor | None, norm: Tensor | None, max_norm: float | None) -> None:

@@ -238,7 +238,7 @@ class Trainer:
         load_full_model(PortableReader(_newest(outcome)), self._model)
 
     def _is_module(self) -> bool:
-        return hasattr(self._model, "parameters") and hasattr(self._model, "state_dict")
+        return not isinstance(self._model, type) and hasattr(self._model, "state_dict")
 
     # -- for people with their own loop --------------------------------------------------
 

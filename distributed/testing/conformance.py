@@ -117,15 +117,17 @@ class BackendConformance:
     def test_c1_global_batch_is_kept_on_any_number_of_ranks(self) -> None:
         """The same global batch from one, two or three ranks is the same training."""
         x, y = problem(60)
-        trained = []
+        reference = small_model()
+        oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y,
+                   global_batch_size=12, steps=10)
         for ranks in self.sizes:
             model = small_model()
-            trainer = self.trainer(model, ranks, batch_size=2, global_batch_size=12, optimizer=torch.optim.SGD)
+            trainer = self.trainer(model, ranks, batch_size=2, global_batch_size=12, learning_rate=0.3,
+                                   optimizer=torch.optim.SGD)
             history = trainer.fit((x, y), epochs=2)
             assert history.batch["global_batch_size"] == 12
             assert len(history.steps["loss"]) == 10
-            trained.append(model)
-        assert max(distance(trained[0], other) for other in trained) < EXACT
+            assert distance(model, reference) < EXACT
 
     # -- C2, C3 ------------------------------------------------------------------------
 
@@ -156,11 +158,12 @@ class BackendConformance:
         y = torch.where(torch.rand(26, generator=torch.Generator().manual_seed(3)) < 0.6, -100, y)
         for ranks in self.sizes:
             model, reference = small_model(), small_model()
-            trainer = self.trainer(model, ranks, batch_size=2, gradient_accumulation_steps=accumulation,
+            # 3 a rank: counts over it are not exact in float32, where a careless product would land.
+            trainer = self.trainer(model, ranks, batch_size=3, gradient_accumulation_steps=accumulation,
                                    optimizer=torch.optim.SGD, learning_rate=0.3, gradient_clipping=0.5)
             trainer.fit((x, y), max_steps=STEPS)
             oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, max_norm=0.5,
-                       global_batch_size=2 * accumulation * ranks, steps=STEPS, loss_fn=_masked)
+                       global_batch_size=3 * accumulation * ranks, steps=STEPS, loss_fn=_masked)
             assert distance(model, reference) < EXACT
 
     def test_c2_a_loss_may_say_its_own_count(self) -> None:
@@ -168,11 +171,11 @@ class BackendConformance:
         x, y = problem(13)
         for ranks in self.sizes:
             model, reference = small_model(), small_model()
-            trainer = self.trainer(model, ranks, batch_size=2, optimizer=torch.optim.SGD, learning_rate=0.3,
+            trainer = self.trainer(model, ranks, batch_size=3, optimizer=torch.optim.SGD, learning_rate=0.3,
                                    loss_fn=_sum_and_count)
             trainer.fit((x, y), max_steps=STEPS)
             oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, steps=STEPS,
-                       global_batch_size=2 * ranks, loss_fn=lambda o, t: _sum_and_count(o, t)[0] / (t + 1).sum())
+                       global_batch_size=3 * ranks, loss_fn=lambda o, t: _sum_and_count(o, t)[0] / (t + 1).sum())
             assert distance(model, reference) < EXACT
 
     # -- C3, C4 ------------------------------------------------------------------------
