@@ -77,6 +77,8 @@ class Objective:
         target = batch[-1]
         if not isinstance(target, Tensor) or target.is_floating_point() or target.device.type != "cpu":
             return None
+        if self._class_weights is None and self._ignore_index < 0 and int(target.min()) >= 0:
+            return target.numel()
         kept = target != self._ignore_index
         if self._class_weights is None:
             return int(torch.count_nonzero(kept))

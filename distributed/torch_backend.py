@@ -127,7 +127,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._declare_counts(task)
         parallel = self.world.data_parallel_size > 1
         self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
-        self.model = self.wrap(self.step_module)
+        wrapped = self.wrap(self.step_module)
+        # Unwrapped, it is called as a plain function: a module's __call__ would cost, and do nothing.
+        self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
 

@@ -9,6 +9,7 @@ import torch
 
 __all__ = ["PrecisionMixin"]
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +37,7 @@ class PrecisionMixin:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self._autocast is None:
-            return nullcontext()
+            return _NOTHING
         device_type, dtype = self._autocast
         return torch.autocast(device_type, dtype=dtype)
 
