@@ -27,15 +27,20 @@ class BatchPlan:
     def __str__(self) -> str:
         ranks = "1 rank" if self.data_parallel_size == 1 else f"{self.data_parallel_size} ranks"
         accumulated = self.gradient_accumulation_steps
-        return (f"global batch {self.global_batch_size} = {self.batch_size} samples"
-                + (f" x {accumulated} accumulated" if accumulated > 1 else "") + f" x {ranks}")
+        return (
+            f"global batch {self.global_batch_size} = {self.batch_size} samples"
+            + (f" x {accumulated} accumulated" if accumulated > 1 else "")
+            + f" x {ranks}"
+        )
 
     def as_dict(self) -> dict[str, int]:
         """The four numbers by their config names."""
-        return {"batch_size": self.batch_size,
-                "gradient_accumulation_steps": self.gradient_accumulation_steps,
-                "data_parallel_size": self.data_parallel_size,
-                "global_batch_size": self.global_batch_size}
+        return {
+            "batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "data_parallel_size": self.data_parallel_size,
+            "global_batch_size": self.global_batch_size,
+        }
 
 
 def resolve_batch(
@@ -64,27 +69,37 @@ def resolve_batch(
         if batch_size is not None and batch_size != loader_batch_size:
             raise UserError(
                 f"the config says {batch_size} samples per rank and {argument} yields batches of"
-                f" {loader_batch_size}", field="batch_size", got=batch_size,
-                allowed=f"{loader_batch_size}, the loader's own", remedy="Change one of them, or leave"
-                " batch_size out to take the loader's",
+                f" {loader_batch_size}",
+                field="batch_size",
+                got=batch_size,
+                allowed=f"{loader_batch_size}, the loader's own",
+                remedy="Change one of them, or leave batch_size out to take the loader's",
             )
         batch_size = loader_batch_size
     size = data_parallel_size
     if global_batch_size is None:
         return BatchPlan(batch_size or DEFAULT_BATCH_SIZE, accumulation or 1, size)
     if batch_size is None:
-        return BatchPlan(_divide(global_batch_size, (accumulation or 1) * size, "batch_size",
-                                 accumulation or 1, size), accumulation or 1, size)
+        return BatchPlan(
+            _divide(global_batch_size, (accumulation or 1) * size, "batch_size", accumulation or 1, size),
+            accumulation or 1,
+            size,
+        )
     if accumulation is None:
-        return BatchPlan(batch_size, _divide(global_batch_size, batch_size * size,
-                                             "gradient_accumulation_steps", batch_size, size), size)
+        return BatchPlan(
+            batch_size,
+            _divide(global_batch_size, batch_size * size, "gradient_accumulation_steps", batch_size, size),
+            size,
+        )
     plan = BatchPlan(batch_size, accumulation, size)
     if plan.global_batch_size != global_batch_size:
         raise UserError(
             f"the batch identity does not hold: {batch_size} (batch_size) x {accumulation}"
             f" (gradient_accumulation_steps) x {size} (data_parallel_size) ="
-            f" {plan.global_batch_size}, not {global_batch_size}", field="global_batch_size",
-            got=global_batch_size, allowed=str(plan.global_batch_size),
+            f" {plan.global_batch_size}, not {global_batch_size}",
+            field="global_batch_size",
+            got=global_batch_size,
+            allowed=str(plan.global_batch_size),
             remedy="Leave one of the three out and it is derived",
         )
     return plan
@@ -98,6 +113,8 @@ def _divide(total: int, unit: int, derived: str, other: int, size: int) -> int:
     named = "gradient_accumulation_steps" if derived == "batch_size" else "batch_size"
     raise UserError(
         f"it cannot be split evenly: {derived} would be {total} / ({other} ({named}) x {size}"
-        f" (data_parallel_size)) = {total / unit:g}", field="global_batch_size", got=total,
+        f" (data_parallel_size)) = {total / unit:g}",
+        field="global_batch_size",
+        got=total,
         allowed=f"multiples of {unit}; nearest: {nearest}",
     )

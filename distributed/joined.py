@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distributed.data.order import mix
 from distributed.errors import UserError
 
 __all__ = ["Joined", "detect", "expand_nodelist"]
@@ -55,17 +55,30 @@ def detect(env: Mapping[str, str]) -> Joined | None:
 def _torchrun(env: Mapping[str, str]) -> Joined:
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if rank >= size:
-        raise UserError("the launcher's variables contradict each other", field="RANK", got=rank,
-                        allowed=f"0 to WORLD_SIZE - 1 = {size - 1}")
+        raise UserError(
+            "the launcher's variables contradict each other",
+            field="RANK",
+            got=rank,
+            allowed=f"0 to WORLD_SIZE - 1 = {size - 1}",
+        )
     if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
-        raise UserError("RANK and WORLD_SIZE are set, but not where the ranks meet",
-                        field="MASTER_ADDR, MASTER_PORT",
-                        remedy="Start with torchrun, which sets them, or unset RANK and WORLD_SIZE")
+        raise UserError(
+            "RANK and WORLD_SIZE are set, but not where the ranks meet",
+            field="MASTER_ADDR, MASTER_PORT",
+            remedy="Start with torchrun, which sets them, or unset RANK and WORLD_SIZE",
+        )
     local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-    return Joined("spawn" if "DISTRIBUTED_RUN_DIR" in env else "torchrun", rank, size,
-                  int(env.get("LOCAL_RANK", rank)), local_size,
-                  int(env.get("GROUP_RANK", rank // local_size)), max(1, size // local_size),
-                  env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0")))
+    return Joined(
+        "spawn" if "DISTRIBUTED_RUN_DIR" in env else "torchrun",
+        rank,
+        size,
+        int(env.get("LOCAL_RANK", rank)),
+        local_size,
+        int(env.get("GROUP_RANK", rank // local_size)),
+        max(1, size // local_size),
+        env.get("MASTER_ADDR", "127.0.0.1"),
+        int(env.get("MASTER_PORT", "0")),
+    )
 
 
 def _mpirun(env: Mapping[str, str]) -> Joined:
@@ -73,12 +86,23 @@ def _mpirun(env: Mapping[str, str]) -> Joined:
     local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", size))
     nodes = max(1, -(-size // local_size))
     if nodes > 1 and "MASTER_ADDR" not in env:
-        raise UserError("ranks on several hosts need to know where to meet", field="MASTER_ADDR",
-                        remedy="mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...")
+        raise UserError(
+            "ranks on several hosts need to know where to meet",
+            field="MASTER_ADDR",
+            remedy="mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...",
+        )
     job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "0"))
-    return Joined("mpirun", rank, size, int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", rank)), local_size,
-                  int(env.get("OMPI_COMM_WORLD_NODE_RANK", 0)) if nodes == 1 else rank // local_size, nodes,
-                  env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", _job_port(job))))
+    return Joined(
+        "mpirun",
+        rank,
+        size,
+        int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", rank)),
+        local_size,
+        int(env.get("OMPI_COMM_WORLD_NODE_RANK", 0)) if nodes == 1 else rank // local_size,
+        nodes,
+        env.get("MASTER_ADDR", "127.0.0.1"),
+        int(env.get("MASTER_PORT", _job_port(job))),
+    )
 
 
 def _srun(env: Mapping[str, str], size: int) -> Joined:
@@ -87,9 +111,17 @@ def _srun(env: Mapping[str, str], size: int) -> Joined:
     nodes = int(env.get("SLURM_STEP_NUM_NODES", len(hosts)))
     job = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}"
     address = hosts[0] if nodes > 1 else "127.0.0.1"
-    return Joined("srun", rank, size, int(env.get("SLURM_LOCALID", rank)), max(1, size // nodes),
-                  int(env.get("SLURM_NODEID", 0)), nodes,
-                  env.get("MASTER_ADDR", address), int(env.get("MASTER_PORT", _job_port(job))))
+    return Joined(
+        "srun",
+        rank,
+        size,
+        int(env.get("SLURM_LOCALID", rank)),
+        max(1, size // nodes),
+        int(env.get("SLURM_NODEID", 0)),
+        nodes,
+        env.get("MASTER_ADDR", address),
+        int(env.get("MASTER_PORT", _job_port(job))),
+    )
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -109,18 +141,19 @@ def _expand(part: str) -> list[str]:
     for item in match.group(1).split(","):
         low, _, high = item.partition("-")
         for number in range(int(low), int(high or low) + 1):
-            hosts += _expand(f"{part[: match.start()]}{number:0{len(low)}d}{part[match.end():]}")
+            hosts += _expand(f"{part[: match.start()]}{number:0{len(low)}d}{part[match.end() :]}")
     return hosts
 
 
 def _job_port(job: str) -> int:
     """A port that all ranks of a job compute alike, below the ephemeral range."""
-    return 20000 + mix(*job.encode()) % 10000
+    return 20000 + zlib.crc32(job.encode()) % 10000
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except (KeyError, ValueError):
-        raise UserError("the launcher's variable is not a whole number", field=name,
-                        got=env.get(name)) from None
+        raise UserError(
+            "the launcher's variable is not a whole number", field=name, got=env.get(name)
+        ) from None

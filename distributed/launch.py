@@ -95,8 +95,12 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     from distributed.plan import Facts, Resources, resolve, visible_gpus
     from distributed.plugin_manager import get_catalog
 
-    plan = resolve(config.with_values({"launch": "spawn"}, "per-rank"), get_catalog(), Facts(),
-                   Resources(visible_gpus() if config.device != "cpu" else 0))
+    plan = resolve(
+        config.with_values({"launch": "spawn"}, "per-rank"),
+        get_catalog(),
+        Facts(),
+        Resources(visible_gpus() if config.device != "cpu" else 0),
+    )
     with TemporaryDirectory(prefix="distributed-") as folder:
         LocalLauncher().run(plan, RankCommand([sys.executable, script, *args], Path(folder)))
     return 0
@@ -124,9 +128,12 @@ class Rendezvous:
             self._socket.bind(("127.0.0.1" if host == "127.0.0.1" else "", port))
         except OSError as error:
             self._socket.close()
-            raise UserError(f"the rendezvous port is in use: {error.strerror}", field="rdzv_endpoint",
-                            got=f"{host}:{port}", remedy="Choose another port, or end the run that holds"
-                            f" it (ss -ltnp 'sport = {port}')") from None
+            raise UserError(
+                f"the rendezvous port is in use: {error.strerror}",
+                field="rdzv_endpoint",
+                got=f"{host}:{port}",
+                remedy=f"Choose another port, or end the run that holds it (ss -ltnp 'sport = {port}')",
+            ) from None
         self._socket.listen(256)
         self.port: int = self._socket.getsockname()[1]
 
@@ -134,9 +141,15 @@ class Rendezvous:
         from torch.distributed import TCPStore
 
         # The store takes over a socket that is already bound, for it would bind to all hosts.
-        self.store = TCPStore(self.host, self.port, self.world_size, is_master=True,
-                               wait_for_workers=False, timeout=timedelta(seconds=60),
-                               master_listen_fd=self._socket.detach())
+        self.store = TCPStore(
+            self.host,
+            self.port,
+            self.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=self._socket.detach(),
+        )
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -165,19 +178,21 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
     if plan.num_nodes == 1:
         env = {"GLOO_SOCKET_IFNAME": _loopback(), **env}
-    env.update({
-        "RANK": str(plan.node_rank * plan.local_size + local),
-        "WORLD_SIZE": str(plan.world_size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(plan.local_size),
-        "GROUP_RANK": str(plan.node_rank),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "DISTRIBUTED_RUN_DIR": str(command.folder),
-        "PYTHONUNBUFFERED": "1",
-    })
+    env.update(
+        {
+            "RANK": str(plan.node_rank * plan.local_size + local),
+            "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(plan.local_size),
+            "GROUP_RANK": str(plan.node_rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "DISTRIBUTED_RUN_DIR": str(command.folder),
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
     return env
 
 

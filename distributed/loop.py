@@ -39,10 +39,9 @@ from distributed.seeding import seed_streams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from distributed.interfaces.backend import Window
+    from distributed.interfaces.backend import Backend, Window
     from distributed.plan import RunPlan
     from distributed.plugin_manager import Catalog
-    from distributed.torch_backend import TorchBackend
 
 __all__ = ["TrainingLoop"]
 
@@ -64,7 +63,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self,
         plan: RunPlan,
         task: Task,
-        backend: TorchBackend,
+        backend: Backend,
         catalog: Catalog,
         tracker_contexts: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
@@ -167,8 +166,9 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         task, config, world = self.task, self.config, self.world
         self.backend.prepare(task)
         self.model, self.optimizer = self.backend.module, self.backend.optimizer
-        self.feed = self._make_feed(task.train_data, self.plan.batch.batch_size,
-                                    self.plan.batch.gradient_accumulation_steps)
+        self.feed = self._make_feed(
+            task.train_data, self.plan.batch.batch_size, self.plan.batch.gradient_accumulation_steps
+        )
         self.val_feed = None
         if task.val_data is not None:
             self.val_feed = self._make_feed(task.val_data, self.plan.val_batch_size, 1, evaluation=True)
@@ -177,7 +177,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.total_steps = self._total_steps()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.scheduler, self._scheduler_unit = build_scheduler(
-            task.scheduler, self.optimizer, config, self.total_steps)
+            task.scheduler, self.optimizer, config, self.total_steps
+        )
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
             self._take_up(task.run_state, rates)
@@ -188,17 +189,29 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self._start_samples = self.progress.total_samples
         self._report_place()
         self._gather_callbacks()
-        self.setup_tracking({**self.plan.batch.as_dict(), "world_size": world.size,
-                             "precision": self.plan.precision, "learning_rate": self.plan.learning_rate})
+        self.setup_tracking(
+            {
+                **self.plan.batch.as_dict(),
+                "world_size": world.size,
+                "precision": self.plan.precision,
+                "learning_rate": self.plan.learning_rate,
+            }
+        )
         self._notify("on_run_start", self)
 
     def _make_feed(self, source: Any, batch_size: int, accumulation: int, evaluation: bool = False) -> Feed:
         config, world, backend = self.config, self.world, self.backend
         return Feed(
-            source, batch_size, accumulation,
-            rank=world.data_parallel_rank, size=world.data_parallel_size, seed=config.seed,
-            broadcast=backend.broadcast_object, total=lambda value: int(backend.all_reduce([value])[0]),
-            drop_last=config.data.drop_last, per_sample_rng=config.data.per_sample_rng,
+            source,
+            batch_size,
+            accumulation,
+            rank=world.data_parallel_rank,
+            size=world.data_parallel_size,
+            seed=config.seed,
+            broadcast=backend.broadcast_object,
+            total=lambda value: int(backend.all_reduce([value])[0]),
+            drop_last=config.data.drop_last,
+            per_sample_rng=config.data.per_sample_rng,
             evaluation=evaluation,
         )
 
@@ -220,19 +233,26 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
 
     def _done(self) -> bool:
         progress = self.progress
-        return (progress.epoch >= self.until_epoch or bool(self.history.stop_reason)
-                or (self.until_step is not None and progress.step >= self.until_step))
+        return (
+            progress.epoch >= self.until_epoch
+            or bool(self.history.stop_reason)
+            or (self.until_step is not None and progress.step >= self.until_step)
+        )
 
     def _at_epoch_end(self) -> bool:
         return self.feed.num_samples is not None and self.progress.samples >= self.feed.num_samples
 
     def _check_not_empty(self) -> None:
         if self.progress.samples == 0:
-            raise UserError("the data yielded no sample in an epoch"
-                            + (", for drop_last drops the only global batch" if self.feed.drop_last else ""),
-                            field="train_loader", got=f"{type(self.task.train_data.dataset).__name__}",
-                            allowed="at least one sample", remedy="Check the source it reads from, or use a"
-                            f" global batch of at most its length (now {self.feed.global_batch_size})")
+            raise UserError(
+                "the data yielded no sample in an epoch"
+                + (", for drop_last drops the only global batch" if self.feed.drop_last else ""),
+                field="train_loader",
+                got=f"{type(self.task.train_data.dataset).__name__}",
+                allowed="at least one sample",
+                remedy="Check the source it reads from, or use a"
+                f" global batch of at most its length (now {self.feed.global_batch_size})",
+            )
 
     def _step_epoch_scheduler(self, metrics: Mapping[str, float]) -> None:
         if self._scheduler_unit == "validation":
@@ -258,10 +278,13 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
 
     def leftover_state(self) -> dict[str, Any]:
         """What a later `fit` in this process needs besides the objects themselves."""
-        scaler, scheduler = self.backend.scaler, self.scheduler
-        return {"optimizer": self.optimizer, "rng": capture_rng(),
-                "scheduler": scheduler.state_dict() if scheduler is not None else None,
-                "scaler": scaler.state_dict() if scaler is not None else None}
+        scheduler = self.scheduler
+        return {
+            "optimizer": self.optimizer,
+            "rng": capture_rng(),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "scaler": self.backend.scaler_state(),
+        }
 
     def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
         """Go on from what an earlier `fit` in this process left."""
@@ -285,7 +308,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.callbacks = sorted(here, key=lambda callback: callback.band)
         self._overridden = {
             name: [c for c in self.callbacks if getattr(type(c), name) is not getattr(Callback, name)]
-            for name in vars(Callback) if name.startswith("on_")
+            for name in vars(Callback)
+            if name.startswith("on_")
         }
         self._step_callbacks = self._overridden["on_step_end"]
 

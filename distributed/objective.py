@@ -128,8 +128,10 @@ class Objective:
             return result * num_samples, num_samples
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise UserError(
-            "a loss must be one number", field="training_step" if self._training_step else "loss_fn",
-            got=shape, allowed="a 0-dimensional tensor (the mean of the micro-batch), or (sum, count)",
+            "a loss must be one number",
+            field="training_step" if self._training_step else "loss_fn",
+            got=shape,
+            allowed="a 0-dimensional tensor (the mean of the micro-batch), or (sum, count)",
             remedy="Call .mean() on a loss per sample",
         )
 
@@ -138,8 +140,8 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
     """A cross-entropy as its sum, its ignore_index and its class weights; else (None, ...)."""
     options: dict[str, Any] = {}
     inner = loss_fn
-    if isinstance(inner, partial) and not inner.args:
-        inner, options = inner.func, dict(inner.keywords)
+    if isinstance(loss_fn, partial) and not loss_fn.args:
+        inner, options = loss_fn.func, dict(loss_fn.keywords)
     if inner is None:
         inner = F.cross_entropy
     if inner in (F.cross_entropy, F.nll_loss):
@@ -149,7 +151,8 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
     reduction = getattr(loss_fn, "reduction", "mean")
     if isinstance(loss_fn, nn.modules.loss._Loss):
         _refuse_reduction(reduction)
-    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
+    known = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+    if known and type(loss_fn).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
         summed = copy.copy(loss_fn)
         summed.reduction = "sum"
         return summed, loss_fn.ignore_index, loss_fn.weight
@@ -158,9 +161,13 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
 
 def _refuse_reduction(reduction: str) -> None:
     if reduction != "mean":
-        raise UserError("the loss must be the mean of its micro-batch, so that it can be weighed",
-                        field="loss_fn", got=f"reduction={reduction!r}", allowed="reduction='mean'",
-                        remedy="Or give a function that returns (sum, count)")
+        raise UserError(
+            "the loss must be the mean of its micro-batch, so that it can be weighed",
+            field="loss_fn",
+            got=f"reduction={reduction!r}",
+            allowed="reduction='mean'",
+            remedy="Or give a function that returns (sum, count)",
+        )
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
@@ -172,8 +179,10 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     raise UserError(
-        "cannot tell inputs from target in a batch", field="train_loader",
-        got=f"a batch of type {type(batch).__name__}", allowed="(input, ..., target)",
+        "cannot tell inputs from target in a batch",
+        field="train_loader",
+        got=f"a batch of type {type(batch).__name__}",
+        allowed="(input, ..., target)",
         remedy="Give training_step=lambda model, batch: ... for batches of another form",
     )
 
@@ -193,7 +202,8 @@ def align_classes(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     class_last = output.shape[:-1] == target.shape
     if torch_layout and class_last:
         raise UserError(
-            "the class axis of the output could be the second or the last", field="loss_fn",
+            "the class axis of the output could be the second or the last",
+            field="loss_fn",
             got=f"output {tuple(output.shape)}, target {tuple(target.shape)}",
             remedy="Flatten them: loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, -2), t.flatten())",
         )

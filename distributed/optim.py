@@ -35,18 +35,26 @@ def build_model(model: Any, seed: int) -> nn.Module:
         if isinstance(built, nn.Module):
             return built
         model = built
-    raise UserError("not something that can be trained", field="model", got=type(model).__name__,
-                    allowed="a torch.nn.Module, or a function without arguments that builds one")
+    raise UserError(
+        "not something that can be trained",
+        field="model",
+        got=type(model).__name__,
+        allowed="a torch.nn.Module, or a function without arguments that builds one",
+    )
 
 
 def check_trainable(model: nn.Module) -> None:
     """Raise a UserError when no parameter of `model` can learn."""
     if not any(p.requires_grad for p in model.parameters()):
         total = sum(1 for _ in model.parameters())
-        raise UserError("the model has no trainable parameters", field="model",
-                        got=f"{type(model).__name__} with {total} parameters, all frozen" if total
-                        else f"{type(model).__name__} without parameters",
-                        remedy="Set requires_grad=True on what should learn")
+        raise UserError(
+            "the model has no trainable parameters",
+            field="model",
+            got=f"{type(model).__name__} with {total} parameters, all frozen"
+            if total
+            else f"{type(model).__name__} without parameters",
+            remedy="Set requires_grad=True on what should learn",
+        )
 
 
 def build_optimizer(
@@ -76,8 +84,12 @@ def build_optimizer(
         built = optimizer
     if isinstance(built, Optimizer):
         return built
-    raise UserError("not an optimizer", field="optimizer", got=type(built).__name__,
-                    allowed="a torch optimizer, its class, or a function from the model to one")
+    raise UserError(
+        "not an optimizer",
+        field="optimizer",
+        got=type(built).__name__,
+        allowed="a torch optimizer, its class, or a function from the model to one",
+    )
 
 
 def _named(config: DistributedConfig) -> Callable[..., Optimizer]:
@@ -95,7 +107,9 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if foreign:
         raise UserError(
             f"the optimizer was built over other parameters: {len(foreign)} of its {len(held)} are not"
-            " the model's", field="optimizer", got=type(optimizer).__name__,
+            " the model's",
+            field="optimizer",
+            got=type(optimizer).__name__,
             remedy="Build it from this model's parameters, after any copy of the model, or give its class",
         )
 
@@ -113,9 +127,12 @@ def build_scheduler(
     if not hasattr(scheduler, "step") and callable(scheduler):
         scheduler = scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise UserError("the scheduler drives another optimizer than the one given", field="scheduler",
-                        got=type(scheduler).__name__,
-                        remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...")
+        raise UserError(
+            "the scheduler drives another optimizer than the one given",
+            field="scheduler",
+            got=type(scheduler).__name__,
+            remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...",
+        )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return scheduler, "validation"
     return scheduler, config.scheduler_interval
@@ -125,10 +142,22 @@ def _built_in(optimizer: Optimizer, config: DistributedConfig, total_steps: int 
     if config.scheduler == "constant" and not config.warmup_steps:
         return None
     if config.scheduler != "constant" and total_steps is None:
-        raise UserError(f"a {config.scheduler} schedule needs an end, and this data has no known length",
-                        field="scheduler", got=config.scheduler, remedy="Set max_steps")
-    return LambdaLR(optimizer, partial(lr_factor, kind=config.scheduler, warmup=config.warmup_steps,
-                                       total=total_steps or 0, floor=config.min_lr_ratio))
+        raise UserError(
+            f"a {config.scheduler} schedule needs an end, and this data has no known length",
+            field="scheduler",
+            got=config.scheduler,
+            remedy="Set max_steps",
+        )
+    return LambdaLR(
+        optimizer,
+        partial(
+            lr_factor,
+            kind=config.scheduler,
+            warmup=config.warmup_steps,
+            total=total_steps or 0,
+            floor=config.min_lr_ratio,
+        ),
+    )
 
 
 def lr_factor(step: int, *, kind: str, warmup: int, total: int, floor: float) -> float:

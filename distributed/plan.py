@@ -150,14 +150,20 @@ def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
     if config.launch in ("spawn", "per-rank"):
         return None
     if config.launch == "join" and joined is None:
-        raise UserError("there is no launcher to join", field="launch", got="join",
-                        remedy="Start with torchrun, srun or mpirun, or use launch=auto")
+        raise UserError(
+            "there is no launcher to join",
+            field="launch",
+            got="join",
+            remedy="Start with torchrun, srun or mpirun, or use launch=auto",
+        )
     if joined is not None:
         asked = config.num_ranks
         if asked is not None and asked != joined.size:
             raise UserError(
                 f"the config asks for {asked} ranks and {joined.launcher} started {joined.size}",
-                field="num_gpus", got=asked, allowed=str(joined.size),
+                field="num_gpus",
+                got=asked,
+                allowed=str(joined.size),
                 remedy=f"Leave num_gpus out under {joined.launcher}, or start {asked} processes",
             )
     return joined
@@ -168,7 +174,9 @@ def _device(config: DistributedConfig, resources: Resources, joined: Joined | No
     if config.device == "cuda" and resources.num_gpus < here and not _one_visible_each(resources, joined):
         raise UserError(
             f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
-            field="num_gpus", got=config.num_ranks, allowed=f"at most {resources.num_gpus} per host",
+            field="num_gpus",
+            got=config.num_ranks,
+            allowed=f"at most {resources.num_gpus} per host",
             remedy="Use fewer ranks, or device=cpu; CUDA_VISIBLE_DEVICES may hide some",
         )
     if config.device != "auto":
@@ -180,7 +188,9 @@ def _device(config: DistributedConfig, resources: Resources, joined: Joined | No
     if resources.num_gpus < here and not _one_visible_each(resources, joined):
         raise UserError(
             f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
-            field="num_gpus", got=config.num_ranks, allowed=f"at most {resources.num_gpus} per host",
+            field="num_gpus",
+            got=config.num_ranks,
+            allowed=f"at most {resources.num_gpus} per host",
             remedy="Use fewer ranks, or say device=cpu to run them as CPU processes",
         )
     return "cuda"
@@ -217,8 +227,12 @@ def _precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
 def _transport(config: DistributedConfig, device: str) -> str:
     asked = config.communication_backend
     if asked == "nccl" and device == "cpu":
-        raise UserError("nccl moves data between GPUs and the ranks run on CPU",
-                        field="communication_backend", got="nccl", allowed="auto, gloo, mpi")
+        raise UserError(
+            "nccl moves data between GPUs and the ranks run on CPU",
+            field="communication_backend",
+            got="nccl",
+            allowed="auto, gloo, mpi",
+        )
     if asked == "auto":
         return "gloo" if device == "cpu" else "nccl"
     return asked
@@ -234,48 +248,73 @@ def _mode(config: DistributedConfig, spec: BackendSpec, world_size: int, joined:
 def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> float:
     if facts.has_optimizer and config.is_explicit("learning_rate"):
         raise UserError(
-            "an optimizer object carries its own learning rate", field="learning_rate",
-            got=config.learning_rate, remedy="Leave it out, or give the optimizer's class instead"
-            " (optimizer=torch.optim.SGD)",
+            "an optimizer object carries its own learning rate",
+            field="learning_rate",
+            got=config.learning_rate,
+            remedy="Leave it out, or give the optimizer's class instead (optimizer=torch.optim.SGD)",
         )
     scaling = config.lr_scaling
     if scaling.rule == "none" or scaling.base_batch_size is None:
         return config.learning_rate
     if facts.has_optimizer:
-        raise UserError("an optimizer object carries its own learning rate, which is never rescaled",
-                        field="lr_scaling.rule", got=scaling.rule,
-                        remedy="Give the optimizer's class instead (optimizer=torch.optim.SGD)")
+        raise UserError(
+            "an optimizer object carries its own learning rate, which is never rescaled",
+            field="lr_scaling.rule",
+            got=scaling.rule,
+            remedy="Give the optimizer's class instead (optimizer=torch.optim.SGD)",
+        )
     factor = batch.global_batch_size / scaling.base_batch_size
     return config.learning_rate * (factor if scaling.rule == "linear" else factor**0.5)
 
 
 _NEEDS: list[tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]] = [
-    ("gradient_accumulation_steps", lambda c: (c.gradient_accumulation_steps or 1) > 1,
-     lambda k: k.accumulation, "accumulate gradients"),
-    ("gradient_clipping", lambda c: c.gradient_clipping is not None,
-     lambda k: k.clipping, "clip gradients"),
+    (
+        "gradient_accumulation_steps",
+        lambda c: (c.gradient_accumulation_steps or 1) > 1,
+        lambda k: k.accumulation,
+        "accumulate gradients",
+    ),
+    ("gradient_clipping", lambda c: c.gradient_clipping is not None, lambda k: k.clipping, "clip gradients"),
     ("sync_batchnorm", lambda c: c.sync_batchnorm, lambda k: k.sync_batchnorm, "synchronise BatchNorm"),
-    ("find_unused_parameters", lambda c: c.find_unused_parameters,
-     lambda k: k.find_unused_parameters, "find unused parameters"),
+    (
+        "find_unused_parameters",
+        lambda c: c.find_unused_parameters,
+        lambda k: k.find_unused_parameters,
+        "find unused parameters",
+    ),
     ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
 ]
 
 
 def _check_capabilities(
-    config: DistributedConfig, spec: BackendSpec, catalog: Catalog, world_size: int, precision: str,
+    config: DistributedConfig,
+    spec: BackendSpec,
+    catalog: Catalog,
+    world_size: int,
+    precision: str,
     device: str,
 ) -> None:
-    needs = [*_NEEDS,
-             ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
-             ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}")]
+    needs = [
+        *_NEEDS,
+        ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
+        ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}"),
+    ]
     for name, wanted, able, what in needs:
         if wanted(config) and not able(spec.capabilities):
             others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities))
-            raise UserError(f"backend '{spec.name}' cannot {what}", field=name, got=_value(config, name),
-                            remedy=f"Backends that can: {', '.join(others) or 'none installed'}")
+            raise UserError(
+                f"backend '{spec.name}' cannot {what}",
+                field=name,
+                got=_value(config, name),
+                remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
+            )
     if config.sync_batchnorm and device == "cpu" and world_size > 1:
-        raise UserError("torch synchronises BatchNorm on GPUs only", field="sync_batchnorm", got=True,
-                        allowed="false on CPU")
+        raise UserError(
+            "torch synchronises BatchNorm on GPUs only",
+            field="sync_batchnorm",
+            got=True,
+            allowed="false on CPU",
+        )
 
 
 def _value(config: DistributedConfig, name: str) -> Any:
@@ -290,7 +329,8 @@ def _check_nodes(plan: RunPlan) -> None:
     if missing:
         raise UserError(
             f"{plan.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",
-            field=missing[0], remedy="Run the same command on every node with --node-rank 0, 1, ... and"
+            field=missing[0],
+            remedy="Run the same command on every node with --node-rank 0, 1, ... and"
             " --rdzv-endpoint HOST:PORT of node 0, or start with torchrun or srun",
         )
 

@@ -146,8 +146,10 @@ def require(requires: Iterable[str], who: str, install_hint: str) -> None:
     """Raise a UserError with the command to run when a requirement of `who` is missing."""
     missing = missing_modules(requires)
     if missing:
-        raise UserError(f"{who} needs {', '.join(missing)}, not installed here",
-                        remedy=f"Install it: {install_hint}" if install_hint else None)
+        raise UserError(
+            f"{who} needs {', '.join(missing)}, not installed here",
+            remedy=f"Install it: {install_hint}" if install_hint else None,
+        )
 
 
 def build_catalog(extra: Iterable[Any] = (), found: Iterable[EntryPoint] | None = None) -> Catalog:

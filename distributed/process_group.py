@@ -45,20 +45,33 @@ class ProcessGroupBackend(TorchBackend):
         # A rank alone needs no group, and leaves the caller's process without one.
         rank, size = (dist.get_rank(), dist.get_world_size()) if plan.world_size > 1 else (0, 1)
         local_size = plan.local_size
-        self.world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
-                           node_rank=rank // local_size, num_nodes=plan.num_nodes, host=socket.gethostname(),
-                           device=device, data_parallel_rank=rank, data_parallel_size=size)
+        self.world = World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=rank // local_size,
+            num_nodes=plan.num_nodes,
+            host=socket.gethostname(),
+            device=device,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+        )
         return self.world
 
     def _meet(self, plan: RunPlan) -> None:
         timeout = timedelta(seconds=plan.config.collective_timeout)
         kind = _group_kind(plan)
-        rank, size = (plan.joined.rank, plan.joined.size) if plan.joined else (
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank, size = (
+            (plan.joined.rank, plan.joined.size)
+            if plan.joined
+            else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        )
         store = _store(plan.joined, rank, size, timeout)
         await_ranks(store, rank, size, plan.config.collective_timeout)
-        dist.init_process_group(kind, store=dist.PrefixStore("group", store), rank=rank, world_size=size,
-                                timeout=timeout)
+        dist.init_process_group(
+            kind, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
+        )
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         if self.world.size == 1:
@@ -95,8 +108,13 @@ class ProcessGroupBackend(TorchBackend):
 def _group_kind(plan: RunPlan) -> str:
     kind = plan.communication_backend
     if kind == "mpi" and not dist.is_mpi_available():
-        raise UserError("this torch was built without MPI", field="communication_backend", got="mpi",
-                        allowed="auto, gloo, nccl", remedy="mpirun can start the ranks all the same")
+        raise UserError(
+            "this torch was built without MPI",
+            field="communication_backend",
+            got="mpi",
+            allowed="auto, gloo, nccl",
+            remedy="mpirun can start the ranks all the same",
+        )
     return "cpu:gloo,cuda:nccl" if kind == "nccl" else kind
 
 
@@ -116,16 +134,23 @@ def _store(joined: Joined | None, rank: int, size: int, timeout: timedelta) -> d
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.TCPStore(host, port, size, is_master=rank == 0 and not served,
-                              wait_for_workers=False, timeout=timeout)
+        store = dist.TCPStore(
+            host, port, size, is_master=rank == 0 and not served, wait_for_workers=False, timeout=timeout
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise UserError("the rendezvous port is in use", field="MASTER_PORT", got=port,
-                            remedy="Choose another (torchrun --master-port), or end the run that holds it"
-                            ) from None
-        raise UserError(f"rank {rank} cannot reach the rendezvous: {error}", field="MASTER_ADDR",
-                        got=f"{host}:{port}", remedy="Check that rank 0 runs there and that no firewall"
-                        " closes the port") from None
+            raise UserError(
+                "the rendezvous port is in use",
+                field="MASTER_PORT",
+                got=port,
+                remedy="Choose another (torchrun --master-port), or end the run that holds it",
+            ) from None
+        raise UserError(
+            f"rank {rank} cannot reach the rendezvous: {error}",
+            field="MASTER_ADDR",
+            got=f"{host}:{port}",
+            remedy="Check that rank 0 runs there and that no firewall closes the port",
+        ) from None
     return dist.PrefixStore(f"distributed/{restart}", store)
 
 
@@ -147,8 +172,11 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
             absent = [r for r in missing if not store.check([f"here/{r}"])]
             names = ", ".join(map(str, absent))
             if absent and waited >= timeout:
-                raise UserError(f"ranks {names} of {size} did not come within {waited:.0f} s",
-                                field="collective_timeout", got=timeout,
-                                remedy="See their own output for why, or start them") from None
+                raise UserError(
+                    f"ranks {names} of {size} did not come within {waited:.0f} s",
+                    field="collective_timeout",
+                    got=timeout,
+                    remedy="See their own output for why, or start them",
+                ) from None
             if absent and rank == 0:
                 print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)

@@ -38,7 +38,9 @@ class Stepper:
         if plan.mode == "spawn":
             raise UserError(
                 f"a loop of your own cannot start {plan.world_size} ranks from inside",
-                field="num_gpus", got=config.num_ranks, allowed="1 here, or ranks that a launcher started",
+                field="num_gpus",
+                got=config.num_ranks,
+                allowed="1 here, or ranks that a launcher started",
                 remedy=f"torchrun --nproc_per_node={plan.local_size} script.py, or use fit",
             )
         self.backend: Any = catalog.load_backend(plan.spec)
@@ -46,8 +48,9 @@ class Stepper:
         atexit.register(self.backend.teardown)
         self.backend.prepare(task)
         self.accumulation = plan.batch.gradient_accumulation_steps
-        self.scheduler, self.unit = build_scheduler(task.scheduler, self.backend.optimizer, config,
-                                                    config.max_steps)
+        self.scheduler, self.unit = build_scheduler(
+            task.scheduler, self.backend.optimizer, config, config.max_steps
+        )
         self.backend.set_training(True)
 
     def step(self, data: Any, target: Any) -> float:

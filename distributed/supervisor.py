@@ -23,8 +23,17 @@ __all__ = ["Supervisor"]
 GRACE = 2.0
 """Seconds the other ranks get, after a first failure, to say what they saw."""
 
-_SECOND_HAND = ("connection closed", "connection reset", "broken pipe", "connection refused",
-                "socket timeout", "timed out", "connectionerror", "recv failed", "peer")
+_SECOND_HAND = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket timeout",
+    "timed out",
+    "connectionerror",
+    "recv failed",
+    "peer",
+)
 
 
 @dataclass
@@ -78,9 +87,13 @@ class Supervisor:
             inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
             target: Any = None if inherit else subprocess.PIPE
             process = subprocess.Popen(
-                self.argv, env={**env, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
-                pass_fds=[self._pipe[0]], stdin=subprocess.DEVNULL, stdout=target,
-                stderr=None if inherit else subprocess.STDOUT, start_new_session=True,
+                self.argv,
+                env={**env, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                pass_fds=[self._pipe[0]],
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=None if inherit else subprocess.STDOUT,
+                start_new_session=True,
             )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
@@ -159,14 +172,21 @@ class Supervisor:
         tail = f" (then rank {', '.join(map(str, others))})" if others else ""
         raise WorkerError(
             f"rank {first['rank']} ({first['host']}, pid {first['pid']}) {first['what']}{tail}",
-            rank=first["rank"], host=first["host"], exc_type=first["exc_type"],
+            rank=first["rank"],
+            host=first["host"],
+            exc_type=first["exc_type"],
             worker_traceback=first.get("traceback", ""),
         )
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:
         """What is known of a failed rank: its own report, or how its process ended."""
-        base = {"rank": entry.rank, "host": socket.gethostname(), "pid": entry.process.pid,
-                "second_hand": False, "time": entry.ended}
+        base = {
+            "rank": entry.rank,
+            "host": socket.gethostname(),
+            "pid": entry.process.pid,
+            "second_hand": False,
+            "time": entry.ended,
+        }
         report = self.folder / f"error_{entry.rank}.json"
         if report.exists():
             found: dict[str, Any] = {**base, **json.loads(report.read_text(encoding="utf-8"))}

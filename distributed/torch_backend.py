@@ -51,8 +51,9 @@ class StepModule(nn.Module):
             # Half-precision counts would round; a wider parameter costs a bucket of its own.
             exact = dtypes & {torch.float32, torch.float64}
             device = next(model.parameters()).device
-            self.count = nn.Parameter(torch.zeros((), dtype=max(exact, key=_bits, default=torch.float32),
-                                                  device=device))
+            self.count = nn.Parameter(
+                torch.zeros((), dtype=max(exact, key=_bits, default=torch.float32), device=device)
+            )
         self.reduce_count = reduce_count
 
     def forward(
@@ -114,8 +115,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """Take what the plan decided: configuration, batch and precision."""
         self.config, self._batch = plan.config, plan.batch
         self._learning_rate = plan.learning_rate
-        self.setup_precision(plan.precision, plan.device, plan.config.scaler_init_scale,
-                             plan.config.scaler_growth_interval)
+        self.setup_precision(
+            plan.precision, plan.device, plan.config.scaler_init_scale, plan.config.scaler_growth_interval
+        )
 
     def prepare(self, task: Task) -> None:
         self.module = build_model(task.model, self.config.seed).to(self.world.device)
@@ -276,13 +278,17 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     # -- state -----------------------------------------------------------------------
 
     def export_state(self) -> BackendState:
-        scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return export_replicated(self.module, self.optimizer, scaler, self.world.rank, self.world.size)
+        return export_replicated(
+            self.module, self.optimizer, self.scaler_state(), self.world.rank, self.world.size
+        )
 
     def import_state(self, reader: StateReader) -> None:
         import_replicated(reader, self.module, self.optimizer)
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        return self.scaler.state_dict() if self.scaler is not None else None
 
     def teardown(self) -> None:
         return None

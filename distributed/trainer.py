@@ -14,7 +14,7 @@ from distributed.config.load import as_layers
 from distributed.errors import UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
-from distributed.interfaces.task import Progress, Task
+from distributed.interfaces.task import Task
 from distributed.joined import detect
 from distributed.plan import Facts, Resources, RunPlan, resolve, visible_gpus
 from distributed.plugin_manager import Catalog, get_catalog
@@ -139,8 +139,12 @@ class Trainer:
             WorkerError: a rank failed; holds its rank, host and traceback.
         """
         started = perf_counter()
-        overrides = {"epochs": epochs, "max_steps": max_steps, "checkpoint_dir": checkpoint_dir,
-                     "tracking.mlflow_experiment": mlflow_experiment}
+        overrides = {
+            "epochs": epochs,
+            "max_steps": max_steps,
+            "checkpoint_dir": checkpoint_dir,
+            "tracking.mlflow_experiment": mlflow_experiment,
+        }
         config = self._configure({k: v for k, v in overrides.items() if v is not None})
         self.config = config
         task = self._task(config, train_loader, val_loader)
@@ -181,16 +185,25 @@ class Trainer:
             if hasattr(self.optimizer, "param_groups"):
                 check_optimizer(self.optimizer, self._model)
         elif hasattr(self.optimizer, "param_groups"):
-            raise UserError("an optimizer object cannot belong to a model that is yet to be built",
-                            field="optimizer", got=type(self.optimizer).__name__,
-                            remedy="Give its class, or a function from the model to an optimizer")
+            raise UserError(
+                "an optimizer object cannot belong to a model that is yet to be built",
+                field="optimizer",
+                got=type(self.optimizer).__name__,
+                remedy="Give its class, or a function from the model to an optimizer",
+            )
         val_data: Source | None = None
         if val_loader is not None:
             val_data = Source.of(val_loader, "val_loader")
         task = Task(
-            model=self._model, optimizer=self.optimizer, scheduler=self.scheduler, loss_fn=self.loss_fn,
-            training_step=self.training_step, validation_step=self.validation_step, metrics=self.metrics,
-            train_data=Source.of(train_loader, "train_loader", config.data.shuffle), val_data=val_data,
+            model=self._model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loss_fn=self.loss_fn,
+            training_step=self.training_step,
+            validation_step=self.validation_step,
+            metrics=self.metrics,
+            train_data=Source.of(train_loader, "train_loader", config.data.shuffle),
+            val_data=val_data,
             callbacks=self.callbacks,
         )
         return self._continued(task)
@@ -267,8 +280,13 @@ class Trainer:
         return loss
 
     def _bare_task(self) -> Task:
-        return Task(model=self._model, optimizer=self.optimizer, scheduler=self.scheduler,
-                    loss_fn=self.loss_fn, training_step=self.training_step)
+        return Task(
+            model=self._model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loss_fn=self.loss_fn,
+            training_step=self.training_step,
+        )
 
 
 def _newest(outcome: Outcome) -> str:
@@ -287,5 +305,9 @@ def _layers_of(config: Any) -> list[Layer]:
         return [Layer("config", config)]
     if isinstance(config, (str, os.PathLike)):
         return [read_file(config)]
-    raise UserError("not a configuration", field="config", got=type(config).__name__,
-                    allowed="a DistributedConfig, a mapping, or the path of a YAML file")
+    raise UserError(
+        "not a configuration",
+        field="config",
+        got=type(config).__name__,
+        allowed="a DistributedConfig, a mapping, or the path of a YAML file",
+    )

@@ -115,14 +115,22 @@ def report_error(error: BaseException, folder: Path) -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     report: dict[str, Any] = {
-        "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time(),
-        "exc_type": type(error).__name__, "what": f"raised {type(error).__name__}: {error}",
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "exc_type": type(error).__name__,
+        "what": f"raised {type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, UserError):
-        report["user_error"] = {"message": error.message, "field": error.field, "allowed": error.allowed,
-                                "got": None if error.got is None else _plain(error.got),
-                                "remedy": error.remedy}
+        report["user_error"] = {
+            "message": error.message,
+            "field": error.field,
+            "allowed": error.allowed,
+            "got": None if error.got is None else _plain(error.got),
+            "remedy": error.remedy,
+        }
     write_private(folder / f"error_{rank}.json", json.dumps(report).encode())
 
 

@@ -20,8 +20,10 @@ def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits as read
     except ImportError:
-        raise UserError("the bundled example reads its digits from scikit-learn, not installed here",
-                        remedy="pip install 'distributed-trainer[torch,examples]'") from None
+        raise UserError(
+            "the bundled example reads its digits from scikit-learn, not installed here",
+            remedy="pip install 'distributed-trainer[torch,examples]'",
+        ) from None
     pixels, labels = read(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = (torch.from_numpy(pixels).float() / 16.0)[order]
@@ -32,8 +34,10 @@ def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def build_model() -> nn.Module:
     """64 pixels -> 128 -> 64 -> 10 classes."""
     return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(),
-        nn.Linear(128, 64), nn.ReLU(),
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
         nn.Linear(64, 10),
     )
 
@@ -45,8 +49,10 @@ def main() -> None:
     trainer = Trainer(build_model(), batch_size=32, epochs=10, learning_rate=2e-3, log_every_n_steps=10)
     history = trainer.fit(train, validation)
     if history.best_accuracy is not None:
-        print(f"best validation accuracy {history.best_accuracy:.4f} after {len(history.epochs)} epochs,"
-              f" {history.samples_per_second:,.0f} samples/s, {history.total_time:.1f} s in all")
+        print(
+            f"best validation accuracy {history.best_accuracy:.4f} after {len(history.epochs)} epochs,"
+            f" {history.samples_per_second:,.0f} samples/s, {history.total_time:.1f} s in all"
+        )
 
 
 if __name__ == "__main__":

@@ -55,10 +55,7 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
 
 def as_layers(config: DistributedConfig) -> list[Layer]:
     """The explicit values of `config`, one layer per origin, so that they can be merged again."""
-    return [
-        Layer(config.origin(name), {name: _get(config, name)})
-        for name in _set_names(config)
-    ]
+    return [Layer(config.origin(name), {name: _get(config, name)}) for name in _set_names(config)]
 
 
 def read_file(path: str | os.PathLike[str]) -> Layer:
@@ -72,16 +69,25 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the configuration file: {error.strerror}", field="config",
-                        got=str(path), remedy="Check the path") from None
+        raise UserError(
+            f"cannot read the configuration file: {error.strerror}",
+            field="config",
+            got=str(path),
+            remedy="Check the path",
+        ) from None
     except yaml.YAMLError as error:
-        raise UserError(f"the configuration file is not valid YAML: {error}", field="config",
-                        got=str(path)) from None
+        raise UserError(
+            f"the configuration file is not valid YAML: {error}", field="config", got=str(path)
+        ) from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise UserError("the configuration file must hold names and values at its top level",
-                        field="config", got=type(data).__name__, allowed="a mapping")
+        raise UserError(
+            "the configuration file must hold names and values at its top level",
+            field="config",
+            got=type(data).__name__,
+            allowed="a mapping",
+        )
     return Layer(f"file {path}", data)
 
 
@@ -98,12 +104,19 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, found, text = assignment.partition("=")
         if not found:
-            raise UserError("an assignment needs a name, '=' and a value", field="--set", got=assignment,
-                            allowed="NAME=VALUE, e.g. --set data.per_sample_rng=true")
+            raise UserError(
+                "an assignment needs a name, '=' and a value",
+                field="--set",
+                got=assignment,
+                allowed="NAME=VALUE, e.g. --set data.per_sample_rng=true",
+            )
         name = name.strip().replace("-", "_")
         if name not in known and name not in DistributedConfig.model_fields:
-            raise UserError(f"unknown configuration field '{name}'.{did_you_mean(name, known)}",
-                            field="--set", remedy="`python -m distributed.cli config fields` lists every field")
+            raise UserError(
+                f"unknown configuration field '{name}'.{did_you_mean(name, known)}",
+                field="--set",
+                remedy="`python -m distributed.cli config fields` lists every field",
+            )
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:

@@ -80,8 +80,13 @@ def _in_words(schema: dict[str, Any]) -> str | None:
         return " or ".join(words)
     if "enum" in schema:
         return ", ".join(str(value) for value in schema["enum"])
-    kind = {"integer": "a whole number", "number": "a number", "boolean": "true or false",
-            "string": "text", "null": "nothing"}.get(schema.get("type", ""))
+    kind = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "null": "nothing",
+    }.get(schema.get("type", ""))
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
     limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
     return " ".join(filter(None, [kind, " and ".join(limits)])) if kind else None

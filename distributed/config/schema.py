@@ -63,7 +63,7 @@ class DistributedConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where ranks compute.")
     launch: Literal["auto", "join", "spawn", "per-rank"] = Field(
         "auto",
-        description="auto joins a launcher's ranks or starts its own; per-rank starts a script on every rank.",
+        description="auto joins a launcher's ranks or starts its own; per-rank starts a script on each.",
     )
 
     # Batch (C1)
@@ -107,9 +107,7 @@ class DistributedConfig(BaseModel):
         False, description="True is fp16 on CUDA and bf16 on CPU; or bf16, fp16, fp32 by name."
     )
     scaler_init_scale: PositiveFloat = Field(2.0**16, description="First loss scale under fp16.")
-    scaler_growth_interval: PositiveInt = Field(
-        2000, description="Good steps before the loss scale doubles."
-    )
+    scaler_growth_interval: PositiveInt = Field(2000, description="Good steps before the loss scale doubles.")
     gradient_clipping: PositiveFloat | None = Field(
         None, description="Largest global L2 norm of the gradient; None does not clip."
     )
@@ -138,8 +136,8 @@ class DistributedConfig(BaseModel):
 
     # Monitoring
     mlflow_tracking: bool = Field(False, description="Record the run in MLflow.")
-    tensorboard: bool = Field(False, description="Write TensorBoard events, to `tensorboard_dir` or ./runs.")
-    tensorboard_dir: str | None = Field(None, description="Folder for TensorBoard events; implies `tensorboard`.")
+    tensorboard: bool = Field(False, description="TensorBoard events, to `tensorboard_dir` or ./runs.")
+    tensorboard_dir: str | None = Field(None, description="Folder for the events; implies `tensorboard`.")
     log_every_n_steps: PositiveInt = Field(50, description="Optimizer steps between log records.")
 
     # Sections

@@ -19,7 +19,8 @@ class LrScaling(Section):
     """Rescale the learning rate with the global batch size. Off unless asked for (C7)."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="lr * k for linear, lr * sqrt(k) for sqrt; k = global_batch_size / base_batch_size."
+        "none",
+        description="linear: lr x k; sqrt: lr x sqrt(k), where k = global_batch_size / base_batch_size.",
     )
     base_batch_size: PositiveInt | None = Field(
         None, description="Global batch size that `learning_rate` was tuned for; needed by a rule."

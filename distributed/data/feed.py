@@ -144,7 +144,9 @@ class Feed:
                 micro_batches.append(MicroBatch(batch, end - begin))
             yield Window(micro_batches, count)
 
-    def _plan(self, order: torch.Tensor | None, start: int) -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
+    def _plan(
+        self, order: torch.Tensor | None, start: int
+    ) -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
         """Per window: samples over all ranks, and this rank's (indices, count) micro-batches."""
         length = len(self.source.dataset) if order is None else len(order)
         for position, count in self._starts(length, start):
@@ -156,7 +158,9 @@ class Feed:
                 plan.append((indices, end - begin))
             yield count, plan
 
-    def _loaded(self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int) -> Iterator[Window]:
+    def _loaded(
+        self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int
+    ) -> Iterator[Window]:
         """Windows through a DataLoader, whose workers run ahead of the loop."""
         # The loader draws indices ahead of what has been yielded, so the shape of each
         # window waits in a queue beside it.
@@ -197,18 +201,24 @@ class Feed:
     def _stream(self, epoch: int, start: int) -> Iterator[Window]:
         """An iterable dataset: every rank reads the stream and keeps its own slices."""
         if self._per_sample_rng:
-            raise UserError("an iterable dataset has no sample index to tie randomness to",
-                            field="data.per_sample_rng", got=True, allowed="false for iterable datasets")
+            raise UserError(
+                "an iterable dataset has no sample index to tie randomness to",
+                field="data.per_sample_rng",
+                got=True,
+                allowed="false for iterable datasets",
+            )
         kind = SelfShardedStream if self.source.shards_itself else DealtStream
-        stream = kind(self.source, self.batch_size, self.accumulation, self.rank, self.size,
-                      start, self.drop_last)
+        stream = kind(
+            self.source, self.batch_size, self.accumulation, self.rank, self.size, start, self.drop_last
+        )
         options = dict(self.source.options)
         # Several workers would each replay the stream; one keeps the order and still prefetches.
         options["num_workers"] = min(1, options.get("num_workers", 0))
         if not options["num_workers"]:
             options = {"num_workers": 0, "pin_memory": options.get("pin_memory", False)}
-        loader = DataLoader(stream, batch_size=None, collate_fn=same,
-                            generator=self._generator(epoch), **options)
+        loader = DataLoader(
+            stream, batch_size=None, collate_fn=same, generator=self._generator(epoch), **options
+        )
         windows = (Window([MicroBatch(*pair) for pair in pairs], count) for count, pairs in loader)
         return self._agreed(windows) if self.source.shards_itself else windows
 
@@ -222,9 +232,11 @@ class Feed:
                 return
             if window is None:
                 if last is None:
-                    raise UserError(f"rank {self.rank} was given no sample at all by a dataset that shards"
-                                    " itself", field=self.source.argument,
-                                    remedy="Give every rank at least one sample, or use fewer ranks")
+                    raise UserError(
+                        f"rank {self.rank} was given no sample at all by a dataset that shards itself",
+                        field=self.source.argument,
+                        remedy="Give every rank at least one sample, or use fewer ranks",
+                    )
                 window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
             last = window
             yield Window(window.micro_batches, count)
@@ -234,8 +246,13 @@ class Feed:
             dataset: Dataset[Any] = self.source.dataset
             if self._per_sample_rng:
                 dataset = PerSampleRng(dataset, self.seed)
-            self._loader = DataLoader(dataset, batch_sampler=self._batches, collate_fn=self.source.collate_fn,
-                                      generator=torch.Generator(), **self.source.options)
+            self._loader = DataLoader(
+                dataset,
+                batch_sampler=self._batches,
+                collate_fn=self.source.collate_fn,
+                generator=torch.Generator(),
+                **self.source.options,
+            )
         self._loader.generator = self._generator(epoch)
         return self._loader
 

@@ -23,8 +23,15 @@ from distributed.errors import UserError
 __all__ = ["Source"]
 
 Order = Literal["sequential", "random", "sampler", "batch_sampler"]
-_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-         "persistent_workers", "multiprocessing_context")
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+)
 
 
 @dataclass
@@ -76,7 +83,8 @@ class Source:
             raise UserError(
                 "the dataset is empty, so there is nothing to "
                 + ("train on" if argument == "train_loader" else "validate on"),
-                field=argument, got=f"{type(source.dataset).__name__} of length 0",
+                field=argument,
+                got=f"{type(source.dataset).__name__} of length 0",
                 allowed="a dataset with at least one sample",
                 remedy="Check the path and the filter it was built with"
                 + ("" if argument == "train_loader" else ", or leave val_loader out"),
@@ -122,20 +130,26 @@ def _dataset(data: Any, argument: str) -> Any:
         parts = [torch.as_tensor(part) for part in data]
         lengths = [len(part) if part.dim() else 0 for part in parts]
         if len(set(lengths)) > 1:
-            raise UserError("the tensors differ in length", field=argument, got=lengths,
-                            allowed="tensors with the same first dimension")
+            raise UserError(
+                "the tensors differ in length",
+                field=argument,
+                got=lengths,
+                allowed="tensors with the same first dimension",
+            )
         return TensorDataset(*parts)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return data
     raise UserError(
-        "cannot read samples from this", field=argument, got=type(data).__name__,
+        "cannot read samples from this",
+        field=argument,
+        got=type(data).__name__,
         allowed="a DataLoader, a Dataset (map-style or iterable), tensors, or a sequence of samples",
         remedy="A generator of batches can be wrapped in an IterableDataset that yields samples",
     )
 
 
 def _is_array(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) or type(part).__module__ == "numpy" and hasattr(part, "dtype")
+    return isinstance(part, torch.Tensor) or (type(part).__module__ == "numpy" and hasattr(part, "dtype"))
 
 
 def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
@@ -143,12 +157,20 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
     if not options.get("num_workers"):
         for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
             options.pop(name, None)
-    source = Source(loader.dataset, loader.batch_size, drop_last=loader.drop_last,
-                    collate_fn=loader.collate_fn, options=options, argument=argument)
+    source = Source(
+        loader.dataset,
+        loader.batch_size,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        options=options,
+        argument=argument,
+    )
     if loader.batch_size is None and (not source.is_map or loader.batch_sampler is None):
         raise UserError(
             "a DataLoader with batch_size=None yields ready batches, whose samples cannot be dealt"
-            " out evenly to the ranks", field=argument, got="batch_size=None",
+            " out evenly to the ranks",
+            field=argument,
+            got="batch_size=None",
             remedy="Let the dataset yield single samples and give the DataLoader a batch_size",
         )
     if source.is_map:

@@ -29,8 +29,16 @@ class DealtStream(IterableDataset[Any]):
     ``shards_itself = True``.
     """
 
-    def __init__(self, source: Source, batch_size: int, accumulation: int, rank: int, size: int,
-                 start: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        size: int,
+        start: int,
+        drop_last: bool,
+    ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last = rank, size, start, drop_last
 
@@ -42,8 +50,13 @@ class DealtStream(IterableDataset[Any]):
         while window := list(islice(samples, wanted)):
             if len(window) < wanted and self.drop_last:
                 return
-            yield len(window), [self._collate(window, a, b)
-                                for a, b in split_window(len(window), self.rank, self.size, self.batch_size)]
+            yield (
+                len(window),
+                [
+                    self._collate(window, a, b)
+                    for a, b in split_window(len(window), self.rank, self.size, self.batch_size)
+                ],
+            )
 
     def _collate(self, window: list[Any], start: int, stop: int) -> tuple[Any, int]:
         samples = window[start:stop] or window[: self.batch_size]
@@ -59,7 +72,9 @@ class SelfShardedStream(DealtStream):
         for _ in islice(samples, self.start // self.size):
             pass
         while window := list(islice(samples, self.batch_size * self.accumulation)):
-            pairs = [self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)]
+            pairs = [
+                self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)
+            ]
             # Every rank runs the same number of micro-batches, whatever its stream holds.
             pairs += [(pairs[0][0], 0)] * (self.accumulation - len(pairs))
             yield len(window), pairs

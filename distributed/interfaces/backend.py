@@ -139,10 +139,20 @@ class Backend(ABC):
     """How ranks cooperate. The loop calls these in this order, on every rank alike.
 
     ``setup -> prepare -> (run_window -> optimizer_step)* -> export_state -> teardown``
+
+    Attributes:
+        spec: what it was registered as.
+        world: after `setup`.
+        module: after `prepare`: the user's module, unwrapped.
+        optimizer: after `prepare`: the optimizer in use.
+        timers: where forward, backward and optimizer seconds go (`mixins.timing`).
     """
 
     spec: BackendSpec
     world: World
+    module: Any
+    optimizer: Any
+    timers: Any
 
     @abstractmethod
     def setup(self, plan: RunPlan) -> World:
@@ -208,6 +218,10 @@ class Backend(ABC):
     @abstractmethod
     def import_state(self, reader: StateReader) -> None:
         """Load what any backend on any number of ranks exported."""
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """State of the gradient scaler, None without one."""
+        return None
 
     @abstractmethod
     def teardown(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,10 @@ from distributed.mixins.timing import PHASES, gpu_utilisation, memory_metrics, n
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.backend import Backend, World
     from distributed.interfaces.history import History
     from distributed.interfaces.task import Progress
     from distributed.mixins.timing import PhaseTimers
-    from distributed.torch_backend import TorchBackend
 
 __all__ = ["RecordingMixin"]
 
@@ -33,7 +32,7 @@ class RecordingMixin:
     phase times of every rank and the wish to stop.
     """
 
-    backend: TorchBackend
+    backend: Backend
     config: DistributedConfig
     history: History
     optimizer: Any
@@ -41,6 +40,9 @@ class RecordingMixin:
     timers: PhaseTimers
     world: World
     _stop_reason: str | None
+    _start_samples: int
+    _notify: Callable[..., None]
+    track_metrics: Callable[..., None]
 
     def begin_interval(self) -> None:
         """Start an epoch's records."""
@@ -110,8 +112,9 @@ class RecordingMixin:
         self._epoch_sums[1] += sum(parts)
         self._interval_loss = sum(totals) / max(sum(parts), 1.0)
         self._settle_stop(reduced[-1] > 0)
-        phases = [dict(zip(PHASES, slots[r * width : (r + 1) * width], strict=True))
-                  for r in range(self.world.size)]
+        phases = [
+            dict(zip(PHASES, slots[r * width : (r + 1) * width], strict=True)) for r in range(self.world.size)
+        ]
         return [t / max(c, 1.0) for t, c in zip(totals, parts, strict=True)], phases
 
     def end_epoch_record(self) -> dict[str, float]:
@@ -144,7 +147,9 @@ class RecordingMixin:
         rate = self.optimizer.param_groups[0]["lr"]
         raise UserError(
             f"the loss is {float(loss)} at step {step + 1} (epoch {self.progress.epoch}) on rank"
-            f" {self.world.rank}, with learning rate {float(rate):g}", field="on_nan", got="stop",
+            f" {self.world.rank}, with learning rate {float(rate):g}",
+            field="on_nan",
+            got="stop",
             allowed="stop, skip (leave such steps out), ignore",
             remedy="Lower learning_rate, set gradient_clipping, or look for a division or logarithm"
             " of zero in the model and for NaN in the data",

@@ -13,11 +13,10 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.data import Feed, Source
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.backend import Backend, World
     from distributed.interfaces.task import Task
     from distributed.mixins.timing import PhaseTimers
     from distributed.plan import RunPlan
-    from distributed.torch_backend import TorchBackend
 
 __all__ = ["ValidationMixin"]
 
@@ -25,7 +24,7 @@ __all__ = ["ValidationMixin"]
 class ValidationMixin:
     """Validation for the training loop's per-rank class."""
 
-    backend: TorchBackend
+    backend: Backend
     config: DistributedConfig
     plan: RunPlan
     task: Task
@@ -58,16 +57,23 @@ class ValidationMixin:
         self.backend.set_training(True)
         self.timers.add("validation", perf_counter() - started)
         pairs = zip(reduced[::2], reduced[1::2], strict=True)
-        return {f"val_{name}": total / count if count else float("nan")
-                for name, (total, count) in zip(sums, pairs, strict=True)}
+        return {
+            f"val_{name}": total / count if count else float("nan")
+            for name, (total, count) in zip(sums, pairs, strict=True)
+        }
 
     def _check_count(self, counted: int, expected: int) -> None:
         if expected == 0:
-            raise UserError("validation data yielded no sample", field="val_loader",
-                            remedy="Check the source it reads from, or leave val_loader out")
+            raise UserError(
+                "validation data yielded no sample",
+                field="val_loader",
+                remedy="Check the source it reads from, or leave val_loader out",
+            )
         if counted != expected:
-            raise RuntimeError(f"validation counted {counted} samples of {expected}: some were"
-                               " evaluated twice or not at all (contract C5)")
+            raise RuntimeError(
+                f"validation counted {counted} samples of {expected}: some were"
+                " evaluated twice or not at all (contract C5)"
+            )
 
     def check_same_data(self) -> None:
         """Joined ranks built their own datasets: refuse unequal ones.
@@ -83,11 +89,17 @@ class ValidationMixin:
             found = self.backend.gather_objects((len(source.dataset), _fingerprint(source)))
             for rank, (length, first) in enumerate(found):
                 if (length, first) != found[0]:
-                    what = (f"{length} samples, rank 0 has {found[0][0]}" if length != found[0][0]
-                            else "other first samples than rank 0")
-                    raise UserError(f"the ranks hold different datasets: rank {rank} has {what}",
-                                    field=source.argument, remedy="Give all ranks the whole dataset, we deal"
-                                    " it out; or set data.verify=false if its samples are random")
+                    what = (
+                        f"{length} samples, rank 0 has {found[0][0]}"
+                        if length != found[0][0]
+                        else "other first samples than rank 0"
+                    )
+                    raise UserError(
+                        f"the ranks hold different datasets: rank {rank} has {what}",
+                        field=source.argument,
+                        remedy="Give all ranks the whole dataset, we deal"
+                        " it out; or set data.verify=false if its samples are random",
+                    )
 
 
 def _fingerprint(source: Source) -> str:

@@ -92,24 +92,53 @@ class BackendConformance:
 
     def trainer(self, model: nn.Module, ranks: int, **given: Any) -> Trainer:
         """A trainer on `ranks` CPU ranks of the pool."""
-        trainer = Trainer(model, backend=self.backend, num_processes=ranks, device="cpu",
-                          **{"log_every_n_steps": 1, **given})
+        trainer = Trainer(
+            model,
+            backend=self.backend,
+            num_processes=ranks,
+            device="cpu",
+            **{"log_every_n_steps": 1, **given},
+        )
         trainer.launcher = self.pool
         return trainer
 
     def compare(
-        self, ranks: int, accumulation: int, length: int, *, steps: int = STEPS, batch_size: int = 2,
-        dtype: torch.dtype = torch.float64, max_norm: float | None = None, rate: float = 0.3,
-        optimizer: Any = torch.optim.SGD, **given: Any,
+        self,
+        ranks: int,
+        accumulation: int,
+        length: int,
+        *,
+        steps: int = STEPS,
+        batch_size: int = 2,
+        dtype: torch.dtype = torch.float64,
+        max_norm: float | None = None,
+        rate: float = 0.3,
+        optimizer: Any = torch.optim.SGD,
+        **given: Any,
     ) -> tuple[float, Any, OracleResult]:
         """(parameter distance, history, oracle's record) after `steps` steps of both."""
         x, y = problem(length, dtype)
         model, reference = small_model(dtype), small_model(dtype)
-        trainer = self.trainer(model, ranks, batch_size=batch_size, gradient_accumulation_steps=accumulation,
-                               optimizer=optimizer, learning_rate=rate, gradient_clipping=max_norm, **given)
+        trainer = self.trainer(
+            model,
+            ranks,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            optimizer=optimizer,
+            learning_rate=rate,
+            gradient_clipping=max_norm,
+            **given,
+        )
         history = trainer.fit((x, y), max_steps=steps)
-        seen = oracle_fit(reference, optimizer(reference.parameters(), lr=rate), x, y,
-                          global_batch_size=batch_size * accumulation * ranks, steps=steps, max_norm=max_norm)
+        seen = oracle_fit(
+            reference,
+            optimizer(reference.parameters(), lr=rate),
+            x,
+            y,
+            global_batch_size=batch_size * accumulation * ranks,
+            steps=steps,
+            max_norm=max_norm,
+        )
         return distance(model, reference), history, seen
 
     # -- C1 ----------------------------------------------------------------------------
@@ -118,12 +147,14 @@ class BackendConformance:
         """The same global batch from one, two or three ranks is the same training."""
         x, y = problem(60)
         reference = small_model()
-        oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y,
-                   global_batch_size=12, steps=10)
+        oracle_fit(
+            reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, global_batch_size=12, steps=10
+        )
         for ranks in self.sizes:
             model = small_model()
-            trainer = self.trainer(model, ranks, batch_size=2, global_batch_size=12, learning_rate=0.3,
-                                   optimizer=torch.optim.SGD)
+            trainer = self.trainer(
+                model, ranks, batch_size=2, global_batch_size=12, learning_rate=0.3, optimizer=torch.optim.SGD
+            )
             history = trainer.fit((x, y), epochs=2)
             assert history.batch["global_batch_size"] == 12
             assert len(history.steps["loss"]) == 10
@@ -159,11 +190,26 @@ class BackendConformance:
         for ranks in self.sizes:
             model, reference = small_model(), small_model()
             # 3 a rank: counts over it are not exact in float32, where a careless product would land.
-            trainer = self.trainer(model, ranks, batch_size=3, gradient_accumulation_steps=accumulation,
-                                   optimizer=torch.optim.SGD, learning_rate=0.3, gradient_clipping=0.5)
+            trainer = self.trainer(
+                model,
+                ranks,
+                batch_size=3,
+                gradient_accumulation_steps=accumulation,
+                optimizer=torch.optim.SGD,
+                learning_rate=0.3,
+                gradient_clipping=0.5,
+            )
             trainer.fit((x, y), max_steps=STEPS)
-            oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, max_norm=0.5,
-                       global_batch_size=3 * accumulation * ranks, steps=STEPS, loss_fn=_masked)
+            oracle_fit(
+                reference,
+                torch.optim.SGD(reference.parameters(), lr=0.3),
+                x,
+                y,
+                max_norm=0.5,
+                global_batch_size=3 * accumulation * ranks,
+                steps=STEPS,
+                loss_fn=_masked,
+            )
             assert distance(model, reference) < EXACT
 
     def test_c2_a_loss_may_say_its_own_count(self) -> None:
@@ -171,11 +217,24 @@ class BackendConformance:
         x, y = problem(13)
         for ranks in self.sizes:
             model, reference = small_model(), small_model()
-            trainer = self.trainer(model, ranks, batch_size=3, optimizer=torch.optim.SGD, learning_rate=0.3,
-                                   loss_fn=_sum_and_count)
+            trainer = self.trainer(
+                model,
+                ranks,
+                batch_size=3,
+                optimizer=torch.optim.SGD,
+                learning_rate=0.3,
+                loss_fn=_sum_and_count,
+            )
             trainer.fit((x, y), max_steps=STEPS)
-            oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, steps=STEPS,
-                       global_batch_size=3 * ranks, loss_fn=lambda o, t: _sum_and_count(o, t)[0] / (t + 1).sum())
+            oracle_fit(
+                reference,
+                torch.optim.SGD(reference.parameters(), lr=0.3),
+                x,
+                y,
+                steps=STEPS,
+                global_batch_size=3 * ranks,
+                loss_fn=lambda o, t: _sum_and_count(o, t)[0] / (t + 1).sum(),
+            )
             assert distance(model, reference) < EXACT
 
     # -- C3, C4 ------------------------------------------------------------------------
@@ -185,8 +244,14 @@ class BackendConformance:
         for length in (7, 12):
             for ranks in self.sizes:
                 model = _Memory(length)
-                trainer = self.trainer(model, ranks, batch_size=2, optimizer=torch.optim.SGD, learning_rate=1.0,
-                                       training_step=_read_memory)
+                trainer = self.trainer(
+                    model,
+                    ranks,
+                    batch_size=2,
+                    optimizer=torch.optim.SGD,
+                    learning_rate=1.0,
+                    training_step=_read_memory,
+                )
                 trainer.fit(torch.arange(length), epochs=1)
                 sizes = [min(2 * ranks, length - start) for start in range(0, length, 2 * ranks)]
                 expected = sorted(-1.0 / size for size in sizes for _ in range(size))
@@ -227,7 +292,8 @@ class BackendConformance:
             off, history, seen = self.compare(ranks, 2, 13, max_norm=0.05)
             assert off < EXACT
             assert [log["grad_norm"] for log in history.logs if "grad_norm" in log] == pytest.approx(
-                seen.norms, abs=EXACT)
+                seen.norms, abs=EXACT
+            )
 
     # -- C7 ----------------------------------------------------------------------------
 
@@ -236,20 +302,35 @@ class BackendConformance:
         x, y = problem(48)
         for ranks in self.sizes:
             for accumulation in (1, 2):
-                trainer = self.trainer(small_model(), ranks, global_batch_size=12, learning_rate=0.1,
-                                       gradient_accumulation_steps=accumulation, scheduler="cosine",
-                                       warmup_steps=2)
+                trainer = self.trainer(
+                    small_model(),
+                    ranks,
+                    global_batch_size=12,
+                    learning_rate=0.1,
+                    gradient_accumulation_steps=accumulation,
+                    scheduler="cosine",
+                    warmup_steps=2,
+                )
                 history = trainer.fit((x, y), epochs=2)
-                expected = [0.05, 0.1, *(0.05 * (1 + torch.cos(torch.tensor(torch.pi * k / 6))).item()
-                                         for k in range(6))]
+                expected = [
+                    0.05,
+                    0.1,
+                    *(0.05 * (1 + torch.cos(torch.tensor(torch.pi * k / 6))).item() for k in range(6)),
+                ]
                 assert history.steps["learning_rate"] == pytest.approx(expected, abs=1e-7)
 
     def test_c7_a_users_scheduler_steps_once_an_epoch(self) -> None:
         """A scheduler object follows epochs, as in a plain torch loop, unless told otherwise."""
         x, y = problem(12)
         for ranks in self.sizes:
-            trainer = self.trainer(small_model(), ranks, global_batch_size=6, learning_rate=0.1,
-                                   optimizer=torch.optim.SGD, scheduler=_halving)
+            trainer = self.trainer(
+                small_model(),
+                ranks,
+                global_batch_size=6,
+                learning_rate=0.1,
+                optimizer=torch.optim.SGD,
+                scheduler=_halving,
+            )
             history = trainer.fit((x, y), epochs=3)
             assert history.steps["learning_rate"] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
 

@@ -10,24 +10,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed.interfaces.backend import BackendSpec, MicroBatch, StepResult, Window, World
 from distributed.plan import RunPlan
-from distributed.plugin_manager import Catalog, load_target
+from distributed.plugin_manager import Catalog
+from distributed.process_group import ProcessGroupBackend
+from distributed.torch_backend import StepModule
 
-__all__ = ["MUTANTS", "Mutant", "mutant_spec"]
-
-_BASE: type[Any] = load_target("distributed_backends.ddp:DDPBackend")
+__all__ = ["MUTANTS", "Mutant", "Sound", "mutant_spec"]
 
 
-class DropsSamples(_BASE):
+class Sound(ProcessGroupBackend):
+    """Not broken: the least that keeps the contracts. The mutants differ from it by a line."""
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        return DistributedDataParallel(step) if self.world.size > 1 else step
+
+
+class DropsSamples(Sound):
     """C3: leaves the last sample of every full micro-batch out."""
 
     def to_device(self, batch: Any) -> Any:
         return [part[:-1] if len(part) == self._batch.batch_size else part for part in batch]
 
 
-class RepeatsTheFirstSlice(_BASE):
+class RepeatsTheFirstSlice(Sound):
     """C3: every rank takes rank 0's slice of each global batch."""
 
     def setup(self, plan: RunPlan) -> World:
@@ -36,7 +44,7 @@ class RepeatsTheFirstSlice(_BASE):
         return self.world
 
 
-class SumsGradients(_BASE):
+class SumsGradients(Sound):
     """C2: forgets that reduction averages over ranks and multiplies by their number."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -45,7 +53,7 @@ class SumsGradients(_BASE):
         return super().optimizer_step(max_norm, want_norm)
 
 
-class AveragesMicroBatches(_BASE):
+class AveragesMicroBatches(Sound):
     """C2: weighs every micro-batch alike, however many samples it holds (the usual mistake)."""
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
@@ -53,30 +61,30 @@ class AveragesMicroBatches(_BASE):
         return super().run_window(Window(real, len(real) * self._batch.batch_size * self.world.size))
 
 
-class IgnoresTheTrueCount(_BASE):
+class IgnoresTheTrueCount(Sound):
     """C2: divides by the nominal batch although tokens are masked."""
 
     def _count_ratio(self) -> Tensor | None:
         return None
 
 
-class ForgetsToReduce(_BASE):
+class ForgetsToReduce(Sound):
     """C2: ranks never exchange gradients."""
 
-    def wrap(self, step: Any) -> nn.Module:
+    def wrap(self, step: StepModule) -> nn.Module:
         return step
 
 
-class ClipsLocally(_BASE):
+class ClipsLocally(Sound):
     """C6: clips every parameter's gradient by itself instead of the whole model's."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        for parameter in self._parameters if max_norm else ():
-            nn.utils.clip_grad_norm_([parameter], max_norm)
+        for parameter in self._parameters:
+            nn.utils.clip_grad_norm_([parameter], max_norm or float("inf"))
         return super().optimizer_step(None, want_norm)
 
 
-class ClipsEveryMicroBatch(_BASE):
+class ClipsEveryMicroBatch(Sound):
     """C6: clips what has accumulated after each micro-batch."""
 
     def backward(self, loss: Tensor) -> None:
@@ -85,7 +93,7 @@ class ClipsEveryMicroBatch(_BASE):
             nn.utils.clip_grad_norm_(self._parameters, self.config.gradient_clipping)
 
 
-class EvaluatesStandIns(_BASE):
+class EvaluatesStandIns(Sound):
     """C5: counts the samples that pad a ragged last batch."""
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
@@ -93,7 +101,7 @@ class EvaluatesStandIns(_BASE):
         return super().evaluate_window(Window(padded, window.num_samples))
 
 
-class ForgetsOtherRanksInEvaluation(_BASE):
+class ForgetsOtherRanksInEvaluation(Sound):
     """C5: reports rank 0's own validation figures."""
 
     def all_reduce(self, values: Any) -> list[float]:
@@ -102,7 +110,7 @@ class ForgetsOtherRanksInEvaluation(_BASE):
         return reduced if self.module.training else [reduced[0], *own[1:]]
 
 
-class StopsAlone(_BASE):
+class StopsAlone(Sound):
     """C8: a wish to stop reaches nobody else."""
 
     def all_reduce(self, values: Any) -> list[float]:
@@ -114,7 +122,7 @@ class StopsAlone(_BASE):
         return [value]
 
 
-class LosesMomentum(_BASE):
+class LosesMomentum(Sound):
     """C4: a second fit starts with a fresh optimizer."""
 
     def import_state(self, reader: Any) -> None:
@@ -122,7 +130,7 @@ class LosesMomentum(_BASE):
         self.optimizer.state.clear()
 
 
-class StepsTheScheduleTwice(_BASE):
+class StepsTheScheduleTwice(Sound):
     """C7: the learning rate moves once more per step, as schedulers wrapped per rank do."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -132,7 +140,7 @@ class StepsTheScheduleTwice(_BASE):
         return result
 
 
-class NeedsTheWholeBatch(_BASE):
+class NeedsTheWholeBatch(Sound):
     """C1: shrinks the batch to what fits, silently."""
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
@@ -140,7 +148,7 @@ class NeedsTheWholeBatch(_BASE):
         return super().run_window(Window(first, window.num_samples))
 
 
-class RoundsToHalf(_BASE):
+class RoundsToHalf(Sound):
     """C2: reduces gradients in half precision without being asked."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -193,5 +201,8 @@ MUTANTS = [
 
 def mutant_spec(mutant: Mutant, catalog: Catalog) -> BackendSpec:
     """The mutant as a backend like any other; ``pytorch-ddp`` says what it claims to do."""
-    return replace(catalog.backend("pytorch-ddp"), name=mutant.name,
-                   target=f"{mutant.kind.__module__}:{mutant.kind.__name__}")
+    return replace(
+        catalog.backend("pytorch-ddp"),
+        name=mutant.name,
+        target=f"{mutant.kind.__module__}:{mutant.kind.__name__}",
+    )

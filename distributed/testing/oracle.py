@@ -57,7 +57,7 @@ def oracle_fit(
             batch = order[start : start + global_batch_size]
             optimizer.zero_grad()
             loss = loss_fn(model(x[batch]), y[batch])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             limit = max_norm if max_norm is not None else float("inf")
             seen.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
             seen.losses.append(float(loss.detach()))

@@ -67,8 +67,9 @@ class _Ranks:
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
         listener = self._stack.enter_context(Listener(str(home / "socket"), "AF_UNIX"))
         meeting = self._stack.enter_context(Rendezvous("127.0.0.1", 0, plan.world_size))
-        command = RankCommand([sys.executable, "-m", "distributed.testing.pool"], home,
-                              {_SOCKET: str(home / "socket")})
+        command = RankCommand(
+            [sys.executable, "-m", "distributed.testing.pool"], home, {_SOCKET: str(home / "socket")}
+        )
         envs = rank_envs(plan, command, "127.0.0.1", meeting.port)
         self._supervisor = Supervisor(command.argv, envs, home)
         self._stack.callback(self._supervisor.stop)
@@ -84,11 +85,19 @@ class _Ranks:
             connection.send(str(folder))
         waiting, deadline = dict(self._ranks), time.monotonic() + timeout
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ready = [
+                c
+                for c in wait(list(waiting), max(0.0, deadline - time.monotonic()))
+                if isinstance(c, Connection)
+            ]
             if not ready:
                 late = ", ".join(str(rank) for rank in sorted(waiting.values()))
-                raise WorkerError(f"rank {late} did not end within {timeout:g} s", rank=min(waiting.values()),
-                                  host="localhost", exc_type="Timeout")
+                raise WorkerError(
+                    f"rank {late} did not end within {timeout:g} s",
+                    rank=min(waiting.values()),
+                    host="localhost",
+                    exc_type="Timeout",
+                )
             failed = [waiting[c] for c in ready if not _succeeded(c)]
             if failed:
                 self._supervisor.raise_reported(failed)

@@ -152,8 +152,9 @@ def accelerate(turns: Turns, who: int, args: argparse.Namespace) -> None:
 
     acc = Accelerator(cpu=True)
     net = make_model(args.width, args.depth)
-    model, optimizer, loader = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3),
-                                           make_data(args.data, args.width))
+    model, optimizer, loader = acc.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-3), make_data(args.data, args.width)
+    )
     tick = turns.clock(who)
     while True:
         for x, y in loader:
@@ -188,9 +189,17 @@ def lightning(turns: Turns, who: int, args: argparse.Namespace) -> None:
             if self.tick():
                 raise SystemExit
 
-    mine = L.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_epochs=1000, logger=False,
-                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                     callbacks=[Clock()])
+    mine = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="ddp",
+        max_epochs=1000,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Clock()],
+    )
     try:
         mine.fit(Module(), make_data(args.data, args.width))
     except SystemExit:
@@ -223,8 +232,11 @@ def measure(args: argparse.Namespace) -> None:
     pairs = list(zip(turns.seconds[0][warm:], turns.seconds[1][warm:], strict=False))
     ratio, low, high = interval(pairs)
     micro = [1e6 * statistics.median(part) / args.steps for part in zip(*pairs, strict=True)]
-    print(f"{args.contender:<11} raw {micro[0]:7.0f} us   with {micro[1]:7.0f} us"
-          f"   {micro[1] - micro[0]:+7.1f} us   ratio {ratio:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+    print(
+        f"{args.contender:<11} raw {micro[0]:7.0f} us   with {micro[1]:7.0f} us"
+        f"   {micro[1] - micro[0]:+7.1f} us   ratio {ratio:.3f} [{low:.3f}, {high:.3f}]",
+        flush=True,
+    )
 
 
 def main() -> None:
