@@ -46,7 +46,7 @@ def detect(env: Mapping[str, str]) -> Joined | None:
         return _torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return _mpirun(env)
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "0") or 0)
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 0)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1:
         return _srun(env, tasks)
     return None
@@ -54,36 +54,31 @@ def detect(env: Mapping[str, str]) -> Joined | None:
 
 def _torchrun(env: Mapping[str, str]) -> Joined:
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    if rank >= size:
-        raise UserError(
-            "the launcher's variables contradict each other",
-            field="RANK",
-            got=rank,
-            allowed=f"0 to WORLD_SIZE - 1 = {size - 1}",
-        )
     if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise UserError(
             "RANK and WORLD_SIZE are set, but not where the ranks meet",
             field="MASTER_ADDR, MASTER_PORT",
             remedy="Start with torchrun, which sets them, or unset RANK and WORLD_SIZE",
         )
-    local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+    local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", size)
+    _below(rank, "RANK", size, "WORLD_SIZE")
+    _below(local_rank, "LOCAL_RANK", local_size, "LOCAL_WORLD_SIZE")
     return Joined(
         "spawn" if "DISTRIBUTED_RUN_DIR" in env else "torchrun",
         rank,
         size,
-        int(env.get("LOCAL_RANK", rank)),
+        local_rank,
         local_size,
-        int(env.get("GROUP_RANK", rank // local_size)),
+        _number(env, "GROUP_RANK", rank // local_size),
         max(1, size // local_size),
         env.get("MASTER_ADDR", "127.0.0.1"),
-        int(env.get("MASTER_PORT", "0")),
+        _number(env, "MASTER_PORT", 0),
     )
 
 
 def _mpirun(env: Mapping[str, str]) -> Joined:
     rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
-    local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", size))
+    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     nodes = max(1, -(-size // local_size))
     if nodes > 1 and "MASTER_ADDR" not in env:
         raise UserError(
@@ -96,31 +91,31 @@ def _mpirun(env: Mapping[str, str]) -> Joined:
         "mpirun",
         rank,
         size,
-        int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", rank)),
+        _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
         local_size,
-        int(env.get("OMPI_COMM_WORLD_NODE_RANK", 0)) if nodes == 1 else rank // local_size,
+        rank // local_size,
         nodes,
         env.get("MASTER_ADDR", "127.0.0.1"),
-        int(env.get("MASTER_PORT", _job_port(job))),
+        _number(env, "MASTER_PORT", _job_port(job)),
     )
 
 
 def _srun(env: Mapping[str, str], size: int) -> Joined:
     rank = _number(env, "SLURM_PROCID")
     hosts = expand_nodelist(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
-    nodes = int(env.get("SLURM_STEP_NUM_NODES", len(hosts)))
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", len(hosts))
     job = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}"
     address = hosts[0] if nodes > 1 else "127.0.0.1"
     return Joined(
         "srun",
         rank,
         size,
-        int(env.get("SLURM_LOCALID", rank)),
+        _number(env, "SLURM_LOCALID", rank),
         max(1, size // nodes),
-        int(env.get("SLURM_NODEID", 0)),
+        _number(env, "SLURM_NODEID", 0),
         nodes,
         env.get("MASTER_ADDR", address),
-        int(env.get("MASTER_PORT", _job_port(job))),
+        _number(env, "MASTER_PORT", _job_port(job)),
     )
 
 
@@ -150,10 +145,22 @@ def _job_port(job: str) -> int:
     return 20000 + zlib.crc32(job.encode()) % 10000
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and not env.get(name):
+        return default
     try:
         return int(env[name])
     except (KeyError, ValueError):
         raise UserError(
             "the launcher's variable is not a whole number", field=name, got=env.get(name)
         ) from None
+
+
+def _below(value: int, name: str, limit: int, limit_name: str) -> None:
+    if not 0 <= value < limit:
+        raise UserError(
+            "the launcher's variables contradict each other",
+            field=name,
+            got=value,
+            allowed=f"0 to {limit_name} - 1 = {limit - 1}",
+        )

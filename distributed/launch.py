@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.task import Progress, Task
 from distributed.plugin_manager import load_target
+from distributed.rendezvous import Rendezvous, is_loopback, loopback_interface
 from distributed.seeding import isolated_rng
 from distributed.supervisor import Supervisor
 from distributed.transport import save_task, write_private
@@ -29,6 +28,15 @@ if TYPE_CHECKING:
     from distributed.plan import RunPlan
 
 __all__ = ["LocalLauncher", "Outcome", "Rendezvous", "rank_envs", "run", "run_script"]
+
+# A rank imports from where its caller did: neither more (a file in the working folder may be
+# called like a module) nor less (unpickling the task imports the caller's modules).
+_BOOT = (
+    "import json, os, sys; "
+    "sys.path[:] = json.load(open(os.path.join(os.environ['DISTRIBUTED_RUN_DIR'], 'sys_path.json'))); "
+    "from distributed import worker; worker.leave(worker.main())"
+)
+_RANK = [sys.executable, "-P", "-c", _BOOT]
 
 
 @dataclass
@@ -77,7 +85,7 @@ def run(
         path = Path(folder.name)
         _save(job, path / "task.bin")
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
-        starter.run(plan, RankCommand([sys.executable, "-m", "distributed.worker"], path))
+        starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
         (path / "task.bin").unlink()
         return Outcome(History.from_dict(result["history"]), Progress(**result["progress"]), folder)
@@ -102,7 +110,8 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
         Resources(visible_gpus() if config.device != "cpu" else 0),
     )
     with TemporaryDirectory(prefix="distributed-") as folder:
-        LocalLauncher().run(plan, RankCommand([sys.executable, script, *args], Path(folder)))
+        _save_path(Path(folder))
+        LocalLauncher().run(plan, RankCommand([*_RANK, script, *args], Path(folder)))
     return 0
 
 
@@ -117,51 +126,12 @@ class LocalLauncher(Launcher):
             Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder).run()
 
 
-class Rendezvous:
-    """The store in which ranks meet. On one node it listens on loopback alone."""
-
-    def __init__(self, host: str, port: int, world_size: int) -> None:
-        self.host, self.world_size = host, world_size
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1" if host == "127.0.0.1" else "", port))
-        except OSError as error:
-            self._socket.close()
-            raise UserError(
-                f"the rendezvous port is in use: {error.strerror}",
-                field="rdzv_endpoint",
-                got=f"{host}:{port}",
-                remedy=f"Choose another port, or end the run that holds it (ss -ltnp 'sport = {port}')",
-            ) from None
-        self._socket.listen(256)
-        self.port: int = self._socket.getsockname()[1]
-
-    def __enter__(self) -> Rendezvous:
-        from torch.distributed import TCPStore
-
-        # The store takes over a socket that is already bound, for it would bind to all hosts.
-        self.store = TCPStore(
-            self.host,
-            self.port,
-            self.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=self._socket.detach(),
-        )
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        del self.store
-
-
 def _endpoint(plan: RunPlan) -> tuple[str, int]:
     if plan.num_nodes == 1:
         return "127.0.0.1", 0
     text = plan.config.rdzv_endpoint or ""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError("not an address", field="rdzv_endpoint", got=text, allowed="HOST:PORT of node 0")
     return host, int(port)
 
@@ -176,8 +146,8 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
     """The environment of one rank, in torchrun's own words."""
     threads = max(1, len(os.sched_getaffinity(0)) // plan.local_size)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
-    if plan.num_nodes == 1:
-        env = {"GLOO_SOCKET_IFNAME": _loopback(), **env}
+    if is_loopback(host):
+        env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
     env.update(
         {
             "RANK": str(plan.node_rank * plan.local_size + local),
@@ -196,15 +166,8 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
     return env
 
 
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
-
-
 def _save(job: RankJob, path: Path) -> None:
-    # Read before the task, whose unpickling already imports the caller's modules.
-    search = [entry or os.getcwd() for entry in sys.path]
-    write_private(path.with_name("sys_path.json"), json.dumps(search).encode())
+    _save_path(path.parent)
     try:
         save_task(job, path)
     except Exception as error:
@@ -214,3 +177,8 @@ def _save(job: RankJob, path: Path) -> None:
             remedy="Open files, locks and connections inside the dataset or factory, or start the"
             " script with torchrun, which needs nothing to travel",
         ) from error
+
+
+def _save_path(folder: Path) -> None:
+    search = [entry or os.getcwd() for entry in sys.path]
+    write_private(folder / "sys_path.json", json.dumps(search).encode())

@@ -151,11 +151,12 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
     reduction = getattr(loss_fn, "reduction", "mean")
     if isinstance(loss_fn, nn.modules.loss._Loss):
         _refuse_reduction(reduction)
-    known = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
-    if known and type(loss_fn).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
-        summed = copy.copy(loss_fn)
-        summed.reduction = "sum"
-        return summed, loss_fn.ignore_index, loss_fn.weight
+    for kind in (nn.CrossEntropyLoss, nn.NLLLoss):
+        # A subclass with a forward of its own may not honour `reduction`.
+        if isinstance(loss_fn, kind) and type(loss_fn).forward is kind.forward:
+            summed = copy.copy(loss_fn)
+            summed.reduction = "sum"
+            return summed, loss_fn.ignore_index, loss_fn.weight
     return None, -100, None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,24 +13,26 @@ import torch.distributed as dist
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import World
+from distributed.rendezvous import await_ranks, is_loopback, loopback_interface, meeting_place, open_store
 from distributed.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from distributed.joined import Joined
     from distributed.plan import RunPlan
 
 __all__ = ["ProcessGroupBackend"]
-
-_REMIND = 10.0
 
 
 class ProcessGroupBackend(TorchBackend):
     """Meets the other ranks in the default process group, or uses the one that is there.
 
+    Attributes:
+        store: where they met, None with a group that was there or without one.
+
     Collectives on plain numbers and objects go over gloo, also beside nccl, so that logging
     never waits for the GPU's stream.
     """
 
+    store: dist.Store | None = None
     _owns_group = False
 
     def setup(self, plan: RunPlan) -> World:
@@ -67,10 +68,12 @@ class ProcessGroupBackend(TorchBackend):
             if plan.joined
             else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         )
-        store = _store(plan.joined, rank, size, timeout)
-        await_ranks(store, rank, size, plan.config.collective_timeout)
+        if plan.num_nodes == 1 and is_loopback(meeting_place(plan.joined)[0]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        self.store = open_store(plan.joined, rank, size, timeout)
+        await_ranks(self.store, rank, size, plan.config.collective_timeout)
         dist.init_process_group(
-            kind, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
+            kind, store=dist.PrefixStore("group", self.store), rank=rank, world_size=size, timeout=timeout
         )
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
@@ -125,58 +128,3 @@ def _claim_device(plan: RunPlan, local_rank: int) -> str:
     index = 0 if torch.cuda.device_count() == 1 else local_rank
     torch.cuda.set_device(index)
     return f"cuda:{index}"
-
-
-def _store(joined: Joined | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store of whoever started the ranks, or one that rank 0 opens."""
-    host = joined.master_addr if joined else os.environ["MASTER_ADDR"]
-    port = joined.master_port if joined else int(os.environ["MASTER_PORT"])
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = dist.TCPStore(
-            host, port, size, is_master=rank == 0 and not served, wait_for_workers=False, timeout=timeout
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise UserError(
-                "the rendezvous port is in use",
-                field="MASTER_PORT",
-                got=port,
-                remedy="Choose another (torchrun --master-port), or end the run that holds it",
-            ) from None
-        raise UserError(
-            f"rank {rank} cannot reach the rendezvous: {error}",
-            field="MASTER_ADDR",
-            got=f"{host}:{port}",
-            remedy="Check that rank 0 runs there and that no firewall closes the port",
-        ) from None
-    return dist.PrefixStore(f"distributed/{restart}", store)
-
-
-def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Return when every rank is here; rank 0 says meanwhile who is missing.
-
-    Raises:
-        UserError: after `timeout` seconds; names the missing ranks.
-    """
-    store.set(f"here/{rank}", socket.gethostname())
-    started = time.monotonic()
-    missing = [r for r in range(size) if r != rank]
-    while missing:
-        try:
-            store.wait([f"here/{missing[0]}"], timedelta(seconds=min(_REMIND, timeout)))
-            missing.pop(0)
-        except dist.DistStoreError:
-            waited = time.monotonic() - started
-            absent = [r for r in missing if not store.check([f"here/{r}"])]
-            names = ", ".join(map(str, absent))
-            if absent and waited >= timeout:
-                raise UserError(
-                    f"ranks {names} of {size} did not come within {waited:.0f} s",
-                    field="collective_timeout",
-                    got=timeout,
-                    remedy="See their own output for why, or start them",
-                ) from None
-            if absent and rank == 0:
-                print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)

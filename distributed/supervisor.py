@@ -16,24 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from distributed.errors import UserError, WorkerError
+from distributed.failures import GRACE, error_of
 
 __all__ = ["Supervisor"]
-
-GRACE = 2.0
-"""Seconds the other ranks get, after a first failure, to say what they saw."""
-
-_SECOND_HAND = (
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "socket timeout",
-    "timed out",
-    "connectionerror",
-    "recv failed",
-    "peer",
-)
 
 
 @dataclass
@@ -166,17 +151,7 @@ class Supervisor:
         failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
         # What a rank says of a lost connection is second-hand while another has a cause.
         first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
-        others = sorted({f["rank"] for f in failures} - {first["rank"]})
-        if first.get("user_error") is not None:
-            raise UserError(**first["user_error"])
-        tail = f" (then rank {', '.join(map(str, others))})" if others else ""
-        raise WorkerError(
-            f"rank {first['rank']} ({first['host']}, pid {first['pid']}) {first['what']}{tail}",
-            rank=first["rank"],
-            host=first["host"],
-            exc_type=first["exc_type"],
-            worker_traceback=first.get("traceback", ""),
-        )
+        raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:
         """What is known of a failed rank: its own report, or how its process ended."""
@@ -189,10 +164,7 @@ class Supervisor:
         }
         report = self.folder / f"error_{entry.rank}.json"
         if report.exists():
-            found: dict[str, Any] = {**base, **json.loads(report.read_text(encoding="utf-8"))}
-            text = found["what"].lower()
-            found["second_hand"] = "user_error" not in found and any(m in text for m in _SECOND_HAND)
-            return found
+            return {**base, **json.loads(report.read_text(encoding="utf-8"))}
         status = entry.status or 0
         if status < 0:
             name = signal.Signals(-status).name
@@ -203,9 +175,19 @@ class Supervisor:
 
 def _relay(stream: IO[bytes], prefix: str) -> None:
     """Pass a rank's lines on to whatever stands for stdout here (a notebook's cell, a test)."""
+    listens = True
     for line in stream:
-        sys.stdout.write(prefix + line.decode(errors="replace"))
+        # A rank whose pipe nobody empties would stop in its next print.
+        listens = listens and _show(prefix + line.decode(errors="replace"))
+
+
+def _show(text: str) -> bool:
+    try:
+        sys.stdout.write(text)
         sys.stdout.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_terminal_or_file(stream: Any) -> bool:

@@ -197,10 +197,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             norm = self.gradient_norm()
             norm = norm if ratio is None else norm * ratio
         self._rescale(ratio, norm, max_norm)
-        if check and not math.isfinite(float(norm)):  # type: ignore[arg-type]
-            skipped = True
-        else:
-            skipped = self.scaled_step(self.optimizer)
+        refused = check and norm is not None and not math.isfinite(float(norm))
+        skipped = refused or self.scaled_step(self.optimizer)
         self.clear_gradients()
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(norm, skipped)

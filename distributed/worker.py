@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import runpy
+import shutil
 import signal
-import socket
 import sys
 import threading
-import time
-import traceback
 import warnings
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributed.errors import UserError
+from distributed.failures import FailureBoard, report_of
+from distributed.interfaces.backend import World
 
 if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
     from distributed.interfaces.task import Task
     from distributed.loop import TrainingLoop
     from distributed.plan import RunPlan
@@ -58,24 +60,43 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
 
     # A scheduler that travelled has lost its mark on optimizer.step, and would warn.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
-    catalog = get_catalog()
-    backend = catalog.load_backend(job.plan.spec)
+    plan, catalog = job.plan, get_catalog()
+    backend = catalog.load_backend(plan.spec)
+    board = None
     try:
-        backend.setup(job.plan)
-        loop = TrainingLoop(job.plan, job.task, backend, catalog, job.tracker_contexts)
+        backend.setup(plan)
+        board = _board(plan, backend)
+        loop = TrainingLoop(plan, job.task, backend, catalog, job.tracker_contexts)
         loop.run()
         if result_dir is not None:
-            _leave_result(loop, job.plan, result_dir)
-        return loop
-    finally:
-        backend.teardown()
+            _leave_result(loop, plan, result_dir)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
+        cause = board.settle(error) if board else error
+        if plan.mode != "spawn":
+            # A started rank only has to report and to end, which taking a group down may delay.
+            backend.teardown()
+        if board and cause is error:
+            board.linger()
+        raise cause from (None if cause is error else error)
+    backend.teardown()
+    return loop
+
+
+def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
+    """On one node that we started, the supervisor knows more than the ranks do."""
+    store = getattr(backend, "store", None)
+    watched = plan.mode != "join" and plan.num_nodes == 1
+    return None if watched or store is None else FailureBoard(store, backend.world.rank, backend.world.size)
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.transport import write_private
 
     if plan.config.return_weights != "none":
-        loop.export_result(str(folder / "state"))
+        if plan.num_nodes == 1:
+            loop.export_result(str(folder / "state"))
+        else:
+            _export_on_every_node(loop, str(folder / "state"))
     if loop.world.local_rank == 0:
         history = loop.backend.broadcast_object(loop.history.to_dict())
         result = {"history": history, "progress": asdict(loop.progress)}
@@ -84,9 +105,28 @@ def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
         loop.backend.broadcast_object(None)
 
 
+def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
+    """Nodes need not share a folder: the first rank of each writes its whole replica."""
+    loop.backend.set_training(False)  # equal buffers: rank 0's
+    if loop.world.local_rank != 0:
+        return
+    everybody, here = loop.backend, copy(loop.backend)
+    here.world = loop.world = World(host=loop.world.host, device=loop.world.device)
+    loop.backend = here
+    try:
+        loop.export_result(folder)
+    finally:
+        loop.backend, loop.world = everybody, everybody.world
+
+
 def main() -> int:
-    """Entry point of a rank that `launch` started."""
+    """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
     watch_parent()
+    if len(sys.argv) > 1:
+        del sys.argv[0]
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return 0
     return run_folder(Path(os.environ["DISTRIBUTED_RUN_DIR"]))
 
 
@@ -100,6 +140,7 @@ def run_folder(folder: Path) -> int:
         _ENDED.append(run_here(job, folder))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported
         report_error(error, folder)
+        _ENDED.append(error)
         return 1
     return 0
 
@@ -114,38 +155,19 @@ def report_error(error: BaseException, folder: Path) -> None:
     from distributed.transport import write_private
 
     rank = int(os.environ.get("RANK", "0"))
-    report: dict[str, Any] = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "exc_type": type(error).__name__,
-        "what": f"raised {type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    if isinstance(error, UserError):
-        report["user_error"] = {
-            "message": error.message,
-            "field": error.field,
-            "allowed": error.allowed,
-            "got": None if error.got is None else _plain(error.got),
-            "remedy": error.remedy,
-        }
-    write_private(folder / f"error_{rank}.json", json.dumps(report).encode())
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else repr(value)
+    write_private(folder / f"error_{rank}.json", json.dumps(report_of(error, rank)).encode())
 
 
 def watch_parent() -> None:
-    """End this rank and all it started when the launcher's end of the pipe closes."""
+    """End this rank and all it started when the launcher's end of the pipe closes, and remove
+    the run's private folder, which its owner can no longer do."""
     descriptor = os.environ.pop("DISTRIBUTED_PARENT_FD", None)
     if descriptor is None:
         return
 
     def watch() -> None:
         os.read(int(descriptor), 1)
+        shutil.rmtree(os.environ["DISTRIBUTED_RUN_DIR"], ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="watch-parent").start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,7 +165,7 @@ class Feed:
         """Windows through a DataLoader, whose workers run ahead of the loop."""
         # The loader draws indices ahead of what has been yielded, so the shape of each
         # window waits in a queue beside it.
-        windows: list[tuple[int, list[int]]] = []
+        windows: deque[tuple[int, list[int]]] = deque()
 
         def draw() -> Iterator[list[Any]]:
             for count, micro_batches in plan:
@@ -174,10 +175,8 @@ class Feed:
 
         self._batches.source = draw
         batches = iter(self._dataloader(epoch))
-        served = 0
         for first in batches:
-            count, numbers = windows[served]
-            served += 1
+            count, numbers = windows.popleft()
             rest = [next(batches) for _ in numbers[1:]]
             yield Window([MicroBatch(b, n) for b, n in zip([first, *rest], numbers, strict=True)], count)
 

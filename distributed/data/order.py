@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 __all__ = ["epoch_seed", "mix", "share", "split_window"]
 
@@ -39,4 +40,4 @@ def split_window(length: int, rank: int, size: int, batch_size: int) -> list[tup
     longest = -(-length // size)
     count = -(-longest // batch_size)
     bounds = [min(start + i * batch_size, stop) for i in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))

@@ -57,7 +57,7 @@ class Tracker(ABC):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers at an optimizer step."""
 
-    def log_artifact(self, path: str) -> None:
+    def log_artifact(self, path: str) -> None:  # noqa: B027 - optional
         """Record a file or folder that belongs to the run."""
 
     @abstractmethod

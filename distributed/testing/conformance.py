@@ -12,7 +12,6 @@ Needs the fixture `rank_pool`, which comes with the package's pytest plugin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -81,9 +80,8 @@ class BackendConformance:
     sizes: tuple[int, ...] = (1, 2, 3)
 
     @pytest.fixture(autouse=True)
-    def _use_pool(self, rank_pool: RankPool) -> Iterator[None]:
+    def _use_pool(self, rank_pool: RankPool) -> None:
         self.pool = rank_pool
-        yield
 
     @property
     def capabilities(self) -> Capabilities:

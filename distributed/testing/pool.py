@@ -1,8 +1,8 @@
 """RankPool: ranks that stay alive between runs, so that many checks share one start.
 
 The parent hands over folders; each rank does with a folder exactly what a fresh rank does
-(`worker.run_folder`), except that torch's process group is there already. Run as ``python -m distributed.testing.pool``
-it is such a rank.
+(`worker.run_folder`), except that torch's process group is there already. Run as
+``python -m distributed.testing.pool`` it is such a rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the facade costs: microseconds per step over a hand-written DDP loop.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/step_overhead.py [--width 64] [--blocks 60] [--data dataset|tensors]
+    OMP_NUM_THREADS=1 python tests/benchmarks/step_overhead.py [--width 64] [--data dataset|tensors]
 
 Both loops live in one process and take turns, a block of steps each, so that whatever else
 the machine does hits both alike. The ratio is the median over pairs of blocks, with a
@@ -45,19 +45,19 @@ class Turns:
         done, start = 0, 0.0
         seconds, locks, steps = self.seconds[who], self._locks, self.steps
         locks[who].acquire()
-        start = time.thread_time()
+        start = time.perf_counter()
 
         def tick() -> bool:
             nonlocal done, start
             done += 1
             if done % steps:
                 return False
-            seconds.append(time.thread_time() - start)
+            seconds.append(time.perf_counter() - start)
             locks[1 - who].release()
             if len(seconds) >= self.blocks:
                 return True
             locks[who].acquire()
-            start = time.thread_time()
+            start = time.perf_counter()
             return False
 
         return tick

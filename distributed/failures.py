@@ -1,0 +1,148 @@
+"""What ended a rank: a report that travels, and which of several failures is the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from distributed.errors import UserError, WorkerError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of"]
+
+GRACE = 2.0
+"""Seconds that ranks have, after a first failure, to say what they saw."""
+
+_SECOND_HAND = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket timeout",
+    "timed out",
+    "connectionerror",
+    "recv failed",
+    "closed by peer",
+    "reset by peer",
+)
+
+
+def report_of(error: BaseException, rank: int) -> dict[str, Any]:
+    """`error` as plain values: who, where, when, what, traceback."""
+    report: dict[str, Any] = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "exc_type": type(error).__name__,
+        "what": f"raised {type(error).__name__}: {error}",
+        "second_hand": is_second_hand(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    if isinstance(error, SystemExit):
+        report["what"] = f"called sys.exit({error.code!r})"
+    if isinstance(error, WorkerError):
+        report |= {
+            "rank": error.rank,
+            "host": error.host,
+            "exc_type": error.exc_type,
+            "summary": error.summary,
+            "traceback": error.worker_traceback,
+        }
+    if isinstance(error, UserError):
+        report["user_error"] = {
+            "message": error.message,
+            "field": error.field,
+            "allowed": error.allowed,
+            "got": _plain(error.got),
+            "remedy": error.remedy,
+        }
+    return report
+
+
+def is_second_hand(error: BaseException) -> bool:
+    """Whether `error` only says that another rank is gone."""
+    text = f"{type(error).__name__}: {error}".lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _SECOND_HAND)
+
+
+def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError | WorkerError:
+    """The error that `report` stands for.
+
+    Args:
+        report: what `report_of` made of it.
+        others: ranks that failed afterwards.
+    """
+    if report.get("user_error") is not None:
+        return UserError(**report["user_error"])
+    summary = report.get("summary") or (
+        f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
+    )
+    if report["second_hand"]:
+        summary += " - it lost another rank, whose own output holds the cause"
+    if others:
+        summary += f" (then rank {', '.join(map(str, others))})"
+    return WorkerError(
+        summary,
+        rank=report["rank"],
+        host=report["host"],
+        exc_type=report["exc_type"],
+        worker_traceback=report.get("traceback", ""),
+    )
+
+
+class FailureBoard:
+    """Where ranks that no single process watches tell each other why they end.
+
+    A thread that waits on the store beside rank 0 would be livelier, but a thread blocked in
+    the store aborts a process that leaves the interpreter, and the process is the user's.
+
+    Args:
+        store: where the ranks met.
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+
+    def settle(self, error: BaseException) -> BaseException:
+        """What this rank should raise: `error` when it is a cause, otherwise the cause that
+        another rank gives within `GRACE` seconds."""
+        try:
+            if not is_second_hand(error):
+                self.store.compare_set("failed/first", "", json.dumps(report_of(error, self.rank)))
+                return error
+            self.store.wait(["failed/first"], timedelta(seconds=GRACE))
+            return error_of(json.loads(self.store.get("failed/first")))
+        except RuntimeError:
+            return error  # the store went with the rank that served it
+        finally:
+            self._tell()
+
+    def linger(self) -> None:
+        """Stay until another rank has read the board, `GRACE` seconds at most: launchers end
+        everybody soon after the first exit."""
+        reader = 0 if self.rank else 1
+        try:
+            self.store.wait([f"failed/heard/{reader}"], timedelta(seconds=GRACE))
+        except RuntimeError:
+            return
+
+    def _tell(self) -> None:
+        try:
+            self.store.set(f"failed/heard/{self.rank}", "1")
+        except RuntimeError:
+            return
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

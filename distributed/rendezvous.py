@@ -1,0 +1,156 @@
+"""Where ranks meet: the store that one process serves, and the way to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.joined import Joined
+
+__all__ = ["Rendezvous", "await_ranks", "is_loopback", "loopback_interface", "meeting_place", "open_store"]
+
+_REMIND = 10.0
+_stores: dict[tuple[str, int], dist.Store] = {}
+_meetings = count()
+
+
+class Rendezvous:
+    """The store in which ranks meet. Named by a loopback address, it listens there alone."""
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self.host, self.world_size = host, world_size
+        try:
+            self._socket = _listen(host, port)
+        except OSError as error:
+            raise UserError(
+                f"the rendezvous cannot listen there: {error.strerror}",
+                field="rdzv_endpoint",
+                got=f"{host}:{port}",
+                remedy=f"Choose another port, or end the run that holds it (ss -ltnp 'sport = {port}')",
+            ) from None
+        self.port: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Rendezvous:
+        self.store = _serve(self._socket, self.host, self.world_size, timedelta(seconds=60))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        del self.store
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket; on loopback alone when `host` is loopback."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1" if is_loopback(host) else "", port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(256)
+    return listener
+
+
+def _serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    # The store takes over a socket that is already bound, for it would bind to all hosts.
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1" if is_loopback(host) else host,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def loopback_interface() -> str:
+    """The name of the loopback interface, for gloo."""
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
+
+
+def meeting_place(joined: Joined | None) -> tuple[str, int]:
+    """Host and port at which this rank meets the others."""
+    if joined is not None:
+        return joined.master_addr, joined.master_port
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store of whoever started the ranks, or one that rank 0 serves.
+
+    Raises:
+        UserError: the port is in use, or nobody answers there.
+    """
+    place = meeting_place(joined)
+    if place not in _stores:
+        _stores[place] = _reach(*place, rank, size, timeout)
+    # A second fit must not find the first one's keys: gloo would call on peers that are gone.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"distributed/{restart}/{next(_meetings)}", _stores[place])
+
+
+def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if rank == 0 and not served:
+            return _serve(_listen(host, port), host, size, timeout)
+        return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"rank {rank} cannot reach the rendezvous: {error}",
+            field="MASTER_ADDR",
+            got=f"{host}:{port}",
+            remedy="Check that rank 0 runs there and that no firewall closes the port",
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"the rendezvous cannot listen there: {error.strerror}",
+            field="MASTER_PORT",
+            got=port,
+            remedy="Choose another (torchrun --master-port), or end the run that holds it",
+        ) from None
+
+
+def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """Return when every rank is here; rank 0 says meanwhile who is missing.
+
+    Raises:
+        UserError: after `timeout` seconds; names the missing ranks.
+    """
+    store.set(f"here/{rank}", socket.gethostname())
+    started = time.monotonic()
+    missing = [r for r in range(size) if r != rank]
+    while missing:
+        try:
+            store.wait([f"here/{missing[0]}"], timedelta(seconds=min(_REMIND, timeout)))
+            missing.pop(0)
+        except dist.DistStoreError:
+            waited = time.monotonic() - started
+            absent = [r for r in missing if not store.check([f"here/{r}"])]
+            names = ", ".join(map(str, absent))
+            if absent and waited >= timeout:
+                raise UserError(
+                    f"ranks {names} of {size} did not come within {waited:.0f} s",
+                    field="collective_timeout",
+                    got=timeout,
+                    remedy="See their own output for why, or start them",
+                ) from None
+            if absent and rank == 0:
+                print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)
