@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distributed._version import __version__
 
 if TYPE_CHECKING:
+    from distributed.callbacks import EarlyStopping
     from distributed.config import DistributedConfig
     from distributed.errors import UserError, WorkerError
     from distributed.interfaces.callback import Band, Callback
@@ -22,6 +23,7 @@ _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
     "DistributedConfig": "distributed.config",
+    "EarlyStopping": "distributed.callbacks",
     "History": "distributed.interfaces.history",
     "PyTorchDDPTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
@@ -33,6 +35,7 @@ __all__ = [
     "Band",
     "Callback",
     "DistributedConfig",
+    "EarlyStopping",
     "History",
     "PyTorchDDPTrainer",
     "Trainer",

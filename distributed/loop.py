@@ -18,8 +18,11 @@ Losses stay on the device between log steps. Nothing here knows which backend ru
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +91,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             self._train()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
+            self._track_history()
         finally:
             self.finish_tracking(status)
             self._notify("on_run_end", self, status)
@@ -271,6 +275,14 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         if self.world.rank == 0 and (self.progress.step or self.progress.samples):
             p = self.progress
             logger.info("continues at epoch %d, sample %d, step %d", p.epoch, p.samples, p.step)
+
+    def _track_history(self) -> None:
+        """Give the trackers the whole record as a file."""
+        if self.world.rank == 0:
+            with TemporaryDirectory(prefix="distributed-") as folder:
+                path = Path(folder, "history.json")
+                path.write_text(json.dumps(self.history.to_dict(), indent=1), encoding="utf-8")
+                self.track_artifact(str(path))
 
     def export_result(self, folder: str) -> None:
         """Leave the final state for the process that called `fit`."""

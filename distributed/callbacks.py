@@ -1,0 +1,60 @@
+"""Callbacks that most runs want at some time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from distributed.errors import UserError
+from distributed.interfaces.callback import Band, Callback, Context
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Stops when a validation figure no longer improves.
+
+    All ranks see the same reduced figure, so all decide alike (C8).
+
+    Args:
+        metric: name of an epoch's figure, e.g. ``val_loss`` or ``val_accuracy``.
+        patience: epochs without improvement before the run stops.
+        mode: ``max`` or ``min``; ``auto`` minimises names with ``loss`` or ``error``.
+        min_delta: the least change that counts as an improvement, in the metric's unit.
+
+    Raises:
+        UserError: a mode that is none of these, or (when an epoch ends) no such figure.
+    """
+
+    band = Band.DECIDE
+    all_ranks = True
+
+    def __init__(
+        self, metric: str = "val_loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("auto", "max", "min"):
+            raise UserError("not a direction", field="mode", got=mode, allowed="auto, max, min")
+        smaller = mode == "min" or (mode == "auto" and ("loss" in metric or "error" in metric))
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self._sign = -1.0 if smaller else 1.0
+        self._best, self._waited = -math.inf, 0
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """Compare with the best so far."""
+        if self.metric not in metrics:
+            raise UserError(
+                "no such figure",
+                field="EarlyStopping.metric",
+                got=self.metric,
+                allowed=", ".join(sorted(metrics)),
+            )
+        score = self._sign * metrics[self.metric]
+        if score > self._best + self.min_delta:
+            self._best, self._waited = score, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            context.request_stop(
+                f"{self.metric} has not improved for {self._waited} epochs"
+                f" (best {self._sign * self._best:.6g})"
+            )
