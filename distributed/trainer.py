@@ -216,6 +216,14 @@ class Trainer:
         task.progress = before.progress
         if before.state is not None:
             task.state_dir = _newest(before)
+            if task.state_dir is None:
+                raise UserError(
+                    "the ranks of the first fit kept their weights to themselves, so a second cannot go on",
+                    field="return_weights",
+                    got="none",
+                    allowed="auto, full",
+                    remedy="Or save checkpoints and start a new Trainer with resume_from_checkpoint=True",
+                )
         elif before.run_state is not None:
             task.optimizer = before.run_state["optimizer"]
             task.run_state = before.run_state
@@ -248,7 +256,9 @@ class Trainer:
         from distributed.checkpoint.reader import PortableReader
         from distributed.checkpoint.torch_state import load_full_model
 
-        load_full_model(PortableReader(_newest(outcome)), self._model)
+        path = _newest(outcome)
+        assert path is not None
+        load_full_model(PortableReader(path), self._model)
 
     def _is_module(self) -> bool:
         return not isinstance(self._model, type) and hasattr(self._model, "state_dict")
@@ -289,11 +299,10 @@ class Trainer:
         )
 
 
-def _newest(outcome: Outcome) -> str:
-    """The portable checkpoint in which started ranks left their final state."""
+def _newest(outcome: Outcome) -> str | None:
+    """The portable checkpoint in which started ranks left their final state, if they did."""
     assert outcome.state is not None
-    (path,) = Path(outcome.state.name, "state").glob("step_*")
-    return str(path)
+    return next(map(str, Path(outcome.state.name, "state").glob("step_*")), None)
 
 
 def _layers_of(config: Any) -> list[Layer]:
