@@ -52,10 +52,15 @@ def load_task(path: str | os.PathLike[str]) -> Any:
     return torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
 
 
+def _is_large(array: Any) -> bool:
+    # A tensor cannot be read-only: such an array travels the ordinary way.
+    return bool(array.nbytes >= _LARGE and array.flags.writeable)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         # NumPy arrays would be copied into the pickle, and from it into every rank.
-        if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and obj.nbytes >= _LARGE:
+        if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and _is_large(obj):
             try:
                 return _as_array, (torch.from_numpy(obj),)
             except TypeError:
