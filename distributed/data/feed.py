@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.data.order import epoch_seed, mix, split_window
-from distributed.data.sample_rng import PerSampleRng
+from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
 from distributed.data.stream import DealtStream, SelfShardedStream, same
 from distributed.errors import UserError
@@ -89,15 +90,21 @@ class Feed:
         if self.source.order == "batch_sampler":
             return self._ready_batches(epoch, start)
         order = self._order(epoch)
-        if self.source.tensors is not None and not self._per_sample_rng:
-            return self._indexed(self.source.tensors, order, start)
+        tensors = self.source.tensors
+        if tensors is not None and not self._per_sample_rng and not isinstance(order, list):
+            return self._indexed(tensors, order, start)
         return self._loaded(self._plan(order, start), epoch)
 
-    def _order(self, epoch: int) -> torch.Tensor | None:
-        """Sample indices of the epoch; None stands for 0, 1, 2, ..."""
+    def _order(self, epoch: int) -> torch.Tensor | list[Any] | None:
+        """Sample indices of the epoch; None stands for 0, 1, 2, ...
+
+        A list holds what else a user's sampler may draw: names, or (index, size) pairs.
+        """
         source = self.source
         if source.order == "sampler":
-            return torch.tensor(self._drawn(epoch), dtype=torch.int64)
+            drawn = self._drawn(epoch)
+            plain = all(isinstance(index, int) for index in drawn)
+            return torch.tensor(drawn, dtype=torch.int64) if plain else drawn
         if source.order == "sequential" or self.evaluation:
             return None
         generator = torch.Generator().manual_seed(epoch_seed(self.seed, epoch))
@@ -107,8 +114,7 @@ class Feed:
         """A user's sampler, drawn on rank 0 under a seed of its own and given to all."""
         drawn = None
         if self.rank == 0:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(epoch_seed(self.seed, epoch))
+            with RandomStreams(epoch_seed(self.seed, epoch)):
                 generator = getattr(self.source.sampler, "generator", None)
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(epoch_seed(self.seed, epoch))
@@ -146,7 +152,7 @@ class Feed:
             yield Window(micro_batches, count)
 
     def _plan(
-        self, order: torch.Tensor | None, start: int
+        self, order: torch.Tensor | list[Any] | None, start: int
     ) -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
         """Per window: samples over all ranks, and this rank's (indices, count) micro-batches."""
         length = len(self.source.dataset) if order is None else len(order)
@@ -155,8 +161,10 @@ class Feed:
             for begin, end in split_window(count, self.rank, self.size, self.batch_size):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
                 index = range(position + low, position + high)
-                indices = list(index) if order is None else order[index.start : index.stop].tolist()
-                plan.append((indices, end - begin))
+                chosen = index if order is None else order[index.start : index.stop]
+                plan.append(
+                    (chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen), end - begin)
+                )
             yield count, plan
 
     def _loaded(
@@ -182,18 +190,19 @@ class Feed:
 
     def _ready_batches(self, epoch: int, start: int) -> Iterator[Window]:
         """A user's batch sampler: its batches stay whole and are dealt out in order."""
-        drawn, sizes = self._drawn(epoch), []
+        batches = [list(batch) for batch in self._drawn(epoch)]
+        ends = accumulate(map(len, batches))
+        done = sum(end <= start for end in ends)
 
         def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
-            position, per_window = 0, self.accumulation * self.size
-            for first in range(0, len(drawn), per_window):
-                window = [list(batch) for batch in drawn[first : first + per_window]]
-                sizes.append(sum(map(len, window)))
-                position += sizes[-1]
-                if position <= start or (self.drop_last and len(window) < per_window):
-                    continue
+            per_window = self.accumulation * self.size
+            for first in range(done, len(batches), per_window):
+                window = batches[first : first + per_window]
+                if self.drop_last and len(window) < per_window:
+                    return
                 spans = split_window(len(window), self.rank, self.size, 1)
-                yield sizes[-1], [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
+                micro_batches = [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
+                yield sum(map(len, window)), micro_batches
 
         return self._loaded(plan(), epoch)
 
@@ -206,9 +215,12 @@ class Feed:
                 got=True,
                 allowed="false for iterable datasets",
             )
-        kind = SelfShardedStream if self.source.shards_itself else DealtStream
+        own = self.source.shards_itself
+        kind = SelfShardedStream if own else DealtStream
+        # Ranks that read one stream have to read the same, also where it shuffles itself.
+        seed = mix(self.seed, epoch, self.rank if own else 0, 3)
         stream = kind(
-            self.source, self.batch_size, self.accumulation, self.rank, self.size, start, self.drop_last
+            self.source, self.batch_size, self.accumulation, self.rank, self.size, start, self.drop_last, seed
         )
         options = dict(self.source.options)
         # Several workers would each replay the stream; one keeps the order and still prefetches.
@@ -219,11 +231,12 @@ class Feed:
             stream, batch_size=None, collate_fn=same, generator=self._generator(epoch), **options
         )
         windows = (Window([MicroBatch(*pair) for pair in pairs], count) for count, pairs in loader)
-        return self._agreed(windows) if self.source.shards_itself else windows
+        return self._agreed(windows, start) if own else windows
 
-    def _agreed(self, windows: Iterator[Window]) -> Iterator[Window]:
+    def _agreed(self, windows: Iterator[Window], start: int) -> Iterator[Window]:
         """Ranks of a self-sharded stream may end at different times: they go on together."""
         last: Window | None = None
+        position = 0
         while True:
             window = next(windows, None)
             count = self._total(window.num_samples if window else 0)
@@ -238,7 +251,10 @@ class Feed:
                     )
                 window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
             last = window
-            yield Window(window.micro_batches, count)
+            position += count
+            # How much of its own stream a rank has used up only reading it again tells.
+            if position > start:
+                yield Window(window.micro_batches, count)
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:
         if self._loader is None:

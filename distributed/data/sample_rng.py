@@ -1,4 +1,4 @@
-"""Augmentation randomness as a function of (seed, epoch, sample), whatever reads it."""
+"""Randomness of data as a function of (seed, epoch, sample or stream), whatever reads it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,35 @@ from torch.utils.data import Dataset
 
 from distributed.data.order import mix
 
-__all__ = ["PerSampleRng"]
+__all__ = ["PerSampleRng", "RandomStreams"]
+
+
+class RandomStreams:
+    """Lends `random`, NumPy's global generator and torch's CPU generator to a piece of work.
+
+    Inside ``with`` the three are seeded with `seed`, or go on where the last ``with`` of this
+    object ended; afterwards they are as they were, so that dropout in the same process is not
+    disturbed. Generators of other devices are left alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._inside: Any = None
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        if self._inside is None:
+            _seed(self.seed)
+        else:
+            _put_back(self._inside)
+
+    def __exit__(self, *exc: object) -> None:
+        self._inside = _states()
+        _put_back(self._outside)
 
 
 class PerSampleRng(Dataset[Any]):
-    """Wraps a map-style dataset; asked with ``(epoch, index)``.
-
-    Seeds `random`, NumPy's global generator and torch's CPU generator before each sample
-    and puts them back afterwards, so that dropout in the same process is not disturbed.
-    """
+    """Wraps a map-style dataset; asked with ``(epoch, index)``. Seeds before each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -29,17 +49,26 @@ class PerSampleRng(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        seed = mix(self.seed, epoch, index, 2)
-        numpy = sys.modules.get("numpy")
-        saved = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
+        with RandomStreams(mix(self.seed, epoch, index, 2)):
             return self.dataset[index]
-        finally:
-            random.setstate(saved[0])
-            torch.set_rng_state(saved[1])
-            if numpy:
-                numpy.random.set_state(saved[2])
+
+
+def _states() -> tuple[Any, Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+
+
+def _put_back(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    # torch.manual_seed would seed the GPUs too, whose state is not put back.
+    torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from distributed.data.order import split_window
+from distributed.data.sample_rng import RandomStreams
 from distributed.data.source import Source
 
 __all__ = ["DealtStream", "SelfShardedStream", "same"]
@@ -27,6 +28,16 @@ class DealtStream(IterableDataset[Any]):
     Yields ``(samples over all ranks, [(batch, samples of this rank), ...])``. Reading all of
     it costs each rank the reading of all samples; a dataset that can do better says
     ``shards_itself = True``.
+
+    Args:
+        source: the data.
+        batch_size: samples per micro-batch.
+        accumulation: micro-batches per full window.
+        rank: data-parallel rank.
+        size: data-parallel size.
+        start: samples to pass over.
+        drop_last: leave out the last window when it is smaller.
+        seed: of the random numbers that the dataset draws while it is read.
     """
 
     def __init__(
@@ -38,25 +49,28 @@ class DealtStream(IterableDataset[Any]):
         size: int,
         start: int,
         drop_last: bool,
+        seed: int,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
-        self.rank, self.size, self.start, self.drop_last = rank, size, start, drop_last
+        self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
 
     def __iter__(self) -> Iterator[tuple[int, Pairs]]:
-        samples = iter(self.source.dataset)
-        for _ in islice(samples, self.start):
-            pass
-        wanted = self.batch_size * self.accumulation * self.size
-        while window := list(islice(samples, wanted)):
-            if len(window) < wanted and self.drop_last:
+        for window in self._windows(self.batch_size * self.accumulation * self.size, self.start):
+            spans = split_window(len(window), self.rank, self.size, self.batch_size)
+            yield len(window), [self._collate(window, *span) for span in spans]
+
+    def _windows(self, wanted: int, start: int) -> Iterator[list[Any]]:
+        streams = RandomStreams(self.seed)
+        with streams:
+            samples = iter(self.source.dataset)
+            for _ in islice(samples, start):
+                pass
+        while True:
+            with streams:
+                window = list(islice(samples, wanted))
+            if not window or (len(window) < wanted and self.drop_last):
                 return
-            yield (
-                len(window),
-                [
-                    self._collate(window, a, b)
-                    for a, b in split_window(len(window), self.rank, self.size, self.batch_size)
-                ],
-            )
+            yield window
 
     def _collate(self, window: list[Any], start: int, stop: int) -> tuple[Any, int]:
         samples = window[start:stop] or window[: self.batch_size]
@@ -64,14 +78,11 @@ class DealtStream(IterableDataset[Any]):
 
 
 class SelfShardedStream(DealtStream):
-    """The stream holds this rank's samples alone. Yields this rank's count as the total:
-    the feed sums it over the ranks."""
+    """The stream holds this rank's samples alone, read from its beginning. Yields this rank's
+    count as the total: the feed sums it over the ranks and passes over what is done."""
 
     def __iter__(self) -> Iterator[tuple[int, Pairs]]:
-        samples = iter(self.source.dataset)
-        for _ in islice(samples, self.start // self.size):
-            pass
-        while window := list(islice(samples, self.batch_size * self.accumulation)):
+        for window in self._windows(self.batch_size * self.accumulation, 0):
             pairs = [
                 self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)
             ]
