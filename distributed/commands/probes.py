@@ -29,7 +29,7 @@ def devices() -> dict[str, Any]:
 
 def rendezvous() -> dict[str, Any]:
     """Write and read back through a TCPStore; the system picks the port."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=_TIMEOUT)
     store.set("key", "value")
