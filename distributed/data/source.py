@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,16 +80,7 @@ class Source:
             source = cls(dataset, order=bare, argument=argument)
         if shuffle is not None and source.order in ("sequential", "random") and source.is_map:
             source.order = "random" if shuffle else "sequential"
-        if source.is_map and source.length == 0:
-            raise UserError(
-                "the dataset is empty, so there is nothing to "
-                + ("train on" if argument == "train_loader" else "validate on"),
-                field=argument,
-                got=f"{type(source.dataset).__name__} of length 0",
-                allowed="a dataset with at least one sample",
-                remedy="Check the path and the filter it was built with"
-                + ("" if argument == "train_loader" else ", or leave val_loader out"),
-            )
+        _check_length(source)
         return source
 
     @property
@@ -117,6 +109,35 @@ class Source:
         return self.dataset.tensors if plain and not self.options.get("num_workers") else None
 
 
+def _check_length(source: Source) -> None:
+    """Raise a UserError for map-style data without a length, or of length 0."""
+    if not source.is_map:
+        return
+    kind = type(source.dataset).__name__
+    if source.order in ("sequential", "random") and not hasattr(source.dataset, "__len__"):
+        raise UserError(
+            "the dataset has no length, so its samples cannot be dealt out",
+            field=source.argument,
+            got=f"{kind} without __len__",
+            allowed="a Dataset with __getitem__ and __len__, or an IterableDataset",
+        )
+    if source.length != 0:
+        return
+    if source.order == "sampler":
+        raise UserError(
+            "its sampler draws no sample", field=source.argument, got=type(source.sampler).__name__
+        )
+    training = source.argument == "train_loader"
+    raise UserError(
+        f"the dataset is empty, so there is nothing to {'train on' if training else 'validate on'}",
+        field=source.argument,
+        got=f"{kind} of length 0",
+        allowed="a dataset with at least one sample",
+        remedy="Check the path and the filter it was built with"
+        + ("" if training else ", or leave val_loader out"),
+    )
+
+
 def _is_map(dataset: Any) -> bool:
     return not isinstance(dataset, IterableDataset)
 
@@ -137,7 +158,8 @@ def _dataset(data: Any, argument: str) -> Any:
                 allowed="tensors with the same first dimension",
             )
         return TensorDataset(*parts)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    # A mapping of columns has a length too, but of columns.
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, str)):
         return data
     raise UserError(
         "cannot read samples from this",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distributed.data.sample_rng import RandomStreams
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ValidationMixin:
         for source in (self.task.train_data, self.task.val_data):
             if source is None or not source.is_map:
                 continue
-            found = self.backend.gather_objects((len(source.dataset), _fingerprint(source)))
+            found = self.backend.gather_objects((_length(source), _fingerprint(source)))
             for rank, (length, first) in enumerate(found):
                 if (length, first) != found[0]:
                     what = (
@@ -102,12 +103,16 @@ class ValidationMixin:
                     )
 
 
+def _length(source: Source) -> int:
+    known = len(source.dataset) if hasattr(source.dataset, "__len__") else source.length
+    return known or 0
+
+
 def _fingerprint(source: Source) -> str:
     """Digest of the tensors and numbers in the first three samples, drawn under one seed."""
     digest = hashlib.blake2b(digest_size=16)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for index in range(min(3, len(source.dataset))):
+    with RandomStreams(0):
+        for index in range(min(3, _length(source))):
             try:
                 _digest(source.dataset[index], digest)
             except (KeyError, IndexError, TypeError):

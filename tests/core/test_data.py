@@ -154,9 +154,7 @@ def test_drop_last_drops_the_smaller_global_batch_alone(size: int) -> None:
 parts = st.lists(st.tuples(sizes, batch_sizes, accumulations, st.integers(1, 3)), min_size=1, max_size=4)
 
 
-def read_in_parts(
-    source: Source, length: int, plan: list[tuple[int, int, int, int]], **options: Any
-) -> list[int]:
+def read_in_parts(source: Source, plan: list[tuple[int, int, int, int]], **options: Any) -> list[int]:
     """An epoch read by changing numbers of ranks; the last of them reads to the end."""
     found: list[int] = []
     for number, (size, batch_size, accumulation, limit) in enumerate(plan):
