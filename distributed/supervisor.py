@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +27,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     status: int | None = None
     ended: float = 0.0
+    watcher: threading.Thread = field(init=False)
 
 
 class Supervisor:
@@ -46,7 +47,7 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
-        self._threads: list[threading.Thread] = []
+        self._relays: list[threading.Thread] = []
 
     @property
     def pids(self) -> list[int]:
@@ -82,9 +83,9 @@ class Supervisor:
             )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
-            self._spawn(self._watch, entry)
+            entry.watcher = _thread(self._watch, entry)
             if process.stdout is not None:
-                self._spawn(_relay, process.stdout, f"[rank {rank}] " if rank else "")
+                self._relays.append(_thread(_relay, process.stdout, f"[rank {rank}] " if rank else ""))
 
     def wait(self) -> None:
         """Block until every rank has ended, or one has failed."""
@@ -110,17 +111,14 @@ class Supervisor:
         for entry in self._ranks:
             # The leader is not reaped yet, so its group id cannot belong to anybody else.
             _signal_group(entry.process.pid, signal.SIGKILL)
+        for entry in self._ranks:
+            entry.watcher.join()
             entry.process.wait()
         for end in self._pipe or ():
             os.close(end)
         self._pipe = None
-        for thread in self._threads:
+        for thread in self._relays:
             thread.join(timeout=GRACE)
-
-    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        thread.start()
-        self._threads.append(thread)
 
     def _watch(self, entry: _Rank) -> None:
         """Notice the end of a rank without reaping it."""
@@ -171,6 +169,12 @@ class Supervisor:
             hint = "; the host may have run out of memory" if name == "SIGKILL" else ""
             return {**base, "exc_type": name, "what": f"was ended by {name}{hint}"}
         return {**base, "exc_type": "SystemExit", "what": f"exited with code {status} and left no report"}
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _relay(stream: IO[bytes], prefix: str) -> None:

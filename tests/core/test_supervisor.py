@@ -152,7 +152,7 @@ ranks.wait()
         assert process.stdout.readline() == "[rank 1] up\n"
         ranks = [psutil.Process(pid)]
         process.send_signal(signal.SIGKILL)
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
     assert not private.exists()
 
