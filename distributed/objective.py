@@ -26,6 +26,8 @@ __all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
 
 Terms = tuple[Tensor, "Tensor | int"]
 
+_MEANS = ("mean", "batchmean")
+
 
 class Objective:
     """The loss and metrics of a task.
@@ -42,7 +44,9 @@ class Objective:
         training_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         validation_step: Callable[..., Any] | None = None,
+        device: str = "cpu",
     ) -> None:
+        loss_fn = _placed(loss_fn, device)
         self._sum_loss, self._ignore_index, self._class_weights = _as_sum(loss_fn)
         self._loss_fn, self._training_step = loss_fn, training_step
         self._validation_step = validation_step
@@ -50,7 +54,7 @@ class Objective:
         if metrics is None and classifies:
             metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
         self.metrics = dict(metrics or {})
-        mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) == "mean"
+        mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
 
     def declare_unmasked(self, targets: Tensor) -> None:
@@ -82,7 +86,7 @@ class Objective:
         kept = target != self._ignore_index
         if self._class_weights is None:
             return int(torch.count_nonzero(kept))
-        return float((self._class_weights.cpu()[target.clamp(min=0)] * kept).sum())
+        return float(_weigh(self._class_weights, target, kept))
 
     def mean(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """Mean loss of a micro-batch whose count is known before."""
@@ -116,9 +120,7 @@ class Objective:
         if target.is_floating_point():
             return total, target.numel() // target.shape[1]
         if self._class_weights is not None:
-            weights = self._class_weights.to(target.device)
-            kept = target != self._ignore_index
-            return total, (weights[target.clamp(min=0)] * kept).sum()
+            return total, _weigh(self._class_weights, target, target != self._ignore_index)
         return total, (target != self._ignore_index).sum()
 
     def _read(self, result: Any, num_samples: int) -> Terms:
@@ -136,6 +138,21 @@ class Objective:
         )
 
 
+def _weigh(weights: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Sum of the class weights of the targets that are `kept`; others may be no class at all."""
+    return (weights.to(target.device)[torch.where(kept, target, 0)] * kept).sum()
+
+
+def _placed(loss_fn: Any, device: str) -> Any:
+    """`loss_fn` with its own tensors, such as class weights, on `device`."""
+    if isinstance(loss_fn, nn.Module):
+        return loss_fn.to(device)
+    if isinstance(loss_fn, partial):
+        options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in loss_fn.keywords.items()}
+        return partial(loss_fn.func, *loss_fn.args, **options)
+    return loss_fn
+
+
 def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] | None, int, Tensor | None]:
     """A cross-entropy as its sum, its ignore_index and its class weights; else (None, ...)."""
     options: dict[str, Any] = {}
@@ -149,7 +166,7 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
         options["reduction"] = "sum"
         return partial(inner, **options), options.get("ignore_index", -100), options.get("weight")
     reduction = getattr(loss_fn, "reduction", "mean")
-    if isinstance(loss_fn, nn.modules.loss._Loss):
+    if isinstance(loss_fn, nn.modules.loss._Loss) and reduction not in _MEANS:
         _refuse_reduction(reduction)
     for kind in (nn.CrossEntropyLoss, nn.NLLLoss):
         # A subclass with a forward of its own may not honour `reduction`.

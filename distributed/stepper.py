@@ -66,4 +66,4 @@ class Stepper:
         result = self.backend.optimizer_step(self.config.gradient_clipping)
         if not result.skipped and self.scheduler is not None and self.unit == "step":
             self.scheduler.step()
-        return float(loss) / max(float(count), 1.0)
+        return float(loss) / (float(count) or 1.0)

@@ -125,7 +125,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
         check_optimizer(self.optimizer, self.module)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.objective = Objective(task.loss_fn, task.training_step, task.metrics, task.validation_step)
+        self.objective = Objective(
+            task.loss_fn, task.training_step, task.metrics, task.validation_step, self.world.device
+        )
         self._declare_counts(task)
         parallel = self.world.data_parallel_size > 1
         self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
@@ -152,7 +154,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         if counted and self.world.data_parallel_size == 1:
             known = self._known_counts(window)
             if known is not None:
-                scale, counted = 1.0 / max(sum(known), 1), False
+                scale, counted = 1.0 / sum(known), False
         total: Any = None
         count: Any = None
         for position, (batch, num_samples) in enumerate(micro_batches):
@@ -222,10 +224,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             assert reduced is not None
             if self.scaler is not None:
                 reduced = reduced / self.scaler._get_scale_async().to(reduced.device)  # type: ignore[union-attr]
-            smallest = self._count_scale / self.world.data_parallel_size
-            return 1.0 / reduced.clamp(min=smallest)
+            return _inverse(reduced)
         count = torch.as_tensor(self._counts[0], dtype=torch.float64, device=self.world.device)
-        return 1.0 / (count.clamp(min=1) * self._count_scale)
+        return _inverse(count * self._count_scale)
 
     def _rescale(self, ratio: Tensor | None, norm: Tensor | None, max_norm: float | None) -> None:
         """Fold the count's ratio and the clipping into one pass over the gradients (C6)."""
@@ -303,6 +304,11 @@ def move(batch: Any, device: str) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(move(value, device) for value in batch)
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _inverse(count: Tensor) -> Tensor:
+    """1 / count; 0 where nothing counted, since the mean over nothing moves nothing."""
+    return torch.where(count > 0, count.reciprocal(), 0.0)
 
 
 def _bits(dtype: torch.dtype) -> int:

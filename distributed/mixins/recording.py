@@ -110,12 +110,12 @@ class RecordingMixin:
         slots = reduced[2 * number : -1]
         self._epoch_sums[0] += sum(totals)
         self._epoch_sums[1] += sum(parts)
-        self._interval_loss = sum(totals) / max(sum(parts), 1.0)
+        self._interval_loss = _mean(sum(totals), sum(parts))
         self._settle_stop(reduced[-1] > 0)
         phases = [
             dict(zip(PHASES, slots[r * width : (r + 1) * width], strict=True)) for r in range(self.world.size)
         ]
-        return [t / max(c, 1.0) for t, c in zip(totals, parts, strict=True)], phases
+        return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
 
     def end_epoch_record(self) -> dict[str, float]:
         """Close the last interval; returns the epoch's training figures. Collective."""
@@ -125,7 +125,7 @@ class RecordingMixin:
         return {
             "epoch": self.progress.epoch,
             "step": self.progress.step,
-            "train_loss": total / max(count, 1.0),
+            "train_loss": _mean(total, count),
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
         }
 
@@ -175,6 +175,11 @@ class RecordingMixin:
         sentence = name_stragglers(phases)
         if sentence and self.world.rank == 0:
             logger.warning("%s (steps up to %d)", sentence, self.progress.step)
+
+
+def _mean(total: float, count: float) -> float:
+    """The mean over nothing is 0: a batch of masked tokens has no loss. Counts may be below 1."""
+    return total / count if count else total
 
 
 def _numbers(values: list[Any]) -> list[float]:
