@@ -1,0 +1,306 @@
+"""Ranks that raise, exit, or are killed: who is named, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from stat import S_IMODE
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from distributed import Callback, Trainer, UserError, WorkerError
+from distributed.interfaces.callback import Context
+from distributed.testing.pool import RankPool
+
+HOST = os.uname().nodename
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders go; empty again when the test is over."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    left = [p.name for p in folder.iterdir() if p.name.startswith("distributed-")]
+    assert [name for name in left if not name.startswith("distributed-pool-")] == []
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Sample `bad` raises."""
+
+    def __init__(self, length: int = 16, bad: int | None = None) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.bad:
+            raise FileNotFoundError(f"image {index} is gone")
+        return torch.full((4,), float(index)), torch.tensor(index % 2)
+
+
+class Fails(nn.Module):
+    """Its forward calls `act` where the rank's samples are the later ones."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 2), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(os.environ["RANK"]) == 1:
+            self.act()
+        result: Tensor = self.layer(x)
+        return result
+
+
+class OnStep(Callback):
+    all_ranks = True
+
+    def __init__(self, act: Callable[[Context], Any]) -> None:
+        self.act = act
+
+    def on_step_end(self, context: Context) -> None:
+        self.act(context)
+
+
+def fit(
+    model: Any,
+    dataset: Dataset[Any] | None = None,
+    callback: Callback | None = None,
+    pool: Any = None,
+    num_workers: int = 0,
+    **given: Any,
+) -> WorkerError:
+    """The error of a run on two ranks, none of which is left."""
+    before = set(psutil.Process().children(recursive=True))
+    made = Trainer(model, num_processes=2, device="cpu", callbacks=[callback] if callback else [], **given)
+    made.launcher = pool
+    loader = DataLoader(dataset or Samples(), batch_size=4, num_workers=num_workers)
+    with pytest.raises(WorkerError) as caught:
+        made.fit(loader)
+    if pool is None:
+        assert set(psutil.Process().children(recursive=True)) <= before
+    return caught.value
+
+
+def boom() -> None:
+    raise ZeroDivisionError("deep in the model")
+
+
+def test_an_exception_in_the_model() -> None:
+    error = fit(Fails(boom))
+    assert (error.rank, error.host, error.exc_type) == (1, HOST, "ZeroDivisionError")
+    assert f"rank 1 ({HOST}, pid " in str(error)
+    assert 'in boom\n    raise ZeroDivisionError("deep in the model")' in error.worker_traceback
+
+
+def test_an_exception_in_a_loader_worker() -> None:
+    # Of 16 samples in global batches of 8, sample 5 is rank 1's.
+    error = fit(nn.Linear(4, 2), Samples(bad=5), num_workers=1)
+    assert error.rank == 1
+    assert "image 5 is gone" in error.worker_traceback
+    assert "DataLoader worker process 0" in error.worker_traceback
+
+
+def test_an_exception_in_a_callback() -> None:
+    def act(context: Context) -> None:
+        if context.world.rank == 0 and context.progress.step == 2:
+            raise KeyError("no such figure")
+
+    error = fit(nn.Linear(4, 2), callback=OnStep(act))
+    assert (error.rank, error.exc_type) == (0, "KeyError")
+    assert "no such figure" in error.worker_traceback
+
+
+def test_a_rank_that_exits() -> None:
+    error = fit(Fails(lambda: sys.exit(3)))
+    assert error.rank == 1
+    assert "called sys.exit(3)" in str(error)
+
+
+def test_a_users_mistake_on_one_rank() -> None:
+    def act() -> None:
+        raise UserError("too large", field="data.width", got=9, allowed="1 to 8", remedy="Choose 8")
+
+    trainer = Trainer(Fails(act), num_processes=2, device="cpu", batch_size=4)
+    with pytest.raises(UserError) as caught:
+        trainer.fit(Samples())
+    error = caught.value
+    assert (error.field, error.got, error.allowed, error.remedy) == ("data.width", 9, "1 to 8", "Choose 8")
+
+
+def test_a_pool_survives_a_failed_run(rank_pool: RankPool) -> None:
+    assert fit(Fails(boom), pool=rank_pool).exc_type == "ZeroDivisionError"
+    good = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", batch_size=4)
+    good.launcher = rank_pool
+    assert good.fit(Samples()).num_samples == 16
+
+
+# Kills. `Endless` trains until it is stopped; a rank says through a pipe that it is at work.
+
+
+class Endless(Callback):
+    all_ranks = True
+
+    def __init__(self, pipe: str) -> None:
+        self.pipe = pipe
+
+    def on_step_end(self, context: Context) -> None:
+        if context.progress.step == 3:
+            Path(self.pipe + str(context.world.rank)).write_text(str(os.getpid()))
+
+
+def pipes(folder: Path) -> str:
+    for rank in range(2):
+        os.mkfifo(folder / f"at-work-{rank}")
+    return str(folder / "at-work-")
+
+
+def await_ranks(pipe: str) -> list[psutil.Process]:
+    """Both ranks' processes, once both have trained three steps."""
+    return [psutil.Process(int(Path(pipe + str(rank)).read_text())) for rank in range(2)]
+
+
+def families(*processes: psutil.Process) -> list[psutil.Process]:
+    return [p for process in processes for p in (process, *process.children(recursive=True))]
+
+
+def check_private(folder: Path, parent: psutil.Process, ranks: list[psutil.Process]) -> None:
+    """The task is this user's alone, and nothing listens but on loopback."""
+    (run,) = (p for p in folder.iterdir() if p.name.startswith("distributed-"))
+    assert S_IMODE(run.stat().st_mode) == 0o700
+    assert {S_IMODE(p.stat().st_mode) for p in run.iterdir()} == {0o600}
+    assert {"task.bin", "sys_path.json"} <= {p.name for p in run.iterdir()}
+    listening = {
+        connection.laddr.ip
+        for process in (parent, *ranks)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) -> None:
+    pipe, seen, killed, killed_at = pipes(tmp_path), [], [], []
+
+    def kill() -> None:
+        ranks = await_ranks(pipe)
+        seen.extend(families(*ranks))
+        check_private(scratch, psutil.Process(), ranks)
+        killed.append(ranks[1].pid)
+        killed_at.append(time.monotonic())
+        ranks[1].send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    error = fit(nn.Linear(4, 2), callback=Endless(pipe), num_workers=1, epochs=10**6)
+    took = time.monotonic() - killed_at[0]
+    killer.join()
+    assert (error.rank, error.exc_type) == (1, "SIGKILL")
+    assert f"rank 1 ({HOST}, pid {killed[0]}) was ended by SIGKILL" in str(error)
+    assert took < 10
+    assert len(seen) >= 4  # two ranks and a loader worker of each
+    assert not any(process.is_running() for process in seen)
+
+
+SCRIPT = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from distributed import Callback, Trainer
+
+class Endless(Callback):
+    all_ranks = True
+    def on_step_end(self, context):
+        if context.progress.step == 3:
+            Path(os.environ["AT_WORK"] + str(context.world.rank)).write_text(str(os.getpid()))
+
+x, y = torch.randn(16, 4), torch.zeros(16, dtype=torch.long)
+samples = torch.utils.data.TensorDataset(x, y)
+loader = DataLoader(samples, batch_size=4, num_workers=1)
+Trainer(nn.Linear(4, 2), epochs=10**6, callbacks=[Endless()]).fit(loader)
+"""
+
+
+@pytest.mark.parametrize("victim", ["rank", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
+    pipe = pipes(tmp_path)
+    (tmp_path / "endless.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "distributed.cli",
+        "train",
+        "--script",
+        str(tmp_path / "endless.py"),
+        "--num-processes",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    env = {**os.environ, "AT_WORK": pipe, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as train:
+        ranks = await_ranks(pipe)
+        everybody = families(*ranks)
+        assert len(everybody) >= 4
+        if victim == "rank":
+            ranks[0].send_signal(signal.SIGKILL)
+        else:
+            train.send_signal(getattr(signal, victim))
+        _, err = train.communicate(timeout=20)
+    _, alive = psutil.wait_procs(everybody, timeout=10)
+    assert alive == []
+    if victim == "rank":
+        assert train.returncode == 1
+        assert f"rank 0 ({HOST}, pid {ranks[0].pid}) was ended by SIGKILL" in err
+    elif victim == "SIGINT":
+        assert train.returncode == 130
+        assert err.rstrip().endswith("interrupted")
+    else:
+        assert train.returncode == -getattr(signal, victim)
+
+
+def test_a_script_on_every_rank_ends_with_its_parent(tmp_path: Path) -> None:
+    pipe = pipes(tmp_path)
+    (tmp_path / "beside.py").write_text("here = True\n")
+    (tmp_path / "plain.py").write_text(
+        "import os, signal, sys, beside\nassert sys.argv[1:] == ['--x'] and __name__ == '__main__'\n"
+        f"open({pipe!r} + os.environ['RANK'], 'w').write(str(os.getpid()))\nsignal.pause()\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "distributed.cli",
+        "train",
+        "--script",
+        str(tmp_path / "plain.py"),
+        "--launch",
+        "per-rank",
+        "--num-processes",
+        "2",
+        "--device",
+        "cpu",
+        "--",
+        "--x",
+    ]
+    with subprocess.Popen(command) as train:
+        ranks = await_ranks(pipe)
+        train.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
