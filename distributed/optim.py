@@ -68,6 +68,9 @@ def build_optimizer(
         model: whose trainable parameters it gets.
         config: names the optimizer to build when none is given.
         learning_rate: after `lr_scaling`.
+
+    Raises:
+        UserError: it is no optimizer, or brings a learning rate that `lr_scaling` cannot rescale.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -76,12 +79,18 @@ def build_optimizer(
         optimizer = _named(config)
     inner = optimizer.func if isinstance(optimizer, partial) else optimizer
     if isinstance(inner, type) and issubclass(inner, Optimizer):
-        given = optimizer.keywords if isinstance(optimizer, partial) else {}
-        built: Any = optimizer(trainable, **({} if "lr" in given else {"lr": learning_rate}))
-    elif callable(optimizer):
-        built = optimizer(model)
+        own_rate = isinstance(optimizer, partial) and "lr" in optimizer.keywords
+        built: Any = optimizer(trainable, **({} if own_rate else {"lr": learning_rate}))
     else:
-        built = optimizer
+        own_rate = True
+        built = optimizer(model) if callable(optimizer) else optimizer
+    if own_rate and config.lr_scaling.rule != "none":
+        raise UserError(
+            "the optimizer given sets its own learning rate, which is never rescaled",
+            field="lr_scaling.rule",
+            got=config.lr_scaling.rule,
+            remedy="Give the optimizer's class (optimizer=torch.optim.SGD) and learning_rate",
+        )
     if isinstance(built, Optimizer):
         return built
     raise UserError(
