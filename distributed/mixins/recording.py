@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.errors import UserError
-from distributed.mixins.timing import PHASES, gpu_utilisation, memory_metrics, name_stragglers
+from distributed.mixins.timing import PHASES, find_straggler, gpu_utilisation, memory_metrics
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["RecordingMixin"]
 
 logger = logging.getLogger("distributed")
+
+_SENT = (*PHASES, "other")
+_TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 
 
 class RecordingMixin:
@@ -40,6 +43,8 @@ class RecordingMixin:
     timers: PhaseTimers
     world: World
     _stop_reason: str | None
+    _met: float | None = None
+    _suspect: int | None = None
     _start_samples: int
     _notify: Callable[..., None]
     track_metrics: Callable[..., None]
@@ -52,6 +57,7 @@ class RecordingMixin:
         self._epoch_sums = [0.0, 0.0]
         self._logged: dict[str, float] = {}
         self.timers.snapshot_and_reset()
+        self._met = self._met or self._interval_start
 
     def record_step(self, loss_sum: Any, count: Any, num_samples: int) -> None:
         """Keep a step's loss as it is: on the device, unreduced."""
@@ -98,23 +104,26 @@ class RecordingMixin:
         self._check_finite(sums)
         seconds = self.timers.snapshot_and_reset()
         seconds["communication"] = self.backend.communication_seconds() * len(sums)
-        seconds["backward"] = max(0.0, seconds["backward"] - seconds["communication"])
-        width = len(PHASES)
-        slots = [0.0] * (width * self.world.size)
-        begin = self.world.rank * width
-        slots[begin : begin + width] = [seconds[phase] for phase in PHASES]
+        seconds["other"] = perf_counter() - (self._met or 0.0) - sum(seconds[phase] for phase in _TIMED)
+        slots = [0.0] * (len(_SENT) * self.world.size)
+        begin = self.world.rank * len(_SENT)
+        slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
         wish = [1.0 if self._stop_reason else 0.0]
         reduced = self.backend.all_reduce([*sums, *counts, *slots, *wish])
+        self._met = perf_counter()
         number = len(sums)
         totals, parts = reduced[:number], reduced[number : 2 * number]
         slots = reduced[2 * number : -1]
-        self._epoch_sums[0] += sum(totals)
-        self._epoch_sums[1] += sum(parts)
-        self._interval_loss = _mean(sum(totals), sum(parts))
+        # A step skipped for its NaN is no part of a mean.
+        skips = self.config.on_nan == "skip"
+        taken = [pair for pair in zip(totals, parts, strict=True) if math.isfinite(pair[0]) or not skips]
+        loss, count = sum(pair[0] for pair in taken), sum(pair[1] for pair in taken)
+        self._epoch_sums[0] += loss
+        self._epoch_sums[1] += count
+        self._interval_loss = _mean(loss, count)
         self._settle_stop(reduced[-1] > 0)
-        phases = [
-            dict(zip(PHASES, slots[r * width : (r + 1) * width], strict=True)) for r in range(self.world.size)
-        ]
+        starts = range(0, len(slots), len(_SENT))
+        phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
         return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
 
     def end_epoch_record(self) -> dict[str, float]:
@@ -132,6 +141,7 @@ class RecordingMixin:
     def agree_to_stop(self) -> None:
         """Make one rank's wish to stop everybody's. Collective."""
         self._settle_stop(self.backend.all_reduce([1.0 if self._stop_reason else 0.0])[0] > 0)
+        self._met = perf_counter()
 
     def _settle_stop(self, wanted: bool) -> None:
         if wanted and self.history.stop_reason is None:
@@ -169,12 +179,16 @@ class RecordingMixin:
         self.history.num_samples = self.progress.total_samples - self._start_samples
 
     def _phase_shares(self, phases: Mapping[str, float], seconds: float) -> dict[str, float]:
-        return {f"time_{phase}": value / seconds for phase, value in phases.items()}
+        backward = max(0.0, phases["backward"] - phases["communication"])
+        shares = {**phases, "backward": backward}
+        return {f"time_{phase}": shares[phase] / seconds for phase in PHASES}
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
-        sentence = name_stragglers(phases)
-        if sentence and self.world.rank == 0:
-            logger.warning("%s (steps up to %d)", sentence, self.progress.step)
+        # Once is chance: on a busy machine any rank may have to wait for a core.
+        before, found = self._suspect, find_straggler(phases)
+        self._suspect = found[0] if found else None
+        if found and found[0] == before and self.world.rank == 0:
+            logger.warning("%s (steps up to %d)", found[1], self.progress.step)
 
 
 def _mean(total: float, count: float) -> float:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["PHASES", "PhaseTimers", "gpu_utilisation", "memory_metrics", "name_stragglers"]
+__all__ = [
+    "PHASES",
+    "PhaseTimers",
+    "find_straggler",
+    "gpu_utilisation",
+    "memory_metrics",
+    "name_stragglers",
+]
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "validation")
 OWN_WORK = ("data", "forward", "backward", "optimizer")
@@ -51,7 +58,13 @@ class PhaseTimers:
 
 
 def name_stragglers(per_rank: Sequence[Mapping[str, float]]) -> str | None:
-    """One sentence about the rank that holds the others up, None when there is none.
+    """What `find_straggler` says of the rank it finds, None when there is none."""
+    found = find_straggler(per_rank)
+    return found[1] if found else None
+
+
+def find_straggler(per_rank: Sequence[Mapping[str, float]]) -> tuple[int, str] | None:
+    """(rank, a sentence about it) of the rank that holds the others up, None when there is none.
 
     A rank that is late into a collective makes the others wait *inside* it, in backward
     under DDP, in forward already under FSDP, and so the ranks' totals come out even. That is why
@@ -59,7 +72,9 @@ def name_stragglers(per_rank: Sequence[Mapping[str, float]]) -> str | None:
     the total alone: the first excess is the cause, what follows is waiting.
 
     Args:
-        per_rank: seconds per phase of one log interval, in rank order.
+        per_rank: seconds per phase of one log interval, in rank order, backward with its waiting.
+            ``other`` is what else a rank did since the ranks last met, such as writing logs: the
+            wait for it is nobody's work, and it is not blamed itself.
 
     Returns:
         A sentence when some rank's own work up to a phase exceeds the median rank's by more
@@ -71,10 +86,11 @@ def name_stragglers(per_rank: Sequence[Mapping[str, float]]) -> str | None:
     tolerated = STRAGGLER_SHARE * median_low(_work(seconds, OWN_WORK) for seconds in per_rank)
     for end in range(1, len(OWN_WORK) + 1):
         work = [_work(seconds, OWN_WORK[:end]) for seconds in per_rank]
-        rank = max(range(len(work)), key=work.__getitem__)
-        excess = work[rank] - median_low(work)
+        spent = [own + seconds.get("other", 0.0) for own, seconds in zip(work, per_rank, strict=True)]
+        rank = max(range(len(work)), key=spent.__getitem__)
+        excess = min(values[rank] - median_low(values) for values in (work, spent))
         if excess > tolerated and excess >= STRAGGLER_SECONDS:
-            return _sentence(rank, per_rank, OWN_WORK[:end])
+            return rank, _sentence(rank, per_rank, OWN_WORK[:end])
     return None
 
 
