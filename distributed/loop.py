@@ -101,7 +101,10 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         while not self._done():
             metrics = self._train_epoch(self.progress.epoch)
             complete = not self._done_midway
-            metrics |= self.validate()
+            figures = self.validate()
+            if figures:
+                self._notify("on_validation_end", self, figures)
+            metrics |= figures
             self._end_epoch(metrics, complete)
 
     def _train_epoch(self, epoch: int) -> dict[str, float]:
@@ -129,7 +132,9 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             if logs:
                 self.end_interval(result.norm)
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
+                mark = perf_counter()
                 self.save_if_due(epoch_end=False, metrics=None)
+                timers.add("save", perf_counter() - mark)
             if progress.step == until_step or self.history.stop_reason:
                 self._done_midway = not self._at_epoch_end()
                 break

@@ -179,8 +179,9 @@ class RecordingMixin:
         self.history.num_samples = self.progress.total_samples - self._start_samples
 
     def _phase_shares(self, phases: Mapping[str, float], seconds: float) -> dict[str, float]:
-        backward = max(0.0, phases["backward"] - phases["communication"])
-        shares = {**phases, "backward": backward}
+        # The waiting is DDP's estimate, taken out of what was measured.
+        waited = min(phases["communication"], phases["backward"])
+        shares = {**phases, "backward": phases["backward"] - waited, "communication": waited}
         return {f"time_{phase}": shares[phase] / seconds for phase in PHASES}
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
