@@ -19,7 +19,6 @@ Losses stay on the device between log steps. Nothing here knows which backend ru
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from distributed.plugin_manager import Catalog
 
 __all__ = ["TrainingLoop"]
-
-logger = logging.getLogger("distributed")
 
 
 class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, TrackingMixin, Context):
@@ -194,7 +191,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.setup_checkpointing()
         if task.state_dir is not None:
             self.load_state(task.state_dir)
-        self.resume()
+        elif task.progress is None:
+            self.resume()
         self._start_samples = self.progress.total_samples
         self._report_place()
         self._gather_callbacks()
@@ -249,7 +247,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         )
 
     def _at_epoch_end(self) -> bool:
-        return self.feed.num_samples is not None and self.progress.samples >= self.feed.num_samples
+        return self.feed.ended(self.progress.samples)
 
     def _check_not_empty(self) -> None:
         if self.progress.samples == 0:
@@ -277,9 +275,13 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             self.history.best_accuracy = self.progress.best_accuracy
 
     def _report_place(self) -> None:
-        if self.world.rank == 0 and (self.progress.step or self.progress.samples):
-            p = self.progress
-            logger.info("continues at epoch %d, sample %d, step %d", p.epoch, p.samples, p.step)
+        if self.world.rank != 0:
+            return
+        place = self.progress
+        if place.step:
+            print(f"continues at epoch {place.epoch}, sample {place.samples}, step {place.step}", flush=True)
+        elif self.config.resume_from_checkpoint:
+            print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
 
     def _track_history(self) -> None:
         """Give the trackers the whole record as a file."""
@@ -299,12 +301,16 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         return {
             "optimizer": self.optimizer,
             "rng": capture_rng(),
+            "lineage": self._lineage,
+            "best_checkpoint": self.history.best_checkpoint,
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": self.backend.scaler_state(),
         }
 
     def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
         """Go on from what an earlier `fit` in this process left."""
+        self._lineage, self._origin_step = left["lineage"], self.progress.step
+        self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
         if self.scheduler is not None and left["scheduler"] is not None:
             self.scheduler.load_state_dict(left["scheduler"])

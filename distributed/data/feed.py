@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class Feed:
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
         self._loader: DataLoader[Any] | None = None
+        self._end: int | None = None
+        self._ahead = _Ahead(iter(()))
 
     @property
     def num_samples(self) -> int | None:
@@ -86,14 +88,25 @@ class Feed:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if not self.source.is_map:
-            return self._stream(epoch, start)
+            self._end, self._ahead = None, _Ahead(self._stream(epoch, start))
+            return self._ahead
         if self.source.order == "batch_sampler":
             return self._ready_batches(epoch, start)
         order = self._order(epoch)
+        length = len(self.source.dataset) if order is None else len(order)
+        self._end = length - (length - start) % self.global_batch_size if self.drop_last else length
         tensors = self.source.tensors
         if tensors is not None and not self._per_sample_rng and not isinstance(order, list):
             return self._indexed(tensors, order, start)
         return self._loaded(self._plan(order, start), epoch)
+
+    def ended(self, samples: int) -> bool:
+        """Whether the first `samples` of the epoch that `windows` began are all that it yields.
+
+        A stream is read one window ahead to tell, which for one that shards itself every
+        rank has to ask together.
+        """
+        return self._ahead.ended() if self._end is None else samples >= self._end
 
     def _order(self, epoch: int) -> torch.Tensor | list[Any] | None:
         """Sample indices of the epoch; None stands for 0, 1, 2, ...
@@ -193,13 +206,14 @@ class Feed:
         batches = [list(batch) for batch in self._drawn(epoch)]
         ends = accumulate(map(len, batches))
         done = sum(end <= start for end in ends)
+        per_window = self.accumulation * self.size
+        if self.drop_last:
+            del batches[len(batches) - (len(batches) - done) % per_window :]
+        self._end = sum(map(len, batches))
 
         def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
-            per_window = self.accumulation * self.size
             for first in range(done, len(batches), per_window):
                 window = batches[first : first + per_window]
-                if self.drop_last and len(window) < per_window:
-                    return
                 spans = split_window(len(window), self.rank, self.size, 1)
                 micro_batches = [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
                 yield sum(map(len, window)), micro_batches
@@ -273,6 +287,25 @@ class Feed:
 
     def _generator(self, epoch: int) -> torch.Generator:
         return torch.Generator().manual_seed(mix(self.seed, epoch, self.rank, 1))
+
+
+class _Ahead:
+    """An iterator that can tell whether it has ended."""
+
+    def __init__(self, windows: Iterator[Window]) -> None:
+        self._windows = windows
+        self._held: list[Window] = []
+
+    def __iter__(self) -> Iterator[Window]:
+        return self
+
+    def __next__(self) -> Window:
+        return self._held.pop() if self._held else next(self._windows)
+
+    def ended(self) -> bool:
+        if not self._held:
+            self._held += islice(self._windows, 1)
+        return not self._held
 
 
 class _Batches:
