@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed.data.order import share
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
+from distributed.mixins.recording import not_finite
 from distributed.optim import build_scheduler
 from distributed.plugin_manager import get_catalog
 
@@ -54,7 +56,11 @@ class Stepper:
         self.backend.set_training(True)
 
     def step(self, data: Any, target: Any) -> float:
-        """Forward, backward and step; the mean loss of this rank's samples."""
+        """Forward, backward and step; the mean loss of this rank's samples.
+
+        Raises:
+            UserError: it is not finite and ``on_nan`` is ``stop``; the weights are as before.
+        """
         length = len(target)
         spans = [share(length, part, self.accumulation) for part in range(self.accumulation)]
         micro_batches = [
@@ -63,7 +69,10 @@ class Stepper:
         # Nothing says how many samples the other ranks bring, so they are asked.
         total = int(self.backend.all_reduce([float(length)])[0])
         loss, count = self.backend.run_window(Window(micro_batches, total))
+        mean = float(loss) / (float(count) or 1.0)
+        if self.config.on_nan == "stop" and not math.isfinite(mean):
+            raise not_finite(mean, f"on rank {self.backend.world.rank}", self.backend.optimizer)
         result = self.backend.optimizer_step(self.config.gradient_clipping)
         if not result.skipped and self.scheduler is not None and self.unit == "step":
             self.scheduler.step()
-        return float(loss) / (float(count) or 1.0)
+        return mean

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Progress
     from distributed.mixins.timing import PhaseTimers
 
-__all__ = ["RecordingMixin"]
+__all__ = ["RecordingMixin", "not_finite"]
 
 logger = logging.getLogger("distributed")
 
@@ -154,16 +154,8 @@ class RecordingMixin:
         Raises:
             UserError: always.
         """
-        rate = self.optimizer.param_groups[0]["lr"]
-        raise UserError(
-            f"the loss is {float(loss)} at step {step + 1} (epoch {self.progress.epoch}) on rank"
-            f" {self.world.rank}, with learning rate {float(rate):g}",
-            field="on_nan",
-            got="stop",
-            allowed="stop, skip (leave such steps out), ignore",
-            remedy="Lower learning_rate, set gradient_clipping, or look for a division or logarithm"
-            " of zero in the model and for NaN in the data",
-        )
+        place = f"at step {step + 1} (epoch {self.progress.epoch}) on rank {self.world.rank}"
+        raise not_finite(loss, place, self.optimizer)
 
     def _check_finite(self, sums: list[float]) -> None:
         """On a GPU losses are only looked at here, at log steps."""
@@ -190,6 +182,19 @@ class RecordingMixin:
         self._suspect = found[0] if found else None
         if found and found[0] == before and self.world.rank == 0:
             logger.warning("%s (steps up to %d)", found[1], self.progress.step)
+
+
+def not_finite(loss: Any, place: str, optimizer: Any) -> UserError:
+    """The error for a loss that is NaN or infinite under ``on_nan=stop``."""
+    rate = float(optimizer.param_groups[0]["lr"])
+    return UserError(
+        f"the loss is {float(loss)} {place}, with learning rate {rate:g}",
+        field="on_nan",
+        got="stop",
+        allowed="stop, skip (leave such steps out), ignore",
+        remedy="Lower learning_rate, set gradient_clipping, or look for a division or logarithm"
+        " of zero in the model and for NaN in the data",
+    )
 
 
 def _mean(total: float, count: float) -> float:

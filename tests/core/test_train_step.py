@@ -1,0 +1,131 @@
+"""`Trainer.train_step`, for people with a loop of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD
+
+from distributed import Trainer
+from distributed.errors import UserError
+from distributed.testing.conformance import distance, problem, small_model
+from distributed.testing.oracle import sample_order
+
+momentum = partial(SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"gradient_clipping": 0.3, "warmup_steps": 3},
+        {"loss_fn": nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))},
+        {"mixed_precision": "fp16", "scaler_init_scale": 2.0**40, "warmup_steps": 3},
+    ],
+    ids=str,
+)
+def test_it_is_the_step_that_fit_takes(fields: dict[str, Any]) -> None:
+    x, y = problem(24)
+    y[::5] = -100
+    given = {"optimizer": momentum, "learning_rate": 0.2, "num_processes": 1, "device": "cpu",
+             "log_every_n_steps": 1, **fields}  # fmt: skip
+    mine, fitted = small_model(), small_model()
+    whole = Trainer(fitted, global_batch_size=6, **given).fit((x, y), epochs=2)
+    trainer = Trainer(mine, **given)
+    losses = []
+    for epoch in range(2):
+        for batch in sample_order(24, 0, epoch).split(6):
+            losses.append(trainer.train_step(x[batch], y[batch]))
+    assert losses == pytest.approx(whole.steps["loss"], abs=1e-9)
+    assert distance(mine, fitted) < 1e-9
+
+
+def test_a_batch_smaller_than_the_accumulation() -> None:
+    x, y = problem(2)
+    model, reference = small_model(), small_model()
+    trainer = Trainer(model, optimizer=SGD, learning_rate=0.2, gradient_accumulation_steps=4, device="cpu")
+    loss = trainer.train_step(x, y)
+    expected = F.cross_entropy(reference(x), y)
+    expected.backward()
+    SGD(reference.parameters(), lr=0.2).step()
+    assert loss == pytest.approx(float(expected.detach()))
+    assert distance(model, reference) < 1e-12
+
+
+def test_it_cannot_start_ranks() -> None:
+    trainer = Trainer(small_model(), num_processes=2, device="cpu")
+    with pytest.raises(UserError, match="cannot start 2 ranks from inside"):
+        trainer.train_step(*problem(4))
+
+
+def test_a_loss_that_is_not_finite_stops_here_too() -> None:
+    x, y = problem(4)
+    model = small_model()
+    with pytest.raises(UserError, match="the loss is nan") as caught:
+        Trainer(model, device="cpu").train_step(x * torch.nan, y)
+    assert caught.value.field == "on_nan"
+    assert distance(model, small_model()) == 0.0
+    Trainer(model, device="cpu", on_nan="skip").train_step(x * torch.nan, y)
+    assert distance(model, small_model()) == 0.0
+
+
+SCRIPT = """
+import json, os
+from functools import partial
+import torch
+from torch.optim import SGD
+from distributed import Trainer
+from distributed.testing.conformance import problem, small_model
+
+rank = int(os.environ["RANK"])
+x, y = problem(40)
+y[::3] = -100
+model = small_model()
+trainer = Trainer(model, optimizer=partial(SGD, momentum=0.9), learning_rate=0.2, device="cpu",
+                  gradient_accumulation_steps=2, gradient_clipping=0.3)
+losses = []
+for step in range(4):
+    # Rank 0 brings 7 samples, rank 1 brings 3, and a single one in the end.
+    start, end = (0, 7) if rank == 0 else (7, 8 if step == 3 else 10)
+    mine = slice(10 * step + start, 10 * step + end)
+    losses.append(trainer.train_step(x[mine], y[mine]))
+with open(f"rank_{rank}.json", "w") as file:
+    json.dump({"losses": losses, "weights": [p.tolist() for p in model.parameters()]}, file)
+"""
+
+
+def test_ranks_may_bring_unequal_batches(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert zero["weights"] == one["weights"]
+    x, y = problem(40)
+    y[::3] = -100
+    model = small_model()
+    optimizer = momentum(model.parameters(), lr=0.2)
+    for step in range(4):
+        union = slice(10 * step, 10 * step + (8 if step == 3 else 10))
+        optimizer.zero_grad()
+        with torch.no_grad():
+            first = slice(union.start, union.start + 7)
+            assert zero["losses"][step] == pytest.approx(float(F.cross_entropy(model(x[first]), y[first])))
+        F.cross_entropy(model(x[union]), y[union]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    for found, parameter in zip(zero["weights"], model.parameters(), strict=True):
+        assert (torch.tensor(found, dtype=torch.float64) - parameter.detach()).abs().max() < 1e-9
