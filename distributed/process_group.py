@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from distributed.plan import RunPlan
 
 __all__ = ["ProcessGroupBackend"]
+
+_SETTLE = 0.1
+"""Seconds."""
 
 
 class ProcessGroupBackend(TorchBackend):
@@ -106,6 +110,10 @@ class ProcessGroupBackend(TorchBackend):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False
+            if self.world.size > 1:
+                # gloo's threads drop their last work under the interpreter's lock; one that asks for
+                # it while the interpreter shuts down aborts the process.
+                time.sleep(_SETTLE)
 
 
 def _group_kind(plan: RunPlan) -> str:

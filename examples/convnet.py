@@ -58,7 +58,8 @@ class ConvNet(nn.Module):
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(x)))
         x = F.max_pool2d(x, 2).flatten(1)
-        return self.fc2(F.relu(self.fc1(x)))
+        logits: Tensor = self.fc2(F.relu(self.fc1(x)))
+        return logits
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     (x, y), (val_x, val_y) = load_digits()
     torch.manual_seed(0)
     model = ConvNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.3)
 
     trainer = Trainer(

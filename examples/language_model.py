@@ -48,7 +48,8 @@ class ByteModel(nn.Module):
         length = x.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         hidden = self.bytes(x) + self.places(torch.arange(length, device=x.device))
-        return self.head(self.norm(self.blocks(hidden, mask=mask, is_causal=True)))
+        logits: Tensor = self.head(self.norm(self.blocks(hidden, mask=mask, is_causal=True)))
+        return logits
 
 
 def read_library(limit: int) -> Tensor:

@@ -28,14 +28,13 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     train, (val_x, val_y) = load_digits()
 
     torch.manual_seed(0)
     model = DistributedDataParallel(build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     dataset = TensorDataset(*train)
-    sampler: DistributedSampler = DistributedSampler(dataset)
+    sampler: DistributedSampler[object] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 
     for epoch in range(args.num_epochs):
@@ -45,9 +44,9 @@ def main() -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-    if rank == 0:
-        with torch.no_grad():
-            accuracy = (model.module(val_x).argmax(1) == val_y).float().mean().item()
+    with torch.no_grad():  # on every rank alike: after a reduction all hold the same weights
+        accuracy = (model.module(val_x).argmax(1) == val_y).float().mean().item()
+    if dist.get_rank() == 0:
         print(f"validation accuracy {accuracy:.4f} on {dist.get_world_size()} rank(s)")
     dist.destroy_process_group()
 

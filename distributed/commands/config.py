@@ -9,8 +9,11 @@ from distributed.commands.flags import add_config_flags, collect_layers, schema_
 from distributed.commands.tables import print_table
 from distributed.config import DistributedConfig, explain, load_layers
 from distributed.config.problems import allowed_values, field_names
+from distributed.errors import UserError
 
 __all__ = ["add_arguments", "run", "to_yaml"]
+
+_FIELD_COLUMNS = ["field", "values", "default", "description"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=actions,
         help="explain: every value and who set it; fields: every field; show: YAML that loads back.",
     )
+    parser.add_argument("--markdown", action="store_true", help="fields: as a Markdown table.")
     parser.set_defaults(actions=actions)
     add_config_flags(parser)
 
@@ -31,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a value is wrong.
     """
-    args.actions[args.action](load_layers(collect_layers(args)))
+    if args.markdown and args.action != "fields":
+        raise UserError("only the fields can be had as Markdown", field="--markdown", allowed="config fields")
+    action = _markdown_fields if args.markdown else args.actions[args.action]
+    action(load_layers(collect_layers(args)))
     return 0
 
 
@@ -57,18 +64,26 @@ def _explain(config: DistributedConfig) -> None:
     print_table(["field", "value", "from", "description"], rows, styles)
 
 
-def _fields(config: DistributedConfig) -> None:
-    names = field_names(DistributedConfig)
-    rows = [
+def _field_rows() -> list[list[str]]:
+    return [
         [
             name,
             allowed_values(name, DistributedConfig) or "",
             _word(schema_of(name).get("default")),
             _about(name),
         ]
-        for name in names
+        for name in field_names(DistributedConfig)
     ]
-    print_table(["field", "values", "default", "description"], rows)
+
+
+def _fields(config: DistributedConfig) -> None:
+    print_table(_FIELD_COLUMNS, _field_rows())
+
+
+def _markdown_fields(config: DistributedConfig) -> None:
+    rows = [[f"`{name}`", *(cell.replace("|", "\\|") for cell in rest)] for name, *rest in _field_rows()]
+    for row in [_FIELD_COLUMNS, ["---"] * len(_FIELD_COLUMNS), *rows]:
+        print(f"| {' | '.join(row)} |")
 
 
 def _show(config: DistributedConfig) -> None:
