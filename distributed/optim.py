@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,14 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["build_model", "build_optimizer", "build_scheduler", "check_optimizer", "check_trainable"]
+__all__ = [
+    "build_model",
+    "build_optimizer",
+    "build_scheduler",
+    "check_optimizer",
+    "check_trainable",
+    "follow_parameters",
+]
 
 
 def build_model(model: Any, seed: int) -> nn.Module:
@@ -121,6 +128,20 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             got=type(optimizer).__name__,
             remedy="Build it from this model's parameters, after any copy of the model, or give its class",
         )
+
+
+def follow_parameters(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Point `optimizer` at the parameters that took the place of `before`'s in `model`, by name.
+
+    Placing a model may replace its parameters (sharding, a meta device).
+    """
+    now = dict(model.named_parameters())
+    replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def build_scheduler(

@@ -18,7 +18,15 @@ from distributed.checkpoint.agreement import Ranks, agree, on_rank_zero
 from distributed.checkpoint.chunks import ChunkEntry
 from distributed.checkpoint.files import FileLayer, seal, unseal
 from distributed.checkpoint.reader import PortableReader, read_index, read_manifest, verify
-from distributed.checkpoint.store import FORMAT, MANIFEST, VERSION, manifest_of, rank_file, write_rank
+from distributed.checkpoint.store import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    manifest_of,
+    merge_scalars,
+    rank_file,
+    write_rank,
+)
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.checkpointer import Checkpointer
@@ -248,10 +256,10 @@ class PortableCheckpointer(Checkpointer):
         facts: dict[str, dict[str, Any]],
         size: int,
     ) -> None:
-        entries = []
-        for name in map(rank_file, range(size)):
-            index = read_index(os.path.join(staging, name), facts[name]["sha256"])
-            entries += [ChunkEntry.from_json(data) for data in index["chunks"]]
+        names = map(rank_file, range(size))
+        indexes = [read_index(os.path.join(staging, name), facts[name]["sha256"]) for name in names]
+        entries = [ChunkEntry.from_json(data) for index in indexes for data in index["chunks"]]
+        merge_scalars(state, indexes)
         manifest = manifest_of(step, state, extra, facts, entries, size)
         self.files.write_file(os.path.join(staging, MANIFEST), seal(manifest))
         # What another host wrote must be here too: this sees a directory that is not shared.

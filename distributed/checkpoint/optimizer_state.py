@@ -113,6 +113,7 @@ def import_optimizer(
     names: Mapping[int, str],
     pairs: Groups,
     dtypes: Mapping[str, torch.dtype],
+    starts: Mapping[str, int] | None = None,
 ) -> None:
     """Create the optimizer's state and restore its hyper-parameters, `pairs` from `check_groups`.
 
@@ -124,7 +125,9 @@ def import_optimizer(
         optimizer: what to fill.
         names: ``id(parameter) -> name in the checkpoint``.
         pairs: (group of the optimizer, saved group).
-        dtypes: saved dtype of each parameter by its name in the checkpoint.
+        dtypes: saved dtype of each parameter by its name in the checkpoint. Parameters left out
+            get no state: another rank holds them.
+        starts: name in the checkpoint -> first element, where the optimizer holds a flat piece.
     """
     slots: dict[str, list[str]] = {}
     for key, name in reader.tensors():
@@ -136,9 +139,14 @@ def import_optimizer(
         restore_group(group, saved)
         for p in group["params"]:
             name = names[id(p)]
+            if name not in dtypes:
+                continue
             state: dict[str, Any] = {}
             for slot in slots.get(name, []):
-                value = reader.read(_PREFIX + slot, name).reshape(shapes[_PREFIX + slot, name])
+                if starts and name in starts:
+                    value = reader.read(_PREFIX + slot, name, starts[name], p.numel())
+                else:
+                    value = reader.read(_PREFIX + slot, name).reshape(shapes[_PREFIX + slot, name])
                 follows = value.is_floating_point() and value.dtype == dtypes[name]
                 state[slot] = value.to(p.device, p.dtype if follows else value.dtype)
             for slot, number in reader.scalars.get(name, {}).items():

@@ -6,16 +6,26 @@ import math
 import os
 import sys
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from distributed._version import __version__
 from distributed.checkpoint.chunks import ITEM_SIZES, ChunkEntry, tiling_problems
-from distributed.checkpoint.codec import encode
+from distributed.checkpoint.codec import decode, encode
 from distributed.checkpoint.files import FileLayer, seal, sha256_of
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "manifest_of", "rank_file", "shard_file", "write_rank"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VERSION",
+    "manifest_of",
+    "merge_scalars",
+    "rank_file",
+    "shard_file",
+    "write_rank",
+]
 
 FORMAT = "distributed-trainer portable checkpoint"
 VERSION = 1
@@ -53,6 +63,8 @@ def write_rank(
         "rank": rank,
         "world_size": size,
         "chunks": [entry.to_json() for entry in entries],
+        "scalars": encode(state.scalars, "optimizer"),
+        "scalar_dtypes": [group.get("scalar_dtypes", {}) for group in state.groups],
         "rank_extra": extra,
     }
     data = seal(index)
@@ -154,6 +166,15 @@ def manifest_of(
         "extra": {key: encode(value, key) for key, value in extra.items()},
         "files": facts,
     }
+
+
+def merge_scalars(state: BackendState, indexes: Iterable[dict[str, Any]]) -> None:
+    """Complete rank 0's `state` with the scalars that other ranks alone know; a lower rank's win."""
+    for index in indexes:
+        state.scalars = decode(index["scalars"]) | state.scalars
+        for group, dtypes in zip(state.groups, index["scalar_dtypes"], strict=True):
+            if dtypes:
+                group["scalar_dtypes"] = dtypes | group.get("scalar_dtypes", {})
 
 
 def _versions() -> dict[str, str]:

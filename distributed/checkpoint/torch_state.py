@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
 
 MODEL = "model"
 EXTRA = "extra_state"
+Pieces = Mapping[Tensor, tuple[str, int]]
 # Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -75,13 +76,35 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
+def _everything(name: str) -> bool:
+    return True
+
+
 def export_replicated(
-    model: nn.Module, optimizer: Optimizer | None, scaler_state: dict[str, Any] | None, rank: int, size: int
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scaler_state: dict[str, Any] | None,
+    rank: int,
+    size: int,
+    *,
+    pieces: Pieces | None = None,
+    held: Callable[[str], bool] = _everything,
 ) -> BackendState:
-    """The share of rank `rank` of a model that every rank holds whole, cloned to the CPU.
+    """The share of one of `size` ranks that hold the same, cloned to the CPU.
 
     Parameters and optimizer tensors are flattened and cut into `size` slices; buffers go whole
     with rank 0. Frozen parameters are included, tied ones once.
+
+    Args:
+        model: with all its names, also of what this rank does not hold.
+        optimizer: over the model's parameters, or over `pieces` of them.
+        scaler_state: of the gradient scaler.
+        rank: data-parallel rank.
+        size: data-parallel size.
+        pieces: what the optimizer holds instead of a parameter: a flat piece of it ->
+            (the parameter's canonical name, the piece's first element).
+        held: whether this rank holds the tensor or module of that canonical name; ranks that
+            share a model between them (pipeline stages) each hold a part.
 
     Raises:
         UserError: the optimizer holds a parameter that is not the model's.
@@ -89,38 +112,63 @@ def export_replicated(
     tensors, aliases = named_tensors(model)
     state = BackendState(aliases=aliases, scaler=copy.deepcopy(scaler_state))
     for name, tensor in tensors.items():
-        whole = not isinstance(tensor, nn.Parameter)
-        state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
+        if held(name):
+            whole = not isinstance(tensor, nn.Parameter)
+            state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
     for name, extra in _extra_states(model):
-        state.chunks += _cut(name, EXTRA, _packed(name, extra), 0, 1, rank)
+        if held(name):
+            state.chunks += _cut(name, EXTRA, _packed(name, extra), 0, 1, rank)
     if optimizer is not None:
-        names = {id(tensor): name for name, tensor in tensors.items()}
+        names, starts = _optimizer_names(tensors, pieces or {})
         state.groups = export_groups(optimizer, names)
         for name, slot, tensor in parameter_slots(optimizer, names, state.scalars):
-            state.chunks += _cut(name, f"optimizer.{slot}", tensor, rank, size, rank)
+            key = f"optimizer.{slot}"
+            if not held(name):
+                continue
+            if name in starts:
+                state.chunks += _piece(name, key, tensor, tensors[name], starts[name])
+            else:
+                state.chunks += _cut(name, key, tensor, rank, size, rank)
+        state.scalars = {} if rank else {name: s for name, s in state.scalars.items() if held(name)}
     return state
 
 
-def import_replicated(reader: StateReader, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Fill `model` and `optimizer` in place, whole, from what any backend saved.
+def import_replicated(
+    reader: StateReader,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    pieces: Pieces | None = None,
+    held: Callable[[str], bool] = _everything,
+) -> None:
+    """Fill `model` and `optimizer` in place from what any backend saved.
 
     Nothing is changed before all names and shapes were found to match. Floating-point tensors
     are cast to the model's dtype; with equal dtypes the bits are the same. Implementation flags
     of the optimizer (``fused``, ``foreach``...) stay as they are.
+
+    Args:
+        reader: the saved state.
+        model: filled whole, except for what `held` leaves out.
+        optimizer: filled likewise; None fills the model alone.
+        pieces: as in `export_replicated`; only these ranges of optimizer state are read.
+        held: as in `export_replicated`.
 
     Raises:
         UserError: names, shapes or groups differ (says which), or stored bytes are damaged.
     """
     tensors, aliases = named_tensors(model)
     stored = _stored_names(reader, tensors, aliases)
-    _check_shapes(reader, tensors, stored)
+    here = {name: tensor for name, tensor in tensors.items() if held(name)}
+    _check_shapes(reader, tensors, stored, here)
     if optimizer is not None:
-        names = {id(tensor): stored[name] for name, tensor in tensors.items()}
+        names, starts = _optimizer_names(tensors, pieces or {})
+        names = {number: stored[name] for number, name in names.items()}
         pairs = check_groups(reader, optimizer, names)
-        dtypes = _fill_model(reader, model, tensors, stored)
-        import_optimizer(reader, optimizer, names, pairs, dtypes)
+        dtypes = _fill_model(reader, model, here, stored, held)
+        import_optimizer(reader, optimizer, names, pairs, dtypes, {stored[n]: s for n, s in starts.items()})
     else:
-        _fill_model(reader, model, tensors, stored)
+        _fill_model(reader, model, here, stored, held)
 
 
 def load_full_model(reader: StateReader, model: nn.Module) -> None:
@@ -167,6 +215,26 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
     return [Chunk(name, key, tuple(tensor.shape), start, data)] if count == 0 or len(data) else []
 
 
+def _piece(name: str, key: str, tensor: Tensor, whole: Tensor, start: int) -> list[Chunk]:
+    """State of a flat piece of the parameter `whole`."""
+    if tensor.dim() != 1 or start + len(tensor) > whole.numel():
+        raise UserError(
+            f"'{name}' ({key}) of shape {tuple(tensor.shape)} is not state of each element, so that it cannot"
+            " be cut as its parameter is",
+            field="optimizer",
+            allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
+        )
+    data = tensor.detach().to("cpu", copy=True)
+    return [Chunk(name, key, tuple(whole.shape), start, data)] if len(data) or not whole.numel() else []
+
+
+def _optimizer_names(tensors: Mapping[str, Tensor], pieces: Pieces) -> tuple[dict[int, str], dict[str, int]]:
+    """(id of what the optimizer may hold -> name, name -> first element of this rank's piece)."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    names |= {id(piece): name for piece, (name, _) in pieces.items()}
+    return names, dict(pieces.values())
+
+
 def _stored_names(
     reader: StateReader, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
 ) -> dict[str, str]:
@@ -199,7 +267,9 @@ def _few(names: list[str]) -> str:
     return (", ".join(f"'{name}'" for name in names[:3]) + more) or "nothing"
 
 
-def _check_shapes(reader: StateReader, tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> None:
+def _check_shapes(
+    reader: StateReader, tensors: Mapping[str, Tensor], stored: Mapping[str, str], here: Mapping[str, Tensor]
+) -> None:
     shapes = reader.tensors()
     wrong = [
         f"'{name}' has shape {tuple(tensor.shape)} in the model"
@@ -213,7 +283,7 @@ def _check_shapes(reader: StateReader, tensors: Mapping[str, Tensor], stored: Ma
             f"the checkpoint is of a model of another size: {'; '.join(wrong[:3])}{more}",
             remedy="Build the model with the sizes it was trained with",
         )
-    unreal = [name for name, tensor in tensors.items() if tensor.is_meta]
+    unreal = [name for name, tensor in here.items() if tensor.is_meta]
     if unreal:
         raise UserError(
             f"the model holds no data yet: {_few(unreal)} are on the meta device",
@@ -223,7 +293,11 @@ def _check_shapes(reader: StateReader, tensors: Mapping[str, Tensor], stored: Ma
 
 @torch.no_grad()
 def _fill_model(
-    reader: StateReader, model: nn.Module, tensors: Mapping[str, Tensor], stored: Mapping[str, str]
+    reader: StateReader,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    held: Callable[[str], bool],
 ) -> dict[str, torch.dtype]:
     """Copy tensors and extra state; returns the saved dtypes by stored name."""
     dtypes = {}
@@ -239,7 +313,7 @@ def _fill_model(
     modules = {
         canonical_name(prefix): module
         for prefix, module in model.named_modules()
-        if type(module).set_extra_state is not nn.Module.set_extra_state
+        if type(module).set_extra_state is not nn.Module.set_extra_state and held(canonical_name(prefix))
     }
     for key, name in reader.tensors():
         if key == EXTRA and name in modules:

@@ -36,9 +36,11 @@ class BackendState:
     Attributes:
         chunks: the pieces that this rank owns; over all ranks they tile every tensor.
         groups: the optimizer's hyper-parameter groups, each a JSON-able dict with its
-            parameters' names under ``names``. The same on all ranks.
+            parameters' names under ``names``. The same on all ranks, `scalar_dtypes` apart,
+            which like `scalars` tells of what this rank holds.
         scalars: per-parameter optimizer state that is not a tensor of the parameter's
-            shape: ``{name: {slot: number}}``.
+            shape: ``{name: {slot: number}}``. Over all ranks they cover every parameter; a rank
+            may leave out those that it does not hold, or that a lower rank gives.
         aliases: tied names -> the name that holds the tensor.
         scaler: gradient scaler state, or None.
     """
