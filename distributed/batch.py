@@ -58,7 +58,8 @@ def resolve_batch(
         batch_size: explicit samples per rank and micro-batch, or None.
         accumulation: explicit micro-batches per step, or None.
         global_batch_size: explicit samples per step, or None.
-        data_parallel_size: ranks that share a global batch.
+        data_parallel_size: into how many slices, a rank or a group of ranks each, a global
+            batch is cut.
         loader_batch_size: the DataLoader's own, or None.
         argument: what the loader is called in messages.
 

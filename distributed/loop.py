@@ -70,6 +70,11 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.plan, self.config, self.task = plan, plan.config, task
         self.backend, self.world, self.catalog = backend, backend.world, catalog
         self.tracker_contexts = tracker_contexts or {}
+        if self.world.data_parallel_size != plan.batch.data_parallel_size:
+            raise ValueError(
+                f"backend '{plan.spec.name}' cuts a global batch into {self.world.data_parallel_size} slices"
+                f" and its spec says {plan.batch.data_parallel_size}"
+            )
         self.timers = backend.timers
         self.progress = task.progress or Progress()
         self.history = History(backend=plan.spec.name, world_size=self.world.size, batch=plan.batch.as_dict())
@@ -92,6 +97,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         finally:
             self.finish_tracking(status)
             self._notify("on_run_end", self, status)
+        if self.plan.mode != "spawn":
+            self.backend.release()
         return self.history
 
     def _train(self) -> None:
@@ -216,7 +223,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             size=world.data_parallel_size,
             seed=config.seed,
             broadcast=backend.broadcast_object,
-            total=lambda value: int(backend.all_reduce([value])[0]),
+            total=lambda value: int(backend.all_reduce([value])[0]) // world.model_parallel_size,
             drop_last=config.data.drop_last,
             per_sample_rng=config.data.per_sample_rng,
             evaluation=evaluation,

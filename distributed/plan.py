@@ -121,7 +121,7 @@ def resolve(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=world_size,
+        data_parallel_size=_data_parallel_size(config, spec, world_size),
         loader_batch_size=facts.train_batch_size,
     )
     plan = RunPlan(
@@ -210,6 +210,17 @@ def _ranks(
         return config.num_ranks, config.num_ranks // config.num_nodes
     here = resources.num_gpus if device == "cuda" else 1
     return here * config.num_nodes, here
+
+
+def _data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size: int) -> int:
+    if spec.data_parallel_size is None:
+        return world_size
+    size = spec.data_parallel_size(config, world_size)
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"backend '{spec.name}' cuts a global batch into {size} slices for {world_size} ranks"
+        )
+    return size
 
 
 def _precision(config: DistributedConfig, device: str, notes: list[str]) -> str:

@@ -67,7 +67,7 @@ class Stepper:
             MicroBatch([data[a:b], target[a:b]] if b > a else [data, target], b - a) for a, b in spans
         ]
         # Nothing says how many samples the other ranks bring, so they are asked.
-        total = int(self.backend.all_reduce([float(length)])[0])
+        total = int(self.backend.all_reduce([float(length)])[0]) // self.backend.world.model_parallel_size
         loss, count = self.backend.run_window(Window(micro_batches, total))
         mean = float(loss) / (float(count) or 1.0)
         if self.config.on_nan == "stop" and not math.isfinite(mean):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
     from distributed.plan import RunPlan
@@ -55,6 +56,9 @@ class BackendSpec:
         install_hint: the command that installs them.
         launcher: ``package.module:Class`` of the launcher that starts its ranks.
         capabilities: what it can do.
+        data_parallel_size: ``(config, number of ranks) ->`` into how many slices a global batch
+            is cut, for a backend whose ranks share a model between them (pipeline, tensor
+            parallelism); it raises UserError for a number that cannot be. None: one slice a rank.
     """
 
     name: str
@@ -65,6 +69,7 @@ class BackendSpec:
     install_hint: str = ""
     launcher: str = "distributed.launch:LocalLauncher"
     capabilities: Capabilities = field(default_factory=Capabilities)
+    data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ class World:
         device: where this rank computes, e.g. ``cpu`` or ``cuda:1``.
         data_parallel_rank: which slice of each global batch this rank takes.
         data_parallel_size: into how many slices each global batch is cut. Equal to `size`
-            unless ranks share a model between them (pipeline, tensor parallelism).
+            unless ranks share a model between them (pipeline, tensor parallelism); these have
+            the same `data_parallel_rank` and are given the same windows.
     """
 
     rank: int = 0
@@ -95,6 +101,11 @@ class World:
     device: str = "cpu"
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one model, and with it one slice of each global batch."""
+        return self.size // self.data_parallel_size
 
 
 class MicroBatch(NamedTuple):
@@ -138,7 +149,7 @@ class StepResult(NamedTuple):
 class Backend(ABC):
     """How ranks cooperate. The loop calls these in this order, on every rank alike.
 
-    ``setup -> prepare -> (run_window -> optimizer_step)* -> export_state -> teardown``
+    ``setup -> prepare -> (run_window -> optimizer_step)* -> export_state -> release -> teardown``
 
     Attributes:
         spec: what it was registered as.
@@ -172,7 +183,9 @@ class Backend(ABC):
 
         Returns:
             (loss_sum, count) of this rank, on the device, without synchronising: the sum of
-            the losses of its samples (or unmasked tokens) and how many there were.
+            the losses of its samples (or unmasked tokens) and how many there were. Each sample
+            is reported by one rank: of ranks that share a model, those that do not see the loss
+            return (0.0, 0).
 
         Afterwards the gradients belong to the mean over the whole global batch (C2), up to
         a factor that `optimizer_step` folds in.
@@ -180,12 +193,16 @@ class Backend(ABC):
 
     @abstractmethod
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        """Unscale, clip to `max_norm` by the global norm, check, step, clear gradients (C6)."""
+        """Unscale, clip to `max_norm` by the global norm, check, step, clear gradients (C6).
+
+        The norm is the whole model's, over all the ranks that hold a part of it.
+        """
 
     @abstractmethod
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         """Forward of `window` without gradients: ``{name: (sum, count)}`` of this rank, for
-        the loss and each metric. Stand-ins run and count nothing."""
+        the loss and each metric. Stand-ins run and count nothing; a rank that does not see the
+        model's output returns ``{}``."""
 
     @abstractmethod
     def set_training(self, training: bool) -> None:
@@ -213,7 +230,10 @@ class Backend(ABC):
 
     @abstractmethod
     def export_state(self) -> BackendState:
-        """This rank's share of model, optimizer and scaler, by parameter name, cloned."""
+        """This rank's share of model, optimizer and scaler, by parameter name, cloned.
+
+        Without collectives: it may fail on one rank alone.
+        """
 
     @abstractmethod
     def import_state(self, reader: StateReader) -> None:
@@ -222,6 +242,13 @@ class Backend(ABC):
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the gradient scaler, None without one."""
         return None
+
+    def release(self) -> None:  # noqa: B027 - most backends replace nothing
+        """Give the caller's own model and optimizer back as they came: whole, on every rank.
+
+        Collective. Called once, after a run in the caller's own process; a backend that put
+        pieces in their place undoes that here, so that the next `fit` can begin with them.
+        """
 
     @abstractmethod
     def teardown(self) -> None:

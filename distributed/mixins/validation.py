@@ -52,15 +52,19 @@ class ValidationMixin:
                 pair[0], pair[1] = pair[0] + _double(total), pair[1] + _double(count)
             counted += sum(micro.num_samples for micro in window.micro_batches)
             expected += window.num_samples
-        flat = [float(value) for name in sums for value in sums[name]]
+        # Of ranks that share a model, only some see the output and know what is measured.
+        names = list(dict.fromkeys(name for part in self.backend.gather_objects(list(sums)) for name in part))
+        flat = [float(value) for name in names for value in sums.get(name, (0.0, 0.0))]
         counted_all, *reduced = self.backend.all_reduce([float(counted), *flat])
-        self._check_count(int(counted_all), self.val_feed.source.length or expected)
+        self._check_count(
+            int(counted_all) // self.world.model_parallel_size, self.val_feed.source.length or expected
+        )
         self.backend.set_training(True)
         self.timers.add("validation", perf_counter() - started)
         pairs = zip(reduced[::2], reduced[1::2], strict=True)
         return {
             f"val_{name}": total / count if count else float("nan")
-            for name, (total, count) in zip(sums, pairs, strict=True)
+            for name, (total, count) in zip(names, pairs, strict=True)
         }
 
     def _check_count(self, counted: int, expected: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distributed import Callback, Trainer
+from distributed.config import DistributedConfig
 from distributed.interfaces.backend import Capabilities
 from distributed.interfaces.callback import Context
 from distributed.plugin_manager import get_catalog
@@ -88,6 +89,11 @@ class BackendConformance:
         """What the backend claims; what it does not claim is not asked of it."""
         return get_catalog().backend(self.backend).capabilities
 
+    def slices(self, ranks: int) -> int:
+        """Into how many slices `ranks` ranks cut a global batch; fewer where they share a model."""
+        size = get_catalog().backend(self.backend).data_parallel_size
+        return ranks if size is None else size(DistributedConfig(backend=self.backend), ranks)
+
     def trainer(self, model: nn.Module, ranks: int, **given: Any) -> Trainer:
         """A trainer on `ranks` CPU ranks of the pool."""
         trainer = Trainer(
@@ -133,7 +139,7 @@ class BackendConformance:
             optimizer(reference.parameters(), lr=rate),
             x,
             y,
-            global_batch_size=batch_size * accumulation * ranks,
+            global_batch_size=batch_size * accumulation * self.slices(ranks),
             steps=steps,
             max_norm=max_norm,
         )
@@ -204,7 +210,7 @@ class BackendConformance:
                 x,
                 y,
                 max_norm=0.5,
-                global_batch_size=3 * accumulation * ranks,
+                global_batch_size=3 * accumulation * self.slices(ranks),
                 steps=STEPS,
                 loss_fn=_masked,
             )
@@ -230,7 +236,7 @@ class BackendConformance:
                 x,
                 y,
                 steps=STEPS,
-                global_batch_size=3 * ranks,
+                global_batch_size=3 * self.slices(ranks),
                 loss_fn=lambda o, t: _sum_and_count(o, t)[0] / (t + 1).sum(),
             )
             assert distance(model, reference) < EXACT
@@ -251,7 +257,8 @@ class BackendConformance:
                     training_step=_read_memory,
                 )
                 trainer.fit(torch.arange(length), epochs=1)
-                sizes = [min(2 * ranks, length - start) for start in range(0, length, 2 * ranks)]
+                batch = 2 * self.slices(ranks)
+                sizes = [min(batch, length - start) for start in range(0, length, batch)]
                 expected = sorted(-1.0 / size for size in sizes for _ in range(size))
                 assert sorted(model.cells.tolist()) == pytest.approx(expected, abs=EXACT)
 
