@@ -21,7 +21,13 @@ from distributed.mixins.accumulation import AccumulationMixin
 from distributed.mixins.precision import PrecisionMixin
 from distributed.mixins.timing import PhaseTimers
 from distributed.objective import Objective
-from distributed.optim import build_model, build_optimizer, check_optimizer, check_trainable
+from distributed.optim import (
+    build_model,
+    build_optimizer,
+    check_optimizer,
+    check_trainable,
+    follow_parameters,
+)
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -89,7 +95,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     Attributes:
         module: the user's module, unwrapped.
         model: what is called: a `StepModule`, wrapped or not.
-        optimizer: the optimizer in use.
+        optimizer: the optimizer in use, whose groups hold the learning rates. The user's own
+            object when one was given, for a scheduler may drive it.
+        pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
+            takes it; empty unless a subclass shards the optimizer.
         timers: where forward, backward and optimizer seconds go.
     """
 
@@ -101,6 +110,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def __init__(self) -> None:
         self.timers = PhaseTimers()
+        self.pieces: dict[Tensor, tuple[str, int]] = {}
         self._counts: list[Any] = []
         self._count_scale = 1.0
 
@@ -120,8 +130,12 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         )
 
     def prepare(self, task: Task) -> None:
-        self.module = build_model(task.model, self.config.seed).to(self.world.device)
-        check_trainable(self.module)
+        built = build_model(task.model, self.config.seed)
+        check_trainable(built)
+        before = dict(built.named_parameters())
+        self.module = self.place(built)
+        if isinstance(task.optimizer, torch.optim.Optimizer):
+            follow_parameters(task.optimizer, before, self.module)
         self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
         check_optimizer(self.optimizer, self.module)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -136,6 +150,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move, shard or cut the model, before the optimizer is built. All names must stay:
+        what this rank does not hold (see `held`) goes to the meta device."""
+        return model.to(self.world.device)
 
     def wrap(self, step: StepModule) -> nn.Module:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
@@ -192,6 +211,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         start = perf_counter()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+            self.share_overflow()
         ratio = self._count_ratio()
         check = self.config.on_nan == "skip" and self.scaler is None
         norm = None
@@ -208,6 +228,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def gradient_norm(self) -> Tensor:
         """Global L2 norm of the unscaled gradient. Sharded backends reduce it over ranks."""
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def share_overflow(self) -> None:
+        """Under fp16: make one rank's overflow everybody's, so that all skip alike (C8). Only
+        ranks that hold different gradients have something to tell."""
 
     def clear_gradients(self) -> None:
         """Forget this step's gradients, that of the count included."""
@@ -276,13 +300,24 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     # -- state -----------------------------------------------------------------------
 
+    def held(self, name: str) -> bool:
+        """Whether this rank holds the tensor or module of that canonical name."""
+        return True
+
     def export_state(self) -> BackendState:
+        world = self.world
         return export_replicated(
-            self.module, self.optimizer, self.scaler_state(), self.world.rank, self.world.size
+            self.module,
+            self.optimizer,
+            self.scaler_state(),
+            world.data_parallel_rank,
+            world.data_parallel_size,
+            pieces=self.pieces,
+            held=self.held,
         )
 
     def import_state(self, reader: StateReader) -> None:
-        import_replicated(reader, self.module, self.optimizer)
+        import_replicated(reader, self.module, self.optimizer, pieces=self.pieces, held=self.held)
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
 
