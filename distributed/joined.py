@@ -63,6 +63,13 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
     local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", size)
     _below(rank, "RANK", size, "WORLD_SIZE")
     _below(local_rank, "LOCAL_RANK", local_size, "LOCAL_WORLD_SIZE")
+    if size > 1 and env["MASTER_PORT"] == "0":
+        raise UserError(
+            "the launcher took a free port and did not say which",
+            field="MASTER_PORT",
+            got=0,
+            remedy="Give torchrun a port, or --standalone, or leave --master-port out",
+        )
     return Joined(
         "spawn" if "DISTRIBUTED_RUN_DIR" in env else "torchrun",
         rank,

@@ -111,14 +111,10 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
     try:
         if rank == 0 and not served:
             return _serve(_listen(host, port), host, size, timeout)
+        _await_server(host, port, rank, timeout.total_seconds())
         return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
     except dist.DistNetworkError as error:
-        raise UserError(
-            f"rank {rank} cannot reach the rendezvous: {error}",
-            field="MASTER_ADDR",
-            got=f"{host}:{port}",
-            remedy="Check that rank 0 runs there and that no firewall closes the port",
-        ) from None
+        raise _unreachable(host, port, rank, error) from None
     except OSError as error:
         raise UserError(
             f"the rendezvous cannot listen there: {error.strerror}",
@@ -126,6 +122,36 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
             got=port,
             remedy="Choose another (torchrun --master-port), or end the run that holds it",
         ) from None
+
+
+def _await_server(host: str, port: int, rank: int, timeout: float) -> None:
+    """Return when somebody listens there; says meanwhile that it waits, or after `timeout` seconds
+    raises a UserError. torch's own client is silent, and then prints its stack."""
+    started = reminded = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_REMIND).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now - started >= timeout:
+                raise _unreachable(host, port, rank, error) from None
+            if now - reminded >= _REMIND:
+                print(
+                    f"rank {rank} waits for the rendezvous at {host}:{port} ({now - started:.0f} s)",
+                    flush=True,
+                )
+                reminded = now
+            time.sleep(0.1)
+
+
+def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError:
+    return UserError(
+        f"rank {rank} cannot reach the rendezvous: {error}",
+        field="MASTER_ADDR",
+        got=f"{host}:{port}",
+        remedy="Check that rank 0 runs there and that no firewall closes the port",
+    )
 
 
 def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:

@@ -20,7 +20,7 @@ from distributed import DistributedConfig, UserError
 from distributed.joined import detect, expand_nodelist
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
-from distributed.rendezvous import Rendezvous, await_ranks
+from distributed.rendezvous import Rendezvous, await_ranks, open_store
 
 TORCHRUN = {
     "RANK": "1",
@@ -98,6 +98,7 @@ def test_what_does_not_join(env: dict[str, str]) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
         ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR"),
     ],
@@ -146,6 +147,19 @@ def test_the_waiting_names_the_missing(
     late.start()
     await_ranks(store, 0, 4, 60.0)
     late.join()
+
+
+def test_a_rank_without_a_rendezvous_says_where_it_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.rendezvous._REMIND", 0.05)
+    joined = detect({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert joined is not None
+    with pytest.raises(
+        UserError, match=f"MASTER_ADDR: rank 1 cannot reach .*{joined.master_port}.*Check that rank 0"
+    ):
+        open_store(joined, 1, 4, timedelta(seconds=0.4))
+    assert f"rank 1 waits for the rendezvous at 127.0.0.1:{joined.master_port}" in capsys.readouterr().out
 
 
 def test_a_store_named_by_loopback_listens_there_alone() -> None:
