@@ -84,48 +84,70 @@ SCRIPT = """
 import json, os
 from functools import partial
 import torch
+from torch import nn
 from torch.optim import SGD
 from distributed import Trainer
-from distributed.testing.conformance import problem, small_model
+from distributed.testing.conformance import small_model
+from union import LOSSES, STEPS, data, rows
 
 rank = int(os.environ["RANK"])
-x, y = problem(40)
-y[::3] = -100
-model = small_model()
-trainer = Trainer(model, optimizer=partial(SGD, momentum=0.9), learning_rate=0.2, device="cpu",
-                  gradient_accumulation_steps=2, gradient_clipping=0.3)
-losses = []
-for step in range(4):
-    # Rank 0 brings 7 samples, rank 1 brings 3, and a single one in the end.
-    start, end = (0, 7) if rank == 0 else (7, 8 if step == 3 else 10)
-    mine = slice(10 * step + start, 10 * step + end)
-    losses.append(trainer.train_step(x[mine], y[mine]))
+found = {}
+for name, loss_fn in LOSSES.items():
+    x, y = data(name)
+    model = small_model()
+    trainer = Trainer(model, optimizer=partial(SGD, momentum=0.9), learning_rate=0.2, device="cpu",
+                      loss_fn=loss_fn, gradient_accumulation_steps=2, gradient_clipping=0.3)
+    losses = [trainer.train_step(x[rows(step, rank)], y[rows(step, rank)]) for step in range(STEPS)]
+    found[name] = losses, [p.tolist() for p in model.parameters()]
 with open(f"rank_{rank}.json", "w") as file:
-    json.dump({"losses": losses, "weights": [p.tolist() for p in model.parameters()]}, file)
+    json.dump(found, file)
+"""
+
+UNION = """
+import torch
+from torch import nn
+from distributed.testing.conformance import problem
+
+LOSSES = {"masked": nn.CrossEntropyLoss(), "mse": nn.MSELoss()}
+STEPS = 4
+
+def data(name):
+    x, y = problem(40)
+    y[::3] = -100
+    return x, (y if name == "masked" else x[:, :3] * 2)
+
+def rows(step, rank):
+    # Rank 0 brings 7 samples, rank 1 brings 3, and a single one in the end.
+    start, end = (0, 7) if rank == 0 else (7, 8 if step == STEPS - 1 else 10)
+    return slice(10 * step + start, 10 * step + end)
 """
 
 
 def test_ranks_may_bring_unequal_batches(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "union.py").write_text(UNION)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
-    assert zero["weights"] == one["weights"]
-    x, y = problem(40)
-    y[::3] = -100
-    model = small_model()
-    optimizer = momentum(model.parameters(), lr=0.2)
-    for step in range(4):
-        union = slice(10 * step, 10 * step + (8 if step == 3 else 10))
-        optimizer.zero_grad()
-        with torch.no_grad():
-            first = slice(union.start, union.start + 7)
-            assert zero["losses"][step] == pytest.approx(float(F.cross_entropy(model(x[first]), y[first])))
-        F.cross_entropy(model(x[union]), y[union]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-    for found, parameter in zip(zero["weights"], model.parameters(), strict=True):
-        assert (torch.tensor(found, dtype=torch.float64) - parameter.detach()).abs().max() < 1e-9
+    shared: dict[str, Any] = {}
+    exec(UNION, shared)
+    for name, loss_fn in shared["LOSSES"].items():
+        x, y = shared["data"](name)
+        losses, weights = zero[name]
+        assert weights == one[name][1]
+        model = small_model()
+        optimizer = momentum(model.parameters(), lr=0.2)
+        for step in range(shared["STEPS"]):
+            mine, others = shared["rows"](step, 0), shared["rows"](step, 1)
+            with torch.no_grad():
+                assert losses[step] == pytest.approx(float(loss_fn(model(x[mine]), y[mine])))
+            optimizer.zero_grad()
+            union = slice(mine.start, others.stop)
+            loss_fn(model(x[union]), y[union]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        for found, parameter in zip(weights, model.parameters(), strict=True):
+            assert (torch.tensor(found, dtype=torch.float64) - parameter.detach()).abs().max() < 1e-9
