@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
+from distributed.rendezvous import loopback_interface
 from distributed.testing.pool import RankPool
 
 HOST = os.uname().nodename
@@ -193,6 +194,8 @@ def check_private(folder: Path, parent: psutil.Process, ranks: list[psutil.Proce
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1"}
+    # Where gloo would listen otherwise depends on what this host's name resolves to.
+    assert {rank.environ()["GLOO_SOCKET_IFNAME"] for rank in ranks} == {loopback_interface()}
 
 
 def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) -> None:
