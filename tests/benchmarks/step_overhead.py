@@ -5,7 +5,9 @@
 Both loops live in one process and take turns, a block of steps each, so that whatever else
 the machine does hits both alike. The ratio is the median over pairs of blocks, with a
 bootstrap confidence interval. `--contender` names one of trainer, fabric, accelerate,
-lightning, or all.
+lightning, or all. For two ranks, which take turns alike:
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/benchmarks/step_overhead.py --contender trainer
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 BATCH = 32
 SAMPLES = 64_000
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
 
 
 class Turns:
@@ -37,13 +41,19 @@ class Turns:
 
     def __init__(self, steps: int, blocks: int) -> None:
         self.steps, self.blocks = steps, blocks
-        self._locks = [threading.Semaphore(1), threading.Semaphore(0)]
+        self._locks = [threading.Semaphore(0), threading.Semaphore(0)]
+        self.base_is_ready = threading.Event()
         self.seconds: list[list[float]] = [[], []]
 
     def clock(self, who: int) -> Callable[[], bool]:
         """Call the result after every step; it returns True when enough has been measured."""
         done, start = 0, 0.0
         seconds, locks, steps = self.seconds[who], self._locks, self.steps
+        # Collectives of both set-ups must not mix: the base loop waits until the other is ready.
+        if who == 0:
+            self.base_is_ready.set()
+        else:
+            locks[0].release()
         locks[who].acquire()
         start = time.perf_counter()
 
@@ -114,6 +124,8 @@ def trainer(turns: Turns, who: int, args: argparse.Namespace) -> None:
     from distributed import Callback, Trainer
 
     class Clock(Callback):
+        all_ranks = True
+
         def on_run_start(self, context: Any) -> None:
             self.tick = turns.clock(who)
 
@@ -121,7 +133,8 @@ def trainer(turns: Turns, who: int, args: argparse.Namespace) -> None:
             if self.tick():
                 raise SystemExit
 
-    mine = Trainer(make_model(args.width, args.depth), device="cpu", callbacks=[Clock()], learning_rate=1e-3)
+    model = make_model(args.width, args.depth)
+    mine = Trainer(model, device="cpu", callbacks=[Clock()], learning_rate=1e-3, weight_decay=0.01)
     try:
         mine.fit(make_data(args.data, args.width), epochs=1000)
     except SystemExit:
@@ -131,7 +144,7 @@ def trainer(turns: Turns, who: int, args: argparse.Namespace) -> None:
 def fabric(turns: Turns, who: int, args: argparse.Namespace) -> None:
     from lightning.fabric import Fabric
 
-    fab = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fab = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
     fab.launch()
     net = make_model(args.width, args.depth)
     model, optimizer = fab.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
@@ -191,7 +204,7 @@ def lightning(turns: Turns, who: int, args: argparse.Namespace) -> None:
 
     mine = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=WORLD,
         strategy="ddp",
         max_epochs=1000,
         logger=False,
@@ -222,16 +235,22 @@ def measure(args: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     turns = Turns(args.steps, args.blocks)
     base = threading.Thread(target=raw, args=(turns, 0, args), daemon=True)
     base.start()
+    turns.base_is_ready.wait()
     CONTENDERS[args.contender](turns, 1, args)
     base.join()
     warm = max(3, args.blocks // 10)
     pairs = list(zip(turns.seconds[0][warm:], turns.seconds[1][warm:], strict=False))
     ratio, low, high = interval(pairs)
     micro = [1e6 * statistics.median(part) / args.steps for part in zip(*pairs, strict=True)]
+    if RANK:
+        return
     print(
         f"{args.contender:<11} raw {micro[0]:7.0f} us   with {micro[1]:7.0f} us"
         f"   {micro[1] - micro[0]:+7.1f} us   ratio {ratio:.3f} [{low:.3f}, {high:.3f}]",
