@@ -123,7 +123,11 @@ def _serve() -> None:
     with Client(os.environ[_SOCKET], "AF_UNIX") as connection:
         connection.send(int(os.environ["RANK"]))
         while True:
-            connection.send(run_folder(Path(connection.recv())))
+            try:
+                folder = connection.recv()
+            except EOFError:
+                return
+            connection.send(run_folder(Path(folder)))
 
 
 if __name__ == "__main__":

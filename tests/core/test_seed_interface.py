@@ -108,7 +108,9 @@ def test_the_trainers_section(pool: RankPool, capsys: pytest.CaptureFixture[str]
     ]
     import mlflow
 
-    client = mlflow.MlflowClient("sqlite:///mlflow.db")
+    client = mlflow.MlflowClient(
+        f"sqlite:///{Path('mlflow.db').absolute()}"
+    )  # the relative one may be cached
     experiment = client.get_experiment_by_name("distributed-training")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.metrics["val_accuracy"] == pytest.approx(history.epochs[-1]["val_accuracy"])
