@@ -114,7 +114,7 @@ def resolve(
     notes: list[str] = []
     joined = _place(config, joined)
     device = _device(config, resources, joined, notes)
-    world_size, local_size = _ranks(config, resources, device, joined)
+    world_size, local_size = _ranks(config, spec, resources, device, joined)
     precision = _precision(config, device, notes)
     _check_capabilities(config, spec, catalog, world_size, precision, device)
     batch = resolve_batch(
@@ -171,17 +171,9 @@ def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
 
 def _device(config: DistributedConfig, resources: Resources, joined: Joined | None, notes: list[str]) -> str:
     here = joined.local_size if joined else (config.num_ranks or 1) // config.num_nodes
-    if config.device == "cuda" and resources.num_gpus < here and not _one_visible_each(resources, joined):
-        raise UserError(
-            f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
-            field="num_gpus",
-            got=config.num_ranks,
-            allowed=f"at most {resources.num_gpus} per host",
-            remedy="Use fewer ranks, or device=cpu; CUDA_VISIBLE_DEVICES may hide some",
-        )
-    if config.device != "auto":
-        return config.device
-    if resources.num_gpus == 0:
+    if config.device == "cpu":
+        return "cpu"
+    if config.device == "auto" and resources.num_gpus == 0:
         if config.num_gpus or config.gpus_per_node:
             notes.append("no GPU found: the ranks run as CPU processes over gloo")
         return "cpu"
@@ -191,7 +183,8 @@ def _device(config: DistributedConfig, resources: Resources, joined: Joined | No
             field="num_gpus",
             got=config.num_ranks,
             allowed=f"at most {resources.num_gpus} per host",
-            remedy="Use fewer ranks, or say device=cpu to run them as CPU processes",
+            remedy="Use fewer ranks, or say device=cpu to run them as CPU processes;"
+            " CUDA_VISIBLE_DEVICES may hide some",
         )
     return "cuda"
 
@@ -202,13 +195,14 @@ def _one_visible_each(resources: Resources, joined: Joined | None) -> bool:
 
 
 def _ranks(
-    config: DistributedConfig, resources: Resources, device: str, joined: Joined | None
+    config: DistributedConfig, spec: BackendSpec, resources: Resources, device: str, joined: Joined | None
 ) -> tuple[int, int]:
     if joined is not None:
         return joined.size, joined.local_size
     if config.num_ranks is not None:
         return config.num_ranks, config.num_ranks // config.num_nodes
-    here = resources.num_gpus if device == "cuda" else 1
+    several = device == "cuda" and spec.capabilities.multi_process
+    here = resources.num_gpus if several else 1
     return here * config.num_nodes, here
 
 

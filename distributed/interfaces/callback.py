@@ -36,7 +36,7 @@ class Context(ABC):
         model: the user's module, unwrapped.
         optimizer: the optimizer in use.
         steps_per_epoch: optimizer steps in an epoch, None when the data has no length.
-        total_steps: optimizer steps this `fit` will take, None when unknown.
+        total_steps: `progress.step` at which this `fit` ends, None when unknown.
     """
 
     config: DistributedConfig
