@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.shards import is_sharded, local_part, whole
+from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whole
 from distributed.optim import follow_parameters
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule
@@ -77,10 +77,18 @@ class FSDPBackend(ProcessGroupBackend):
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
+        self._cut_optimizer_state()
         for group in self.optimizer.param_groups:
             # One fused kernel cannot take sharded and replicated parameters together.
             if len({is_sharded(p) for p in group["params"]}) > 1:
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
+
+    def _cut_optimizer_state(self) -> None:
+        """An optimizer that an earlier fit used holds state of whole parameters."""
+        for parameter, state in self.optimizer.state.items():
+            for slot, value in state.items():
+                if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[slot] = cut_like(parameter, value)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         return step if self._sharded is None else partial(self._forward, self._sharded.root, step)

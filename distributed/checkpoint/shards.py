@@ -12,7 +12,7 @@ from torch import Tensor
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
-__all__ = ["Shard", "is_sharded", "local_part", "own_elements", "read_part", "whole", "wrap_like"]
+__all__ = ["Shard", "cut_like", "is_sharded", "local_part", "own_elements", "read_part", "whole", "wrap_like"]
 
 
 class Shard(NamedTuple):
@@ -83,6 +83,13 @@ def read_part(reader: StateReader, key: str, name: str, tensor: Any) -> Tensor:
     start, data = own_elements(tensor)[:2] if is_sharded(tensor) else (0, tensor)
     value: Tensor = reader.read(key, name, start, data.numel())
     return value.reshape(data.shape)
+
+
+@torch.no_grad()
+def cut_like(tensor: Any, full: Tensor) -> Tensor:
+    """`full`, of the DTensor `tensor`'s shape and the same on all ranks, cut as `tensor` is."""
+    start, data, _, _ = own_elements(tensor)
+    return wrap_like(tensor, full.detach().reshape(-1)[start : start + data.numel()].reshape(data.shape))
 
 
 @torch.no_grad()
