@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import PyTorchDDPTrainer
+    from distributed.trainers import FSDPTrainer, PyTorchDDPTrainer
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
     "DistributedConfig": "distributed.config",
     "EarlyStopping": "distributed.callbacks",
+    "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
     "PyTorchDDPTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
@@ -36,6 +37,7 @@ __all__ = [
     "Callback",
     "DistributedConfig",
     "EarlyStopping",
+    "FSDPTrainer",
     "History",
     "PyTorchDDPTrainer",
     "Trainer",

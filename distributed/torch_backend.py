@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
             takes it; empty unless a subclass shards the optimizer.
         timers: where forward, backward and optimizer seconds go.
+        counts_with_gradients: a count that only the ranks together know travels as the gradient
+            of a parameter of `StepModule`; a subclass that shards reduces it by itself.
     """
 
+    counts_with_gradients = True
     config: DistributedConfig
     module: nn.Module
     model: Any
@@ -143,7 +146,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             task.loss_fn, task.training_step, task.metrics, task.validation_step, self.world.device
         )
         self._declare_counts(task)
-        parallel = self.world.data_parallel_size > 1
+        parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
         self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
         wrapped = self.wrap(self.step_module)
         # Unwrapped, it is called as a plain function: a module's __call__ would cost, and do nothing.
@@ -156,7 +159,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         what this rank does not hold (see `held`) goes to the meta device."""
         return model.to(self.world.device)
 
-    def wrap(self, step: StepModule) -> nn.Module:
+    def wrap(self, step: StepModule) -> Callable[..., Any]:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
         return step
 
@@ -227,7 +230,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def gradient_norm(self) -> Tensor:
         """Global L2 norm of the unscaled gradient. Sharded backends reduce it over ranks."""
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return nn.utils.get_total_norm(self.gradients())
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of the gradients that the optimizer will use, live."""
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def share_overflow(self) -> None:
         """Under fp16: make one rank's overflow everybody's, so that all skip alike (C8). Only
@@ -260,9 +267,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = clip if ratio is None else clip * ratio
         if factor is not None:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            for part in _by_dtype(gradients):
-                torch._foreach_mul_(part, factor.to(part[0].dtype))
+            for part in _alike(self.gradients()):
+                torch._foreach_mul_(part, factor.to(part[0]))
 
     # -- evaluation ------------------------------------------------------------------
 
@@ -273,12 +279,16 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         found: dict[str, tuple[Any, Any]] = {}
         with torch.no_grad(), self.autocast():
             for batch, num_samples in window.micro_batches:
-                terms = self.objective.evaluate(self.module, self.to_device(batch), num_samples)
+                terms = self.evaluate(self.to_device(batch), num_samples)
                 for name, (total, count) in terms.items():
                     weight = 1 if num_samples else 0
                     before = found.get(name, (0, 0))
                     found[name] = (before[0] + total * weight, before[1] + count * weight)
         return found
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
+        return self.objective.evaluate(self.module, batch, num_samples)
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""
@@ -350,8 +360,9 @@ def _bits(dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
+def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """`tensors` by dtype and device."""
+    groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(groups.values())

@@ -106,8 +106,9 @@ def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
 
 
 def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
-    """Nodes need not share a folder: the first rank of each writes its whole replica."""
+    """Nodes need not share a folder: the first rank of each writes the whole state."""
     loop.backend.set_training(False)  # equal buffers: rank 0's
+    loop.backend.release()  # a share of the state becomes all of it, on every rank
     if loop.world.local_rank != 0:
         return
     everybody, here = loop.backend, copy(loop.backend)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from distributed.checkpoint.shards import is_sharded, local_part, read_part, wrap_like
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
@@ -133,7 +134,6 @@ def import_optimizer(
     for key, name in reader.tensors():
         if key.startswith(_PREFIX):
             slots.setdefault(name, []).append(key.removeprefix(_PREFIX))
-    shapes = reader.tensors()
     optimizer.state.clear()
     for group, saved in pairs:
         restore_group(group, saved)
@@ -143,16 +143,34 @@ def import_optimizer(
                 continue
             state: dict[str, Any] = {}
             for slot in slots.get(name, []):
-                if starts and name in starts:
-                    value = reader.read(_PREFIX + slot, name, starts[name], p.numel())
-                else:
-                    value = reader.read(_PREFIX + slot, name).reshape(shapes[_PREFIX + slot, name])
+                value = _read_slot(reader, slot, name, p, starts or {})
                 follows = value.is_floating_point() and value.dtype == dtypes[name]
-                state[slot] = value.to(p.device, p.dtype if follows else value.dtype)
+                value = value.to(local_part(p).device, p.dtype if follows else value.dtype)
+                state[slot] = wrap_like(p, value) if is_sharded(p) else value
             for slot, number in reader.scalars.get(name, {}).items():
                 state[slot] = _scalar(optimizer, group, saved, slot, number, p)
             if state:
                 optimizer.state[p] = state
+
+
+def _read_slot(reader: StateReader, slot: str, name: str, p: Tensor, starts: Mapping[str, int]) -> Tensor:
+    """What the optimizer holds here of one saved tensor of its state."""
+    key = _PREFIX + slot
+    if name in starts:
+        piece: Tensor = reader.read(key, name, starts[name], p.numel())
+        return piece
+    shape = reader.tensors()[key, name]
+    if not is_sharded(p):
+        value: Tensor = reader.read(key, name).reshape(shape)
+        return value
+    if tuple(shape) != tuple(p.shape):
+        raise UserError(
+            f"'{name}' ({key}) of shape {tuple(shape)} is not state of each element, so that it cannot be"
+            " cut as its parameter is",
+            field="optimizer",
+            allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
+        )
+    return read_part(reader, key, name, p)
 
 
 def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""Replicated torch models (serial, DDP, Horovod) to and from the neutral form, by name.
-
-`canonical_name` and the optimizer helpers serve backends that shard as well.
+"""Torch models to and from the neutral form, by name: replicated ones (serial, DDP, Horovod) and
+those whose parameters are DTensors cut by rows (FSDP2).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from distributed.checkpoint.optimizer_state import (
     parameter_slots,
 )
 from distributed.checkpoint.rng import capture_rng, restore_rng
+from distributed.checkpoint.shards import is_sharded, local_part, own_elements, read_part
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 
@@ -92,8 +92,9 @@ def export_replicated(
 ) -> BackendState:
     """The share of one of `size` ranks that hold the same, cloned to the CPU.
 
-    Parameters and optimizer tensors are flattened and cut into `size` slices; buffers go whole
-    with rank 0. Frozen parameters are included, tied ones once.
+    Parameters and optimizer tensors are flattened and cut into `size` slices; of a DTensor, a
+    rank gives the rows that it holds. Buffers go whole with rank 0. Frozen parameters are
+    included, tied ones once. Without collectives.
 
     Args:
         model: with all its names, also of what this rank does not hold.
@@ -200,10 +201,16 @@ def _packed(name: str, extra: Any) -> Tensor:
 
 
 def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) -> list[Chunk]:
-    """Slice `part` of `parts`, or nothing when the slice is empty and another rank has one."""
-    count = tensor.numel()
-    start, end = count * part // parts, count * (part + 1) // parts
-    if (parts == 1 and rank != 0) or (start == end and rank != 0):
+    """Slice `part` of `parts`, or nothing when the slice is empty and another rank has one.
+
+    Of a DTensor it is a slice of this rank's rows, which `parts` ranks of its mesh hold.
+    """
+    shape, first, count, split = tuple(tensor.shape), 0, tensor.numel(), is_sharded(tensor)
+    if split:
+        first, tensor, part, parts = own_elements(tensor)
+    length = tensor.numel()
+    start, end = length * part // parts, length * (part + 1) // parts
+    if rank != 0 and (start == end or (parts == 1 and not split)):
         return []
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UserError(
@@ -212,7 +219,7 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
             allowed="dense tensors that hold data",
         )
     data = tensor.detach().reshape(-1)[start:end].to("cpu", copy=True)
-    return [Chunk(name, key, tuple(tensor.shape), start, data)] if count == 0 or len(data) else []
+    return [Chunk(name, key, shape, first + start, data)] if count == 0 or len(data) else []
 
 
 def _piece(name: str, key: str, tensor: Tensor, whole: Tensor, start: int) -> list[Chunk]:
@@ -302,14 +309,14 @@ def _fill_model(
     """Copy tensors and extra state; returns the saved dtypes by stored name."""
     dtypes = {}
     for name, tensor in tensors.items():
-        value = reader.read(MODEL, stored[name])
+        value = read_part(reader, MODEL, stored[name], tensor)
         if value.is_floating_point() != tensor.is_floating_point():
             raise UserError(
                 f"'{name}' is {tensor.dtype} in the model and {value.dtype} in the checkpoint",
                 remedy="Build the model with the dtypes it was trained with",
             )
         dtypes[stored[name]] = value.dtype
-        tensor.copy_(value.reshape(tensor.shape))
+        local_part(tensor).copy_(value)
     modules = {
         canonical_name(prefix): module
         for prefix, module in model.named_modules()

@@ -247,7 +247,8 @@ class Backend(ABC):
         """Give the caller's own model and optimizer back as they came: whole, on every rank.
 
         Collective. Called once, after a run in the caller's own process; a backend that put
-        pieces in their place undoes that here, so that the next `fit` can begin with them.
+        pieces in their place undoes that here, so that the next `fit` can begin with them. Also
+        before ranks on several nodes leave the result, which each node writes whole.
         """
 
     @abstractmethod

@@ -13,3 +13,8 @@ class TestSerial(BackendConformance):
 class TestPyTorchDDP(BackendConformance):
     backend = "pytorch-ddp"
     sizes = (1, 2, 3)
+
+
+class TestFSDP(BackendConformance):
+    backend = "fsdp"
+    sizes = (1, 2, 3)

@@ -1,0 +1,199 @@
+"""FSDPBackend: parameters, gradients and optimizer state cut over the ranks (torch's fully_shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whole
+from distributed.optim import follow_parameters
+from distributed.process_group import ProcessGroupBackend
+from distributed.torch_backend import StepModule
+from distributed_backends.fsdp_shards import ShardedModel
+from distributed_backends.fsdp_units import Recomputed, find_units, recompute, stop_recomputing
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Window, World
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+    from distributed.plan import RunPlan
+
+__all__ = ["FSDPBackend"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class FSDPBackend(ProcessGroupBackend):
+    """torch's FSDP2 under the one loop. A rank alone has nobody to share with and keeps the
+    whole model.
+
+    **Precision** is autocast over parameters in their own dtype, as under ``pytorch-ddp``, so
+    that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
+    whole modules instead.) ``fsdp.reduce_dtype`` alone changes what travels.
+
+    **Counts** (C2). Where only the forward passes tell how many tokens a global batch has, the
+    ranks add their counts in a small collective of its own, under way while the last backward
+    runs; a parameter that carries it, as under DDP, cannot be cut.
+
+    **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
+    """
+
+    counts_with_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sharded: ShardedModel | None = None
+        self._recomputed: Recomputed = []
+        self._last = True
+        self._seen: Any = None
+        self._reduction: tuple[Any, Tensor] | None = None
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        self._joined = plan.joined is not None
+        return world
+
+    def place(self, model: nn.Module) -> nn.Module:
+        section = self.config.fsdp
+        if self.config.sync_batchnorm and self.world.size > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        units = find_units(model, section)
+        if section.activation_checkpointing:
+            self._recomputed = recompute(model, units)
+        if self.world.size == 1:
+            return super().place(model)
+        if self._joined:
+            # Ranks that we started have the same weights; others built their own.
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+        self._sharded = ShardedModel(model, units, section, self.world)
+        return model
+
+    def prepare(self, task: Task) -> None:
+        super().prepare(task)
+        self._cut_optimizer_state()
+        for group in self.optimizer.param_groups:
+            # One fused kernel cannot take sharded and replicated parameters together.
+            if len({is_sharded(p) for p in group["params"]}) > 1:
+                group.update({flag: False for flag in ("foreach", "fused") if flag in group})
+
+    def _cut_optimizer_state(self) -> None:
+        """An optimizer that an earlier fit used holds state of whole parameters."""
+        for parameter, state in self.optimizer.state.items():
+            for slot, value in state.items():
+                if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[slot] = cut_like(parameter, value)
+
+    def wrap(self, step: StepModule) -> Callable[..., Any]:
+        return step if self._sharded is None else partial(self._forward, self._sharded.root, step)
+
+    # -- one step --------------------------------------------------------------------
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        if self._sharded is not None and last != self._last:
+            root = self._sharded.root
+            root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
+            root.set_is_last_backward(last)
+            self._last = last
+        return _NOTHING
+
+    def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
+        loss, total, count = root(step.forward, *args)
+        if self.objective.counted:
+            self._seen = count if self._seen is None else self._seen + count
+            if self._last:
+                self._reduction = self._start_adding(self._seen)
+                self._seen = None
+        return loss, total, count
+
+    def _start_adding(self, count: Any) -> tuple[Any, Tensor]:
+        tensor = torch.as_tensor(count).detach().to(self.world.device, torch.float64, copy=True)
+        return dist.all_reduce(tensor, async_op=True), tensor
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        seen = super().run_window(window)
+        if self._sharded is not None:
+            self._sharded.average_replicated()
+        return seen
+
+    def _count_ratio(self) -> Tensor | None:
+        if self._counts and self._reduction is not None:
+            work, count = self._reduction
+            work.wait()
+            # Gradients were averaged over the ranks: their count is too.
+            self._counts, self._reduction = [count / self.world.data_parallel_size], None
+        return super()._count_ratio()
+
+    def gradients(self) -> list[Tensor]:
+        return [local_part(gradient) for gradient in super().gradients()]
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        if self._sharded is None:
+            return super().gradient_norm()
+        gradients = super().gradients()
+        square = self._square([local_part(g) for g in gradients if is_sharded(g)])
+        dist.all_reduce(square, group=self._sharded.group)
+        return (square + self._square([g for g in gradients if not is_sharded(g)])).sqrt()
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Squared L2 norm over `gradients`, in float64 on this rank's device."""
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for norm in torch._foreach_norm(gradients) if gradients else ():
+            square += norm.to(square).square()
+        return square
+
+    # -- evaluation ------------------------------------------------------------------
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        if self._sharded is None:
+            return super().evaluate(batch, num_samples)
+        found: dict[str, Any] = self._sharded.root(super().evaluate, batch, num_samples)
+        return found
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if self._sharded is None:
+            return
+        self._sharded.reshard()
+        if not training:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    # -- state -----------------------------------------------------------------------
+
+    def export_state(self) -> BackendState:
+        self._reshard()
+        return super().export_state()
+
+    def import_state(self, reader: StateReader) -> None:
+        self._reshard()
+        super().import_state(reader)
+
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    @torch.no_grad()
+    def release(self) -> None:
+        stop_recomputing(self._recomputed)
+        self._recomputed = []
+        if self._sharded is None:
+            return
+        self._sharded.reshard()
+        cut = dict(self.module.named_parameters())
+        self._sharded.make_whole()
+        self._sharded = None
+        follow_parameters(self.optimizer, cut, self.module)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for slot, value in state.items():
+                    if is_sharded(value):
+                        state[slot] = whole(value).to(parameter.device)

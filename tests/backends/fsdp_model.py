@@ -1,0 +1,99 @@
+"""A small language model with what sharding trips over: rows that nothing divides, tied and frozen
+parameters, one without a dimension, blocks side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distributed import Trainer
+from distributed.testing.pool import RankPool
+
+WORDS, WIDTH = 11, 7
+
+
+class Block(nn.Module):
+    """x + tanh(norm(x)) through five cells; counts how often it runs."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.enter, self.leave = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Block.calls += 1
+        out: Tensor = x + self.leave(torch.tanh(self.enter(self.norm(x))))
+        return out
+
+
+class TinyLM(nn.Module):
+    """Words to the logits of the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.heat = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def features(self, words: Tensor) -> Tensor:
+        x = self.embed(words) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(words)) * self.heat
+        return logits
+
+
+def tiny(dtype: torch.dtype = torch.float64) -> TinyLM:
+    """The same weights every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TinyLM().to(dtype)
+
+
+def words(length: int = 26) -> tuple[Tensor, Tensor]:
+    """`length` sequences of four words, and the next words, a third of them masked."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, WORDS, (length, 4), generator=generator)
+    y = torch.randint(0, WORDS, (length, 4), generator=generator)
+    return x, torch.where(torch.rand(length, 4, generator=generator) < 0.3, -100, y)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with another rate for parameters of one dimension or none."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1]},
+        {"params": [p for p in trainable if p.dim() < 2], "lr": 0.02},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+def own_loss(model: Any, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A training step that reaches past the model's forward."""
+    logits = F.linear(model.features(batch[0]), model.embed.weight) * model.heat
+    total = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return total, (batch[1] != -100).sum()
+
+
+def trainer_of(
+    backend: str, ranks: int, pool: RankPool, model: nn.Module | None = None, **given: Any
+) -> Trainer:
+    """A trainer of `model` (a new `tiny`) with twelve sequences a step, on ranks of the pool."""
+    fields: Mapping[str, Any] = {
+        "global_batch_size": 12, "optimizer": two_groups, "gradient_clipping": 0.5, "log_every_n_steps": 1,
+        "num_processes": ranks, "device": "cpu", "backend": backend, **given,
+    }  # fmt: skip
+    trainer = Trainer(tiny() if model is None else model, **fields)
+    trainer.launcher = pool
+    return trainer
