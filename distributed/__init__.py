@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import PyTorchDDPTrainer
+    from distributed.trainers import HorovodTrainer, PyTorchDDPTrainer
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
@@ -25,6 +25,7 @@ _HOMES = {
     "DistributedConfig": "distributed.config",
     "EarlyStopping": "distributed.callbacks",
     "History": "distributed.interfaces.history",
+    "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
@@ -37,6 +38,7 @@ __all__ = [
     "DistributedConfig",
     "EarlyStopping",
     "History",
+    "HorovodTrainer",
     "PyTorchDDPTrainer",
     "Trainer",
     "UserError",

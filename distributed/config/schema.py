@@ -23,6 +23,7 @@ from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
+    HorovodSection,
     LrScaling,
     ProfileSection,
     TrackingSection,
@@ -147,6 +148,7 @@ class DistributedConfig(BaseModel):
         default_factory=CheckpointSection, description="When to save and what to keep."
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
+    horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
-__all__ = ["CheckpointSection", "DataSection", "LrScaling", "ProfileSection", "TrackingSection"]
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "HorovodSection",
+    "LrScaling",
+    "ProfileSection",
+    "TrackingSection",
+]
 
 
 class Section(BaseModel):
@@ -88,3 +95,19 @@ class ProfileSection(Section):
     output_dir: str = Field("profile", description="Folder for the traces and tables.")
     skip_steps: NonNegativeInt = Field(2, description="Optimizer steps to pass over first.")
     steps: PositiveInt = Field(5, description="Optimizer steps to record.")
+
+
+class HorovodSection(Section):
+    """What only Horovod has. Another backend refuses it."""
+
+    compression: Literal["none", "fp16"] = Field(
+        "none",
+        description="How gradients travel; fp16 halves the bytes and rounds. hvd.Compression.fp16 too.",
+    )
+    timeline: str | None = Field(None, description="File for Horovod's timeline (chrome trace), by rank 0.")
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _horovods_own(cls, value: Any) -> Any:
+        name = getattr(value, "__name__", None)
+        return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, value) if name else value

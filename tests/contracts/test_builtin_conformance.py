@@ -13,3 +13,8 @@ class TestSerial(BackendConformance):
 class TestPyTorchDDP(BackendConformance):
     backend = "pytorch-ddp"
     sizes = (1, 2, 3)
+
+
+class TestHorovod(BackendConformance):
+    backend = "horovod"
+    sizes = (1, 2, 3)
