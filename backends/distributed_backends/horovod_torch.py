@@ -191,14 +191,12 @@ def _check_transport(plan: RunPlan) -> None:
         UserError: this Horovod has no NCCL or no MPI.
     """
     asked = plan.communication_backend
-    built = {"nccl": hvd.nccl_built, "mpi": hvd.mpi_built, "gloo": hvd.gloo_built}[asked]()
-    if not built:
+    built = {"gloo": hvd.gloo_built(), "nccl": hvd.nccl_built(), "mpi": hvd.mpi_built()}
+    if not built[asked]:
         raise UserError(
             f"this Horovod was built without {asked}",
             field="communication_backend",
             got=asked,
-            allowed=", ".join(
-                n for n, has in (("gloo", hvd.gloo_built()), ("nccl", hvd.nccl_built())) if has
-            ),
+            allowed=", ".join(name for name, there in built.items() if there),
             remedy="Build it again where the library is (make horovod), or use device=cpu",
         )

@@ -102,7 +102,7 @@ class HorovodSection(Section):
 
     compression: Literal["none", "fp16"] = Field(
         "none",
-        description="How gradients travel; fp16 halves the bytes and rounds. hvd.Compression.fp16 too.",
+        description="How gradients travel; fp16 halves float32's bytes, and rounds.",
     )
     timeline: str | None = Field(None, description="File for Horovod's timeline (chrome trace), by rank 0.")
 
