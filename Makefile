@@ -10,11 +10,12 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test check clean help
+.PHONY: demo test check clean help horovod
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
+	@echo "make horovod build Horovod for the installed torch (part of make test)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
@@ -22,7 +23,7 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
-test: $(VENV)/.for-dev
+test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 check: $(VENV)/.for-dev
@@ -30,6 +31,8 @@ check: $(VENV)/.for-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+horovod: $(VENV)/.horovod
 
 clean:
 	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
@@ -53,4 +56,9 @@ $(VENV)/.for-demo: $(VENV)/.torch
 $(VENV)/.for-dev: $(VENV)/.torch
 	@echo "installing every backend and the development tools"
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+# Not on the index as a wheel, and its source needs a change: see the script.
+$(VENV)/.horovod: $(VENV)/.for-dev deploy/horovod/build.py
+	$(BIN)/python deploy/horovod/build.py
 	touch $@

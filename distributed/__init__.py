@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import FSDPTrainer, PyTorchDDPTrainer
+    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
@@ -26,6 +26,7 @@ _HOMES = {
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
+    "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
@@ -39,6 +40,7 @@ __all__ = [
     "EarlyStopping",
     "FSDPTrainer",
     "History",
+    "HorovodTrainer",
     "PyTorchDDPTrainer",
     "Trainer",
     "UserError",

@@ -32,6 +32,7 @@ _SECOND_HAND = (
     "recv failed",
     "closed by peer",
     "reset by peer",
+    "has been shut down",
 )
 
 

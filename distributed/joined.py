@@ -17,7 +17,7 @@ class Joined:
     """This process's place, as its launcher told it.
 
     Attributes:
-        launcher: ``torchrun``, ``mpirun``, ``srun`` or ``spawn`` (our own).
+        launcher: ``torchrun``, ``horovodrun``, ``mpirun``, ``srun`` or ``spawn`` (our own).
         master_addr: host of the rendezvous.
         master_port: its port.
     """
@@ -36,7 +36,7 @@ class Joined:
 def detect(env: Mapping[str, str]) -> Joined | None:
     """The place a per-rank launcher gave this process; None when it was started plainly.
 
-    torchrun's variables come first, then mpirun's, then srun's; srun counts only inside a
+    torchrun's variables come first, then horovodrun's, mpirun's, srun's; srun counts only inside a
     step of more than one task, for a batch script also carries SLURM variables.
 
     Raises:
@@ -44,6 +44,8 @@ def detect(env: Mapping[str, str]) -> Joined | None:
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _torchrun(env)
+    if "HOROVOD_RANK" in env and "HOROVOD_SIZE" in env:
+        return _horovodrun(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return _mpirun(env)
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 0)
@@ -80,6 +82,25 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
         max(1, size // local_size),
         env.get("MASTER_ADDR", "127.0.0.1"),
         _number(env, "MASTER_PORT", 0),
+    )
+
+
+def _horovodrun(env: Mapping[str, str]) -> Joined:
+    rank, size = _number(env, "HOROVOD_RANK"), _number(env, "HOROVOD_SIZE")
+    local_size = _number(env, "HOROVOD_LOCAL_SIZE", size)
+    nodes = max(1, -(-size // local_size))
+    # Where horovodrun itself runs is not always where rank 0 does, but nothing says more.
+    address = "127.0.0.1" if nodes == 1 else env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+    return Joined(
+        "horovodrun",
+        rank,
+        size,
+        _number(env, "HOROVOD_LOCAL_RANK", rank),
+        local_size,
+        _number(env, "HOROVOD_CROSS_RANK", rank // local_size),
+        nodes,
+        env.get("MASTER_ADDR", address),
+        _number(env, "MASTER_PORT", _job_port(env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))),
     )
 
 

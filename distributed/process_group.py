@@ -20,7 +20,7 @@ from distributed.torch_backend import TorchBackend
 if TYPE_CHECKING:
     from distributed.plan import RunPlan
 
-__all__ = ["ProcessGroupBackend"]
+__all__ = ["ProcessGroupBackend", "claim_device"]
 
 _SETTLE = 0.1
 """Seconds."""
@@ -43,7 +43,7 @@ class ProcessGroupBackend(TorchBackend):
         self.adopt(plan)
         place = plan.joined
         local_rank = place.local_rank if place else int(os.environ.get("LOCAL_RANK", "0"))
-        device = _claim_device(plan, local_rank)
+        device = claim_device(plan, local_rank)
         if plan.world_size > 1 and not dist.is_initialized():
             self._owns_group = True
             self._meet(plan)
@@ -129,7 +129,8 @@ def _group_kind(plan: RunPlan) -> str:
     return "cpu:gloo,cuda:nccl" if kind == "nccl" else kind
 
 
-def _claim_device(plan: RunPlan, local_rank: int) -> str:
+def claim_device(plan: RunPlan, local_rank: int) -> str:
+    """The device of this rank, made torch's current one."""
     if plan.device == "cpu":
         return "cpu"
     # A launcher may show every rank one device of its own, which is then number 0.

@@ -24,6 +24,7 @@ from distributed.config.sections import (
     CheckpointSection,
     DataSection,
     FSDPSection,
+    HorovodSection,
     LrScaling,
     ProfileSection,
     TrackingSection,
@@ -149,6 +150,7 @@ class DistributedConfig(BaseModel):
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
     fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
+    horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 __all__ = [
     "CheckpointSection",
     "DataSection",
     "FSDPSection",
+    "HorovodSection",
     "LrScaling",
     "ProfileSection",
     "TrackingSection",
@@ -140,3 +149,19 @@ class FSDPSection(Section):
         if self.wrap in ("whole", "size") and self.block_classes:
             raise ValueError(f"block_classes has no meaning with wrap={self.wrap}: use wrap=blocks")
         return self
+
+
+class HorovodSection(Section):
+    """What only Horovod has. Another backend refuses it."""
+
+    compression: Literal["none", "fp16"] = Field(
+        "none",
+        description="How gradients travel; fp16 halves float32's bytes, and rounds.",
+    )
+    timeline: str | None = Field(None, description="File for Horovod's timeline (chrome trace), by rank 0.")
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _horovods_own(cls, value: Any) -> Any:
+        name = getattr(value, "__name__", None)
+        return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, value) if name else value

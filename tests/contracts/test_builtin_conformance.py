@@ -17,4 +17,8 @@ class TestPyTorchDDP(BackendConformance):
 
 class TestFSDP(BackendConformance):
     backend = "fsdp"
+
+
+class TestHorovod(BackendConformance):
+    backend = "horovod"
     sizes = (1, 2, 3)

@@ -1,0 +1,54 @@
+"""horovod: registers Horovod's ring all-reduce; the class is in `horovod_torch`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.hookspecs import hookimpl
+from distributed.interfaces.backend import BackendSpec, Capabilities
+
+if TYPE_CHECKING:
+    from distributed.plan import RunPlan
+
+__all__ = ["check_plan", "register_backends"]
+
+NAME = "horovod"
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The Horovod backend for torch models."""
+    return [
+        BackendSpec(
+            name=NAME,
+            target="distributed_backends.horovod_torch:HorovodBackend",
+            summary="Horovod: a replica per rank, gradients summed by ring all-reduce",
+            requires=("torch", "horovod"),
+            install_hint="make horovod (in a checkout; builds 0.28.1 against the installed torch)",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                find_unused_parameters=True,
+                checkpoint=True,
+            ),
+        )
+    ]
+
+
+@hookimpl
+def check_plan(plan: RunPlan) -> None:
+    """Refuse Horovod's options under another backend, which would drop them in silence.
+
+    Raises:
+        UserError: `horovod.compression` or `horovod.timeline` is set and nobody reads it.
+    """
+    options = plan.config.horovod
+    for name, idle in (("compression", "none"), ("timeline", None)):
+        if plan.spec.name != NAME and getattr(options, name) != idle:
+            raise UserError(
+                f"backend '{plan.spec.name}' does not read Horovod's options",
+                field=f"horovod.{name}",
+                got=getattr(options, name),
+                allowed=f"{idle or 'nothing'} under '{plan.spec.name}'",
+                remedy=f"Leave it out, or use backend='{NAME}'",
+            )

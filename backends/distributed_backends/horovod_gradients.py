@@ -1,0 +1,132 @@
+"""Gradients summed over all ranks by Horovod, each as soon as backward has made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from distributed.errors import UserError
+
+__all__ = ["GradientSum"]
+
+
+class GradientSum:
+    """Hooks on parameters that hand their gradient to Horovod while backward goes on.
+
+    Horovod's own optimizer wrapper is not used: it builds another optimizer object, which a
+    user's scheduler would not drive, and averages.
+
+    Args:
+        names: parameter -> what errors call it; the same order on every rank.
+        exact: parameters whose gradients are never compressed.
+        compress: send gradients as float16.
+        find_unused: parameters may take no part in some steps. Without it a gradient that is
+            missing is an error, as under DDP.
+
+    Attributes:
+        active: whether this backward is the window's last, whose gradients are final.
+        waited: seconds in `finish` since this was last set to 0.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Tensor, str],
+        *,
+        exact: frozenset[Tensor] = frozenset(),
+        compress: bool = False,
+        find_unused: bool = False,
+    ) -> None:
+        self._names, self._exact = dict(names), exact
+        self._keys = {parameter: f"gradient.{i}" for i, parameter in enumerate(self._names)}
+        self._compress, self._find_unused = compress, find_unused
+        self._sent: dict[Tensor, tuple[int, Tensor]] = {}
+        self.active, self.waited = False, 0.0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._ready)
+            for parameter in self._names
+            if parameter.requires_grad
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def finish(self) -> None:
+        """Send what no hook has sent, wait for all, and leave the sums in ``.grad``. Collective.
+
+        Raises:
+            UserError: a gradient is missing, or is of a kind that Horovod cannot send.
+        """
+        self.active, start = False, perf_counter()
+        trained = [parameter for parameter in self._names if parameter.requires_grad]
+        used = self._share_use(trained)
+        for parameter in trained:
+            if parameter not in self._sent:
+                self._send(parameter)
+        for parameter, (handle, wire) in self._sent.items():
+            hvd.synchronize(handle)
+            assert parameter.grad is not None
+            if wire.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(wire)
+        self._sent.clear()
+        if used is not None:
+            for parameter, ranks in zip(trained, hvd.synchronize(used).tolist(), strict=True):
+                if ranks == 0:  # an optimizer passes over what nobody used
+                    parameter.grad = None
+        self.waited += perf_counter() - start
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.active:
+            return
+        if parameter in self._sent:
+            raise UserError(
+                f"backward made the gradient of {self._names[parameter]} twice, and the first is on its way",
+                field="model",
+                remedy="Under activation checkpointing use use_reentrant=False",
+            )
+        self._send(parameter)
+
+    def _send(self, parameter: Tensor) -> None:
+        wire = self._encode(parameter)
+        self._sent[parameter] = hvd.allreduce_async_(wire, op=hvd.Sum, name=self._keys[parameter]), wire
+
+    def _encode(self, parameter: Tensor) -> Tensor:
+        gradient: Any = parameter.grad
+        if gradient.is_sparse:
+            raise UserError(
+                f"the gradient of {self._names[parameter]} is sparse, and only dense ones are summed here",
+                field="model",
+                remedy="Build the embedding with sparse=False",
+            )
+        dtype = gradient.dtype
+        if self._compress and parameter not in self._exact and dtype.is_floating_point:
+            dtype = torch.float16
+        elif dtype == torch.bfloat16:  # which Horovod does not have
+            dtype = torch.float32
+        wire: Tensor = gradient.to(dtype).contiguous()
+        return wire
+
+    def _share_use(self, trained: list[Tensor]) -> int | None:
+        """Handle of the number of ranks that have each gradient; fills in zeros for those missing."""
+        missing = [parameter for parameter in trained if parameter.grad is None]
+        if missing and not self._find_unused:
+            raise UserError(
+                f"no gradient for {', '.join(self._names[parameter] for parameter in missing)}: it took no"
+                " part in this step",
+                field="find_unused_parameters",
+                got=False,
+                remedy="Set find_unused_parameters=True, or requires_grad_(False) on what is never used",
+            )
+        if not self._find_unused:
+            return None
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        handle: int = hvd.allreduce_async_(used, op=hvd.Sum, name="used")
+        return handle
