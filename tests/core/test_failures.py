@@ -223,6 +223,11 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) ->
     assert not psutil.wait_procs(seen, timeout=5)[1]  # a loader worker is reaped by init, in its own time
 
 
+def hear_interrupts() -> None:
+    """A shell starts what it puts into the background deaf to Ctrl-C, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 SCRIPT = """
 import os
 from pathlib import Path
@@ -262,7 +267,9 @@ def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
         "cpu",
     ]
     env = {**os.environ, "AT_WORK": pipe, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as train:
+    with subprocess.Popen(
+        command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
+    ) as train:
         ranks = await_ranks(pipe)
         everybody = families(*ranks)
         assert len(everybody) >= 4
