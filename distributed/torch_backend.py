@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Task
     from distributed.plan import RunPlan
 
-__all__ = ["StepModule", "TorchBackend"]
+__all__ = ["StepModule", "TorchBackend", "alike"]
 
 
 class StepModule(nn.Module):
@@ -267,7 +267,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = clip if ratio is None else clip * ratio
         if factor is not None:
-            for part in _alike(self.gradients()):
+            for part in alike(self.gradients()):
                 torch._foreach_mul_(part, factor.to(part[0]))
 
     # -- evaluation ------------------------------------------------------------------
@@ -360,7 +360,7 @@ def _bits(dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits
 
 
-def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+def alike(tensors: list[Tensor]) -> list[list[Tensor]]:
     """`tensors` by dtype and device."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whole
 from distributed.optim import follow_parameters
 from distributed.process_group import ProcessGroupBackend
-from distributed.torch_backend import StepModule
+from distributed.torch_backend import StepModule, alike
 from distributed_backends.fsdp_shards import ShardedModel
 from distributed_backends.fsdp_units import Recomputed, find_units, recompute, stop_recomputing
 
@@ -27,6 +27,26 @@ if TYPE_CHECKING:
 __all__ = ["FSDPBackend"]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class ShardedScaler(torch.amp.GradScaler):
+    """Unscales what this rank holds; an overflow that one rank sees is everybody's (C8)."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        found: dict[torch.device, Tensor] = {}
+        for part in alike(gradients):
+            device = part[0].device
+            if part[0].dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            seen = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(part, seen, inv_scale.to(device))
+        for seen in found.values():
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+        return found
 
 
 class FSDPBackend(ProcessGroupBackend):
@@ -55,6 +75,8 @@ class FSDPBackend(ProcessGroupBackend):
         self._reduction: tuple[Any, Tensor] | None = None
 
     def setup(self, plan: RunPlan) -> World:
+        if plan.world_size > 1:
+            self.scaler_class = ShardedScaler
         world = super().setup(plan)
         self._joined = plan.joined is not None
         return world

@@ -107,4 +107,8 @@ def _word(value: Any) -> str:
 def _scalar(value: Any) -> str:
     import yaml
 
-    return str(yaml.safe_dump(value, width=float("inf"))).removesuffix("...\n").rstrip("\n")
+    return (
+        str(yaml.safe_dump(value, width=float("inf"), default_flow_style=True))
+        .removesuffix("...\n")
+        .rstrip("\n")
+    )

@@ -18,8 +18,10 @@ class PrecisionMixin:
 
     Attributes:
         scaler: multiplies the loss so that fp16 gradients do not vanish; None otherwise.
+        scaler_class: what it is an instance of.
     """
 
+    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     scaler: torch.amp.GradScaler | None = None
     _autocast: tuple[str, torch.dtype] | None = None
 
@@ -29,7 +31,7 @@ class PrecisionMixin:
         """Choose by name: ``fp32`` (no autocast), ``bf16`` or ``fp16``."""
         self._autocast = (device_type, _DTYPES[precision]) if precision in _DTYPES else None
         self.scaler = (
-            torch.amp.GradScaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
+            self.scaler_class(device_type, init_scale=init_scale, growth_interval=growth_interval)
             if precision == "fp16"
             else None
         )

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, FSDPTrainer, Trainer, UserError
+from distributed.commands.config import to_yaml
+from distributed.config import load
 from distributed.interfaces.callback import Context
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
@@ -223,6 +225,22 @@ def test_fp16_skips_the_steps_that_ddp_skips(ranks: int, alone: bool, rank_pool:
     assert distance(*models) < 1e-5 < distance(models[1], small_model(torch.float32))
 
 
+def test_fp16_unscales_parameters_without_a_dimension_too(rank_pool: RankPool) -> None:
+    found = []
+    for backend in ("pytorch-ddp", "fsdp"):
+        model = tiny(torch.float32)
+        trainer = trainer_of(
+            backend, 2, rank_pool, model, mixed_precision="fp16", scaler_init_scale=2.0**24, optimizer=_sgd
+        )
+        found.append((trainer.fit(words(), max_steps=20).num_skipped_steps, model))
+    assert found[0][0] == found[1][0] > 3
+    assert distance(found[0][1], found[1][1]) < 1e-6
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
 def test_bf16_is_what_it_is_under_ddp(rank_pool: RankPool) -> None:
     models = [small_model(torch.float32) for _ in range(2)]
     for backend, model in zip(("pytorch-ddp", "fsdp"), models, strict=True):
@@ -289,6 +307,12 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
 def test_contradictions_are_refused(section: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         DistributedConfig(fsdp=section)
+
+
+def test_class_names_survive_the_way_through_a_file(tmp_path: Any) -> None:
+    config = DistributedConfig(fsdp={"wrap": "blocks", "block_classes": ["Block", "Other"]})
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "run.yaml").fsdp == config.fsdp
 
 
 def test_another_backend_says_that_the_section_changes_nothing() -> None:
