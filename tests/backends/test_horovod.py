@@ -12,13 +12,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
 from distributed.config import DistributedConfig
 from distributed.interfaces.callback import Context
+from distributed.joined import Joined
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
+from distributed.rendezvous import loopback_interface
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.pool import RankPool
 
@@ -203,21 +206,23 @@ def test_sparse_gradients_are_refused(pool: RankPool) -> None:
         trainer_of(Sparse(), pool).fit(problem(8, torch.float32), max_steps=1)
 
 
-class Listeners(Callback):
-    """Fails on a socket that strangers could reach."""
+@pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "0.0.0.0")])
+def test_one_node_meets_on_loopback_alone(pool: RankPool, nodes: int, address: str) -> None:
+    """Horovod's own server listens on every interface."""
+    from distributed_backends.horovod_world import _rendezvous
 
-    all_ranks = True
+    def listening() -> set[str]:
+        connections = psutil.Process().net_connections()
+        return {f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN}
 
-    def on_step_end(self, context: Context) -> None:
-        """Look at all sockets of this rank."""
-        found = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
-        assert all(ip.startswith("127.") for ip in found), found
-
-
-def test_one_node_listens_on_loopback_alone(pool: RankPool) -> None:
-    trainer = trainer_of(small_model(), None)
-    trainer.callbacks = [Listeners()]
-    assert trainer.fit(problem(25), max_steps=2).world_size == 2
+    place = Joined("torchrun", 0, 2, 0, 2 // nodes, 0, nodes, "node0", 29500)
+    before = listening()
+    with _rendezvous(place, dist.HashStore()) as variables:
+        (found,) = listening() - before
+        assert found == f"{address}:{variables['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+        assert variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == ("127.0.0.1" if nodes == 1 else "node0")
+        assert variables.get("HOROVOD_GLOO_IFACE") == (loopback_interface() if nodes == 1 else None)
+    assert listening() == before
 
 
 class Kill(Callback):

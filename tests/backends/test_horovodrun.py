@@ -61,6 +61,12 @@ if "--init" in sys.argv:
         HorovodTrainer(other, optimizer=wrapped).fit(loader, epochs=1)
     except UserError as error:
         said["wrapped"] = str(error)
+    torch.manual_seed(rank)
+    other = nn.Linear(4, 2)
+    stepper = HorovodTrainer(other, optimizer="sgd", learning_rate=0.1)
+    for _ in range(3):
+        stepper.train_step(x[: 4 + rank], (x[: 4 + rank].sum(dim=1) > 0).long())
+    said["stepped"] = other.weight.flatten().tolist()
 trainer = HorovodTrainer(
     model=model,
     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -124,6 +130,7 @@ def test_a_script_under_horovodrun(under_horovodrun: list[dict[str, Any]]) -> No
     assert first["steps"] == 20
     assert first["weights"] == second["weights"]
     assert first["mean"] == second["mean"] == 0.5
+    assert first["stepped"] == second["stepped"]
     assert "optimizer: the optimizer is wrapped by Horovod already" in first["wrapped"]
 
 
