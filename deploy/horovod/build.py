@@ -23,7 +23,15 @@ from typing import NoReturn
 
 VERSION = "0.28.1"
 CXX14, CXX17 = "CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"
-NEEDS_CXX17 = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+# The folder's path is taken for a regular expression there: any "+" in it, as in torch's
+# "2.13.0+cpu", and the library lands under the whole path of the build folder.
+BY_PATTERN = 'string(REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?" "" SUB_FOLDER "${CMAKE_CURRENT_SOURCE_DIR}")'
+BY_PATH = 'file(RELATIVE_PATH SUB_FOLDER "${PROJECT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}")'
+CHANGES = (
+    ("CMakeLists.txt", CXX14, CXX17),
+    ("horovod/torch/CMakeLists.txt", CXX14, CXX17),
+    ("cmake/Utilities.cmake", BY_PATTERN, BY_PATH),
+)
 BUILD_MODULES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "yaml", "cffi")
 
 
@@ -111,20 +119,20 @@ def build(home: Path, gpu: Mapping[str, str]) -> Path:
         with tarfile.open(Path(work, f"horovod-{VERSION}.tar.gz")) as archive:
             archive.extractall(work, filter="data")
         source = Path(work, f"horovod-{VERSION}")
-        raise_standard(source)
+        mend(source)
         pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", work, str(source), env=env)
         (built,) = Path(work).glob("horovod-*.whl")
         os.replace(built, home / built.name)
     return home / built.name
 
 
-def raise_standard(source: Path) -> None:
-    """C++14 to C++17, as upstream did."""
-    for name in NEEDS_CXX17:
+def mend(source: Path) -> None:
+    """Make of the release what builds: C++17 for C++14, as upstream did, and paths taken as paths."""
+    for name, before, after in CHANGES:
         text = (source / name).read_text(encoding="utf-8")
-        if CXX14 not in text:
-            fail(f"{name} of Horovod {VERSION} does not say '{CXX14}', which is replaced here.")
-        (source / name).write_text(text.replace(CXX14, CXX17), encoding="utf-8")
+        if before not in text:
+            fail(f"{name} of Horovod {VERSION} does not say '{before}', which is replaced here.")
+        (source / name).write_text(text.replace(before, after), encoding="utf-8")
 
 
 def check_tools(path: str) -> None:
