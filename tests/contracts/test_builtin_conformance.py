@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from distributed.plugin_manager import missing_modules
 from distributed.testing.conformance import BackendConformance
 
 
@@ -22,7 +19,6 @@ class TestFSDP(BackendConformance):
     backend = "fsdp"
 
 
-@pytest.mark.skipif(bool(missing_modules(["horovod"])), reason="make horovod builds it")
 class TestHorovod(BackendConformance):
     backend = "horovod"
     sizes = (1, 2, 3)
