@@ -219,8 +219,8 @@ def train():
     from distributed import HorovodTrainer
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(0)
-    trainer = HorovodTrainer(torch.nn.Linear(4, 2), optimizer="sgd", learning_rate=0.1, batch_size=4, epochs=4)
-    history = trainer.fit((x, (x.sum(dim=1) > 0).long()))
+    trainer = HorovodTrainer(torch.nn.Linear(4, 2), optimizer="sgd", learning_rate=0.1, batch_size=4)
+    history = trainer.fit((x, (x.sum(dim=1) > 0).long()), epochs=4)
     return history.world_size, trainer.model.weight.flatten().tolist()
 
 if __name__ == "__main__":
