@@ -15,6 +15,7 @@ from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whol
 from distributed.optim import follow_parameters
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule, alike
+from distributed_backends.fsdp_build import build_without_data
 from distributed_backends.fsdp_shards import ShardedModel
 from distributed_backends.fsdp_units import Recomputed, find_units, recompute, stop_recomputing
 
@@ -70,6 +71,7 @@ class FSDPBackend(ProcessGroupBackend):
         super().__init__()
         self._sharded: ShardedModel | None = None
         self._recomputed: Recomputed = []
+        self._built_by_one = False
         self._last = True
         self._seen: Any = None
         self._reduction: tuple[Any, Tensor] | None = None
@@ -81,6 +83,12 @@ class FSDPBackend(ProcessGroupBackend):
         self._joined = plan.joined is not None
         return world
 
+    def build(self, model: Any) -> nn.Module:
+        self._built_by_one = self.world.size > 1 and not isinstance(model, nn.Module)
+        if self._built_by_one and self.world.rank > 0:
+            return build_without_data(model, self.config.seed)
+        return super().build(model)
+
     def place(self, model: nn.Module) -> nn.Module:
         section = self.config.fsdp
         if self.config.sync_batchnorm and self.world.size > 1:
@@ -90,11 +98,11 @@ class FSDPBackend(ProcessGroupBackend):
             self._recomputed = recompute(model, units)
         if self.world.size == 1:
             return super().place(model)
-        if self._joined:
+        if self._joined and not self._built_by_one:
             # Ranks that we started have the same weights; others built their own.
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
-        self._sharded = ShardedModel(model, units, section, self.world)
+        self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
         return model
 
     def prepare(self, task: Task) -> None:
