@@ -133,7 +133,8 @@ from distributed import FSDPTrainer
 from tests.backends.fsdp_model import two_groups, words
 from tests.backends.test_fsdp_factory import WhereBuilt, rotated
 
-trainer = FSDPTrainer(rotated, global_batch_size=12, optimizer=two_groups, gradient_clipping=0.5, device="cpu")
+options = {"global_batch_size": 12, "gradient_clipping": 0.5, "device": "cpu"}
+trainer = FSDPTrainer(rotated, optimizer=two_groups, **options)
 trainer.callbacks = [WhereBuilt("meta")]
 trainer.fit(words(), words(5), max_steps=2)
 assert all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in trainer.model.parameters())
