@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(SumsGradients, _PARITY, (1, 24)),
     Mutant(AveragesMicroBatches, _PARITY, (2, 13)),
     Mutant(ForgetsToReduce, _PARITY, (1, 24)),
-    Mutant(RoundsToHalf, "test_c2_parity_in_float32", ("SGD", 1e-6)),
+    Mutant(RoundsToHalf, "test_c2_parity_in_float32", ("sgd", 1e-6)),
     Mutant(IgnoresTheTrueCount, "test_c2_masked_tokens_weigh_alike", (2,)),
     Mutant(DropsSamples, "test_c3_every_sample_is_used_once_an_epoch"),
     Mutant(RepeatsTheFirstSlice, "test_c3_every_sample_is_used_once_an_epoch"),
