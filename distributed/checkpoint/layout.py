@@ -229,6 +229,22 @@ class PortableCheckpointer(Checkpointer):
             return None
         return lineage if isinstance(lineage, str) else None
 
+    def prune(self, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> list[str]:
+        """Remove good checkpoints but for the newest `keep_last`, the best, and those of steps
+        that `keep_every` divides. What cannot be read stays: another version may be able to.
+        Only while no run writes there.
+
+        Returns:
+            The paths removed, newest first; with `dry_run`, those that would be.
+        """
+        every = {self.path_of(step) for step in self.steps() if keep_every and step % keep_every == 0}
+        kept = {*every, self._marked()}
+        doomed = [path for path in list(self.candidates())[keep_last:] if path not in kept]
+        if not dry_run:
+            for path in doomed:
+                self._drop(path)
+        return doomed
+
     def _probe(self) -> str:
         self.files.make_directories(self.directory)
         self.sweep()
