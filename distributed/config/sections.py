@@ -73,6 +73,13 @@ class CheckpointSection(Section):
     )
     keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
     keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
+    asynchronous: bool = Field(
+        True,
+        description="Training waits only until the state is copied; a thread writes it, one save at a time.",
+    )
+    max_failures: PositiveInt = Field(
+        3, description="Saves that may fail in a row before the run is stopped; 1 stops at the first."
+    )
     metric: str | None = Field(
         None,
         description="Metric that decides `best`: a name of a validation figure. None takes"
