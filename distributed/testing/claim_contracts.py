@@ -46,7 +46,8 @@ class ClaimContracts(Suite):
         if precision not in self.capabilities.precisions:
             pytest.skip(f"does not claim {precision}")
         given = {"mixed_precision": precision, "scaler_init_scale": 1024.0}
-        run = Run(2 if self.capabilities.accumulation else 1, 10, dtype=torch.float32, rate=0.1, given=given)
+        clip = 1.0 if self.capabilities.clipping else None
+        run = Run(1, 10, dtype=torch.float32, rate=0.1, max_norm=clip, given=given)
         for ranks in {self.sizes[0], self.sizes[-1]}:
             found = self.compare(ranks, problem(25, torch.float32), run)
             assert 1e-7 < found.distance < _HALF_DIGITS

@@ -42,10 +42,10 @@ class StepContracts(Suite):
     # -- C2, C3 ------------------------------------------------------------------------
 
     @pytest.mark.parametrize("accumulation", [1, 2, 4])
-    @pytest.mark.parametrize("length", [24, 13, 25, 1])
+    @pytest.mark.parametrize("length", [24, 13, 23, 1])
     def test_c2_c3_parity_with_the_oracle(self, accumulation: int, length: int) -> None:
-        """Parameters and losses equal the single process's, also where nothing divides: 13 and
-        25 samples leave last batches smaller than the number of ranks, 1 sample is all."""
+        """Parameters and losses equal the single process's, also where nothing divides: 13
+        samples leave a rank without any, 23 give the ranks unequal shares, 1 sample is all."""
         if accumulation > 1 and not self.capabilities.accumulation:
             pytest.skip("does not claim accumulation")
         for ranks in self.sizes:
