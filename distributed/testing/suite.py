@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distributed import Trainer
-from distributed.config import DistributedConfig
+from distributed.config import load
 from distributed.interfaces.backend import Capabilities
 from distributed.interfaces.history import History
 from distributed.plugin_manager import get_catalog
@@ -40,6 +41,7 @@ class Run:
         max_norm: clipping, or None.
         dtype: of weights and inputs.
         given: further arguments of the backend's `Trainer`.
+        seed: of the data's order.
     """
 
     accumulation: int = 1
@@ -50,6 +52,7 @@ class Run:
     max_norm: float | None = None
     dtype: torch.dtype = torch.float64
     given: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,15 @@ class Suite:
         sizes: numbers of ranks to try; 1 alone for a backend that is one process.
         options: configuration that every trainer of these tests gets, e.g. ``{"zero_stage": 2}``.
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
+        pooled: ranks are shared by all tests, in a process group over gloo that is there already;
+            False lets the backend's own launcher start ranks for every `fit`, which is slower.
     """
 
     backend: str = ""
     sizes: tuple[int, ...] = (1, 2, 3)
-    options: ClassVar[Mapping[str, Any]] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     workbench: type[Workbench] | None = None
+    pooled: bool = True
 
     @pytest.fixture(autouse=True)
     def _use_pool(self, rank_pool: RankPool) -> None:
@@ -85,25 +91,32 @@ class Suite:
         """What the backend claims; what it does not claim is not asked of it."""
         return get_catalog().backend(self.backend).capabilities
 
+    @property
+    def framework(self) -> str:
+        """The framework that the backend drives."""
+        return get_catalog().backend(self.backend).framework
+
     @cached_property
     def bench(self) -> Workbench:
         """Builds what is trained."""
         if self.workbench is not None:
             return self.workbench()
-        return find_workbench(get_catalog().backend(self.backend).framework)
+        return find_workbench(self.framework)
 
     def slices(self, ranks: int) -> int:
         """Into how many slices `ranks` ranks cut a global batch; fewer where they share a model."""
         size = get_catalog().backend(self.backend).data_parallel_size
         if size is None:
             return ranks
-        return size(DistributedConfig(**{"backend": self.backend, **self.options}), ranks)
+        return size(load(overrides={"backend": self.backend, **self.options}), ranks)
 
     def trainer(self, model: Any, ranks: int, **given: Any) -> Trainer:
-        """A trainer of `model` on `ranks` CPU ranks of the pool."""
-        fields = {"device": "cpu", "log_every_n_steps": 1, **self.options, **given}
-        trainer = Trainer(model, backend=self.backend, num_processes=ranks, **fields)
-        trainer.launcher = self.pool
+        """A trainer of `model` on `ranks` CPU ranks. `options` are this backend's alone: with
+        ``backend=`` of another they are left out."""
+        fields = {"backend": self.backend, "num_processes": ranks, "log_every_n_steps": 1, **given}
+        own = self.options if fields["backend"] == self.backend else {}
+        trainer = Trainer(model, **{"device": "cpu", **own, **fields})
+        trainer.launcher = self.pool if self.pooled else None
         return trainer
 
     def train(self, ranks: int, data: tuple[Tensor, Tensor], run: Run) -> tuple[Any, History]:
@@ -117,6 +130,7 @@ class Suite:
             optimizer=self.bench.optimizer(run.optimizer),
             learning_rate=run.rate,
             gradient_clipping=run.max_norm,
+            seed=run.seed,
             **run.given,
         )
         return model, trainer.fit(self.bench.data(*data), max_steps=run.steps)
@@ -127,7 +141,7 @@ class Suite:
         """(trained model, record) of one process without any backend."""
         model = small_model(run.dtype)
         optimizer = make_optimizer(run.optimizer, model.parameters(), run.rate)
-        options = {"steps": run.steps, "max_norm": run.max_norm, **given}
+        options = {"steps": run.steps, "max_norm": run.max_norm, "seed": run.seed, **given}
         return model, oracle_fit(model, optimizer, *data, global_batch_size=global_batch_size, **options)
 
     def compare(
