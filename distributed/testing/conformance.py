@@ -12,7 +12,9 @@ Needs the fixture `rank_pool`, which comes with the package's pytest plugin.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -75,10 +77,12 @@ class BackendConformance:
     Attributes:
         backend: the name it is registered under.
         sizes: numbers of ranks to try; 1 alone for a backend that is one process.
+        options: configuration fields that every run gets besides.
     """
 
     backend: str = ""
     sizes: tuple[int, ...] = (1, 2, 3)
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
     def _use_pool(self, rank_pool: RankPool) -> None:
@@ -101,7 +105,7 @@ class BackendConformance:
             backend=self.backend,
             num_processes=ranks,
             device="cpu",
-            **{"log_every_n_steps": 1, **given},
+            **{"log_every_n_steps": 1, **self.options, **given},
         )
         trainer.launcher = self.pool
         return trainer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from distributed.plugin_manager import missing_modules
@@ -26,3 +28,23 @@ class TestFSDP(BackendConformance):
 class TestHorovod(BackendConformance):
     backend = "horovod"
     sizes = (1, 2, 3)
+
+
+class TestDeepSpeed0(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 0}
+
+
+class TestDeepSpeed1(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 1}
+
+
+class TestDeepSpeed2(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 2}
+
+
+class TestDeepSpeed3(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 3}
