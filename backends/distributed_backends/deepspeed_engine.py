@@ -69,6 +69,8 @@ class _WideEngine(_Engine):
     """For float64 weights, which DeepSpeed would reduce and step in float32, or not at all."""
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        if not self.zero_optimization():  # the optimizer is left alone only where this says float32
+            return torch.float32, torch.float32
         return torch.float64, torch.float64
 
     @property
