@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
+    from distributed.trainers import DeepSpeedTrainer, FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
+    "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
@@ -36,6 +37,7 @@ _HOMES = {
 __all__ = [
     "Band",
     "Callback",
+    "DeepSpeedTrainer",
     "DistributedConfig",
     "EarlyStopping",
     "FSDPTrainer",

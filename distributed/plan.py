@@ -109,9 +109,10 @@ def resolve(
         UserError: the config asks for what cannot be: unknown backend, missing package,
             lacking capability, too few GPUs, an impossible batch.
     """
+    notes: list[str] = []
+    config = _with_zero(config, catalog, notes)
     spec = catalog.backend(config.backend)
     require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
-    notes: list[str] = []
     joined = _place(config, joined)
     device = _device(config, resources, joined, notes)
     world_size, local_size = _ranks(config, spec, resources, device, joined)
@@ -147,6 +148,31 @@ def resolve(
     _check_nodes(plan)
     catalog.manager.hook.check_plan(plan=plan)
     return plan
+
+
+def _with_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) -> DistributedConfig:
+    """ZeRO moves a backend that nobody asked for to the one that has it."""
+    stage, here = config.zero_stage, catalog.backend(config.backend)
+    if not config.wants_zero or here.capabilities.zero_stages:
+        return config
+    if not config.origin("backend").startswith("default"):
+        return config
+    able = sorted(s.name for s in catalog.backends.values() if _offers(s.capabilities, stage))
+    if len(able) != 1:
+        raise UserError(
+            "several backends offer ZeRO" if able else "no backend here offers ZeRO",
+            field="backend",
+            got=here.name,
+            allowed=", ".join(able) or None,
+            remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
+        )
+    asked = f"zero_stage={stage}" if config.is_explicit("zero_stage") else "deepspeed_config"
+    notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
+    return config.with_values({"backend": able[0]}, asked)
+
+
+def _offers(capabilities: Capabilities, stage: int | None) -> bool:
+    return bool(capabilities.zero_stages) if stage is None else stage in capabilities.zero_stages
 
 
 def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
@@ -293,6 +319,7 @@ _NEEDS: list[_Need] = [
         lambda k: k.find_unused_parameters,
         "find unused parameters",
     ),
+    ("zero_stage", lambda c: c.wants_zero, lambda k: bool(k.zero_stages), "shard by ZeRO stages"),
     ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
 ]
 

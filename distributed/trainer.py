@@ -87,7 +87,7 @@ class Trainer:
 
     def _defaults(self) -> list[Layer]:
         name = self.default_backend
-        return [Layer(type(self).__name__, {"backend": name})] if name else []
+        return [Layer(f"default of {type(self).__name__}", {"backend": name})] if name else []
 
     def _configure(self, overrides: Mapping[str, Any]) -> DistributedConfig:
         script = active()

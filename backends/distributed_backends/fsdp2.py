@@ -72,9 +72,6 @@ class FSDPBackend(ProcessGroupBackend):
         self._sharded: ShardedModel | None = None
         self._recomputed: Recomputed = []
         self._built_by_one = False
-        self._last = True
-        self._seen: Any = None
-        self._reduction: tuple[Any, Tensor] | None = None
 
     def setup(self, plan: RunPlan) -> World:
         if plan.world_size > 1:
@@ -126,39 +123,24 @@ class FSDPBackend(ProcessGroupBackend):
     # -- one step --------------------------------------------------------------------
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
-        if self._sharded is not None and last != self._last:
+        if self._sharded is not None and last != self.counting_ends:
             root = self._sharded.root
             root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
             root.set_is_last_backward(last)
-            self._last = last
+            self.counting_ends = last
         return _NOTHING
 
     def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
         loss, total, count = root(step.forward, *args)
         if self.objective.counted:
-            self._seen = count if self._seen is None else self._seen + count
-            if self._last:
-                self._reduction = self._start_adding(self._seen)
-                self._seen = None
+            self.add_count(count)
         return loss, total, count
-
-    def _start_adding(self, count: Any) -> tuple[Any, Tensor]:
-        tensor = torch.as_tensor(count).detach().to(self.world.device, torch.float64, copy=True)
-        return dist.all_reduce(tensor, async_op=True), tensor
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         seen = super().run_window(window)
         if self._sharded is not None:
             self._sharded.average_replicated()
         return seen
-
-    def _count_ratio(self) -> Tensor | None:
-        if self._counts and self._reduction is not None:
-            work, count = self._reduction
-            work.wait()
-            # Gradients were averaged over the ranks: their count is too.
-            self._counts, self._reduction = [count / self.world.data_parallel_size], None
-        return super()._count_ratio()
 
     def gradients(self) -> list[Tensor]:
         return [local_part(gradient) for gradient in super().gradients()]

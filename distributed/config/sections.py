@@ -22,6 +22,7 @@ __all__ = [
     "LrScaling",
     "ProfileSection",
     "TrackingSection",
+    "ZeroSection",
 ]
 
 
@@ -172,3 +173,14 @@ class HorovodSection(Section):
     def _horovods_own(cls, value: Any) -> Any:
         name = getattr(value, "__name__", None)
         return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, value) if name else value
+
+
+class ZeroSection(Section):
+    """What ZeRO keeps in host memory, so that more fits on a device."""
+
+    offload_optimizer: Literal["none", "cpu"] = Field(
+        "none", description="Where the optimizer's state lives and steps; cpu needs ZeRO stage 1 or more."
+    )
+    offload_parameters: Literal["none", "cpu"] = Field(
+        "none", description="Where parameters wait until they are used; cpu needs ZeRO stage 3."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from distributed.testing.conformance import BackendConformance
 
 
@@ -22,3 +24,23 @@ class TestFSDP(BackendConformance):
 class TestHorovod(BackendConformance):
     backend = "horovod"
     sizes = (1, 2, 3)
+
+
+class TestDeepSpeed0(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 0}
+
+
+class TestDeepSpeed1(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 1}
+
+
+class TestDeepSpeed2(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 2}
+
+
+class TestDeepSpeed3(BackendConformance):
+    backend = "deepspeed"
+    options: ClassVar = {"zero_stage": 3}
