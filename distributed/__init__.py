@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
+    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer, RayTrainer
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
@@ -28,6 +28,7 @@ _HOMES = {
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
+    "RayTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
     "WorkerError": "distributed.errors",
@@ -42,6 +43,7 @@ __all__ = [
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "Trainer",
     "UserError",
     "WorkerError",
