@@ -64,7 +64,6 @@ def _start(num_cpus: int) -> None:
             address="local",
             num_cpus=max(num_cpus, len(os.sched_getaffinity(0))),
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             **_QUIET,
         )
 

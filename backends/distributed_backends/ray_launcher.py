@@ -208,15 +208,16 @@ def _report(rank: int, failure: Exception, relay: Relay) -> dict[str, Any]:
         return report
     host, pid = relay.places.get(rank, ("unknown host", 0))
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
+    reason, guessed, _ = lines[-1].partition(" Some common causes")
+    hint = "; it was killed, or the host ran out of memory" if guessed else ""
     return {
         "rank": rank,
         "host": host,
         "pid": pid,
         "time": time.time(),
         "exc_type": type(failure).__name__,
-        "what": f"is gone: {lines[-1]}",
+        "what": f"is gone: {reason.rstrip('. ')}{hint}",
         "second_hand": is_second_hand(failure),
-        "traceback": str(failure),
     }
 
 
