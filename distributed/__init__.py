@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import DeepSpeedTrainer, FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
+    from distributed.trainers import (
+        DeepSpeedTrainer,
+        FSDPTrainer,
+        HorovodTrainer,
+        PyTorchDDPTrainer,
+        RayTrainer,
+    )
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
@@ -29,6 +35,7 @@ _HOMES = {
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
+    "RayTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
     "WorkerError": "distributed.errors",
@@ -44,6 +51,7 @@ __all__ = [
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "Trainer",
     "UserError",
     "WorkerError",

@@ -60,7 +60,7 @@ class ProcessGroupBackend(TorchBackend):
             size=size,
             local_rank=local_rank,
             local_size=local_size,
-            node_rank=rank // local_size,
+            node_rank=plan.node_rank,
             num_nodes=plan.num_nodes,
             host=socket.gethostname(),
             device=device,

@@ -122,7 +122,9 @@ class ShardedOptimizer:
             group.update({key: value for key, value in seen.items() if key != "params"})
         state: dict[Tensor, dict[str, Any]] = {}
         for group, members in zip(shown.param_groups, self._members, strict=True):
-            state |= {p: shown.state.get(piece, {}) for p, piece in zip(members, group["params"], strict=True)}
+            state |= {
+                p: shown.state.get(piece, {}) for p, piece in zip(members, group["params"], strict=True)
+            }
         self._pour(state)
 
     def take_whole(self, state: State) -> None:

@@ -124,8 +124,7 @@ def _check_names(native: Mapping[str, Any]) -> None:
     for name in native:
         if name not in known:
             raise UserError(
-                f"'{name}' is not among what this backend hands to DeepSpeed"
-                f".{did_you_mean(name, known)}",
+                f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
                 field=f"{NATIVE}.{name}",
                 allowed=", ".join(sorted(known)),
                 remedy=_REMEDIES.get(name),

@@ -28,6 +28,7 @@ from distributed.config.sections import (
     HorovodSection,
     LrScaling,
     ProfileSection,
+    RaySection,
     TrackingSection,
     ZeroSection,
 )
@@ -168,6 +169,7 @@ class DistributedConfig(BaseModel):
     fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
     zero: ZeroSection = Field(default_factory=ZeroSection, description="What ZeRO keeps in host memory.")
     horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
+    ray: RaySection = Field(default_factory=RaySection, description="Backend `ray`: cluster and ranks.")
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

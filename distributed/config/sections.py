@@ -8,7 +8,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -21,6 +23,7 @@ __all__ = [
     "HorovodSection",
     "LrScaling",
     "ProfileSection",
+    "RaySection",
     "TrackingSection",
     "ZeroSection",
 ]
@@ -183,4 +186,30 @@ class ZeroSection(Section):
     )
     offload_parameters: Literal["none", "cpu"] = Field(
         "none", description="Where parameters wait until they are used; cpu needs ZeRO stage 3."
+    )
+
+
+class RaySection(Section):
+    """Where backend ``ray`` starts ranks, and what they run. Another backend refuses it."""
+
+    inner: str = Field("pytorch-ddp", description="The torch backend that the ranks run.")
+    address: str | None = Field(
+        None,
+        description="The cluster: auto, HOST:PORT or ray://HOST:PORT. None: the one that this process is"
+        " connected to, RAY_ADDRESS's, or a cluster on this host for the run alone.",
+    )
+    num_cpus_per_rank: NonNegativeFloat = Field(1.0, description="CPUs that Ray sets aside for each rank.")
+    resources: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="Other resources each rank needs, by Ray's names for them."
+    )
+    start_timeout: PositiveFloat = Field(
+        300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
+    )
+    max_failures: int = Field(
+        0,
+        ge=-1,
+        description="How often Ray starts all ranks anew when one fails (FailureConfig); -1: always.",
+    )
+    storage_path: str | None = Field(
+        None, description="Where Ray Train keeps its own record of the run; None keeps none."
     )

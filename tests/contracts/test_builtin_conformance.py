@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
+import pytest
+
 from distributed.testing.conformance import BackendConformance
+from distributed.testing.pool import RankPool
 
 
 class TestSerial(BackendConformance):
@@ -24,23 +28,3 @@ class TestFSDP(BackendConformance):
 class TestHorovod(BackendConformance):
     backend = "horovod"
     sizes = (1, 2, 3)
-
-
-class TestDeepSpeed0(BackendConformance):
-    backend = "deepspeed"
-    options: ClassVar = {"zero_stage": 0}
-
-
-class TestDeepSpeed1(BackendConformance):
-    backend = "deepspeed"
-    options: ClassVar = {"zero_stage": 1}
-
-
-class TestDeepSpeed2(BackendConformance):
-    backend = "deepspeed"
-    options: ClassVar = {"zero_stage": 2}
-
-
-class TestDeepSpeed3(BackendConformance):
-    backend = "deepspeed"
-    options: ClassVar = {"zero_stage": 3}
