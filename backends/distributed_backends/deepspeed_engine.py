@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups, logger
 from torch import nn
 
@@ -140,8 +142,9 @@ def build_engine(
     # Where to compute is decided already; DeepSpeed would take the launcher's LOCAL_RANK for it.
     place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
     logger.addFilter(_not_about_optimizers)
+    gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
     try:
-        with _wide_masters() if wide else nullcontext():
+        with _without_sending(), _wide_masters() if wide else nullcontext():
             engine: Any = (_WideEngine if wide else _Engine)(
                 args=place,
                 model=root,
@@ -156,12 +159,29 @@ def build_engine(
     finally:
         nn.functional.linear = linear
         logger.removeFilter(_not_about_optimizers)
+        gc.unfreeze()
     return engine
 
 
 def _not_about_optimizers(record: logging.LogRecord) -> bool:
     """DeepSpeed warns of each optimizer that is not its own; which will do is checked already."""
     return "untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def _without_sending() -> Iterator[None]:
+    """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
+    cut = Init._zero_init_param
+
+    def convert(self: Any, parameter: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+
+    Init._zero_init_param = convert
+    try:
+        yield
+    finally:
+        Init._zero_init_param = cut
 
 
 @contextmanager
