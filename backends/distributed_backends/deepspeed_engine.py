@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -202,6 +203,8 @@ def meet(device: str) -> None:
 
     A group that was there before may be another one than DeepSpeed remembers.
     """
+    # torch renames collectives that DeepSpeed calls by their old names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     kind = device.partition(":")[0]
     if get_accelerator().device_name() != kind:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
