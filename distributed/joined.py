@@ -36,8 +36,8 @@ class Joined:
 def detect(env: Mapping[str, str]) -> Joined | None:
     """The place a per-rank launcher gave this process; None when it was started plainly.
 
-    torchrun's variables, which deepspeed sets too, come first, then horovodrun's, mpirun's, srun's; srun counts only inside a
-    step of more than one task, for a batch script also carries SLURM variables.
+    torchrun's variables, which deepspeed sets too, come first, then horovodrun's, mpirun's, srun's;
+    srun counts only inside a step of more than one task, for a batch script also carries SLURM variables.
 
     Raises:
         UserError: a launcher's variables contradict each other or leave out what is needed.

@@ -21,12 +21,14 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(m, type(m), dict(vars(m)), _tables(m)) for m in model.modules()]
         self._parameters = [(p, set(vars(p)), p.dtype, p.device) for p in model.parameters()]
-        self._buffers = [(m, n, b.device) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+        self._buffers = [
+            (m, n, b.device) for m in model.modules() for n, b in m._buffers.items() if b is not None
+        ]
 
     @torch.no_grad()
-    def restore(self, whole: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
+    def restore(self, whole: Iterator[tuple[Tensor, Tensor]]) -> None:
         """The same objects, as they were; parameters hold what `whole` says, one by one."""
-        places = {p: (dtype, device) for p, _, dtype, device in self._parameters}
+        places: dict[Tensor, Any] = {p: (dtype, device) for p, _, dtype, device in self._parameters}
         data = {}
         for parameter, value in whole:
             dtype, device = places[parameter]
@@ -52,4 +54,8 @@ class Before:
 
 def _tables(module: nn.Module) -> dict[str, set[Any]]:
     """Which hooks `module` has, by table."""
-    return {name: set(table) for name, table in vars(module).items() if "_hooks" in name and hasattr(table, "keys")}
+    return {
+        name: set(table)
+        for name, table in vars(module).items()
+        if "_hooks" in name and hasattr(table, "keys")
+    }

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from distributed import Callback, Trainer, UserError
+from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.testing.conformance import distance
@@ -75,9 +68,7 @@ class HoldsWhatWasSaved(Callback):
         assert [group["names"] for group in state.groups] == [group["names"] for group in reader.groups]
 
 
-def trainer(
-    place: tuple[str, int], pool: RankPool, model: nn.Module | None = None, **given: Any
-) -> Trainer:
+def trainer(place: tuple[str, int], pool: RankPool, model: nn.Module | None = None, **given: Any) -> Trainer:
     name, ranks = place
     if name in PLACES:
         return trainer_of("deepspeed", ranks, pool, model, **PLACES[name], **given)
