@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a failure (`doctor`: an error found), 2 a mistake in what 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
 
 
 def _dispatch(words: list[str]) -> int:
-    own, dashes, rest = _split(words)
+    own, dashes, rest = _split(_without_local_rank(words))
     parser = build_parser(own)
     _check_verb(parser, _asked(own))
     args, unknown = parser.parse_known_args(own)
@@ -75,6 +76,12 @@ def _dispatch(words: list[str]) -> int:
     if (unknown or dashes) and not getattr(args, "passes_arguments_on", False):
         refuse_unknown(unknown or rest or ["--"], getattr(args, "parser", parser))
     return int(args.run(args) or 0)
+
+
+def _without_local_rank(words: list[str]) -> list[str]:
+    """Drop what deepspeed's launcher puts in front; LOCAL_RANK says the same."""
+    first = words[0] if words else ""
+    return words[1:] if first == f"--local_rank={os.environ.get('LOCAL_RANK')}" else words
 
 
 def _asked(words: Sequence[str]) -> str | None:

@@ -17,7 +17,7 @@ class Joined:
     """This process's place, as its launcher told it.
 
     Attributes:
-        launcher: ``torchrun``, ``horovodrun``, ``mpirun``, ``srun`` or ``spawn`` (our own).
+        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun`` or ``spawn`` (our own).
         master_addr: host of the rendezvous.
         master_port: its port.
     """
@@ -36,8 +36,8 @@ class Joined:
 def detect(env: Mapping[str, str]) -> Joined | None:
     """The place a per-rank launcher gave this process; None when it was started plainly.
 
-    torchrun's variables come first, then horovodrun's, mpirun's, srun's; srun counts only inside a
-    step of more than one task, for a batch script also carries SLURM variables.
+    torchrun's variables, which deepspeed sets too, come first, then horovodrun's, mpirun's, srun's;
+    srun counts only inside a step of more than one task, for a batch script also carries SLURM variables.
 
     Raises:
         UserError: a launcher's variables contradict each other or leave out what is needed.
@@ -63,9 +63,12 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
             field="MASTER_ADDR, MASTER_PORT",
             remedy="Start with torchrun, which sets them, or unset RANK and WORLD_SIZE",
         )
-    local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", size)
+    # deepspeed's launcher has words of its own for the rest.
+    deepspeed = "CROSS_SIZE" in env and "LOCAL_WORLD_SIZE" not in env
+    local, node = ("LOCAL_SIZE", "CROSS_RANK") if deepspeed else ("LOCAL_WORLD_SIZE", "GROUP_RANK")
+    local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, local, size)
     _below(rank, "RANK", size, "WORLD_SIZE")
-    _below(local_rank, "LOCAL_RANK", local_size, "LOCAL_WORLD_SIZE")
+    _below(local_rank, "LOCAL_RANK", local_size, local)
     if size > 1 and env["MASTER_PORT"] == "0":
         raise UserError(
             "the launcher took a free port and did not say which",
@@ -74,12 +77,12 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
             remedy="Give torchrun a port, or --standalone, or leave --master-port out",
         )
     return Joined(
-        "spawn" if "DISTRIBUTED_RUN_DIR" in env else "torchrun",
+        "spawn" if "DISTRIBUTED_RUN_DIR" in env else "deepspeed" if deepspeed else "torchrun",
         rank,
         size,
         local_rank,
         local_size,
-        _number(env, "GROUP_RANK", rank // local_size),
+        _number(env, node, rank // local_size),
         max(1, size // local_size),
         env.get("MASTER_ADDR", "127.0.0.1"),
         _number(env, "MASTER_PORT", 0),

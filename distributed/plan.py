@@ -166,9 +166,9 @@ def _with_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) ->
             allowed=", ".join(able) or None,
             remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
         )
-    asked = f"zero_stage={stage}" if config.is_explicit("zero_stage") else "deepspeed_config"
+    asked = f"zero_stage={stage}" if config.deepspeed_config is None else "deepspeed_config"
     notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
-    return config.with_values({"backend": able[0]}, asked)
+    return config.with_values({"backend": able[0]}, f"default moved by {asked}")
 
 
 def _offers(capabilities: Capabilities, stage: int | None) -> bool:

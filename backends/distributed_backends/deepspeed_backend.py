@@ -19,7 +19,8 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule
-from distributed_backends.deepspeed_options import check_weights, native_optimizer, stage_of, weights_dtype
+from distributed_backends.deepspeed import stage_of
+from distributed_backends.deepspeed_options import check_weights, native_optimizer, weights_dtype
 from distributed_backends.deepspeed_restore import Before
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             self._owns_group = True
         elif dist.get_world_size() != 1:
             raise UserError(
-                f"this process is in a process group of {dist.get_world_size()} ranks, which DeepSpeed would use",
+                f"this process is in a process group of {dist.get_world_size()} ranks, which DeepSpeed would"
+                " use",
                 field="num_processes",
                 got=1,
                 allowed=str(dist.get_world_size()),
@@ -144,7 +146,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         from distributed_backends.deepspeed_engine import Root, build_engine, engine_options
 
         optimizer, model = self.optimizer, self.module
-        check_weights(optimizer, model, self.stage)
+        check_weights(optimizer, model, self.stage, self.config)
         weights = weights_dtype(self.config, self.stage, model)
         members = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         whole = {p: p.data for group in members for p in group} if weights.itemsize == 2 else {}
@@ -167,13 +169,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         zero = self.engine.optimizer
         self.sharded = ShardedOptimizer(zero, self.optimizer, members, self.module)
         self.sharded.take_whole(earlier)
-        zero.custom_loss_scaler, zero.external_loss_scale = True, self._loss_multiplier()
+        zero.custom_loss_scaler, zero.external_loss_scale = True, 1.0
         # DeepSpeed's own norm is rounded to float32.
         zero.scaled_global_norm = self.gradient_norm
         zero._get_norm_groups = lambda: [self.gradient_norm()]
-
-    def _loss_multiplier(self) -> float:
-        return self.scaler.get_scale() if self.scaler is not None else 1.0
 
     # -- one step --------------------------------------------------------------------------
 
@@ -197,10 +196,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return super().run_window(window)
 
     def backward(self, loss: Tensor) -> None:
-        if self.sharded is None:
-            # The engine must not be given the very tensor that it returned: a hook on that one divides
-            # by the accumulation before the engine's own mark against it is seen.
-            loss = loss * 1.0 if self.scaler is None else self.scaler.scale(loss)
+        # The engine must not be given the very tensor that it returned: of stage 0's, a hook divides by
+        # the accumulation before the engine's mark against that is seen.
+        loss = loss * 1.0 if self.scaler is None else self.scaler.scale(loss)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -208,14 +206,15 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return super().optimizer_step(max_norm, want_norm)
         start = perf_counter()
         zero, ratio = self.engine.optimizer, self._count_ratio()
-        zero.clip_grad = max_norm or 0.0
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         if ratio is not None and float(ratio) > 0.0:
-            zero.external_loss_scale = self._loss_multiplier() / float(ratio)
+            scale /= float(ratio)
+        zero.clip_grad, zero.external_loss_scale = max_norm or 0.0, scale
         self.engine.step()
+        zero.external_loss_scale = 1.0
         skipped = not self.engine.was_step_applied()
         if isinstance(self.scaler, EngineScaler):
             self.scaler.after_step(self.optimizer, skipped)
-        zero.external_loss_scale = self._loss_multiplier()
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(zero._global_grad_norm, skipped)
 
@@ -224,7 +223,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if self.scaler is None:
             self.engine.step()
             return False
-        found = self.scaler._found_inf_per_device(optimizer)  # type: ignore[attr-defined]
+        found = self.scaler._found_inf_per_device(optimizer)
         overflowed = any(bool(value) for value in found.values())
         if not overflowed:
             self.engine.step()
@@ -289,7 +288,6 @@ class DeepSpeedBackend(ProcessGroupBackend):
             import_replicated(reader, self.module, None)
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
-            self.engine.optimizer.external_loss_scale = self._loss_multiplier()
 
     @torch.no_grad()
     def release(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -18,8 +20,12 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups, logger
+from pydantic import ValidationError
 from torch import nn
+
+from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.batch import BatchPlan
@@ -49,7 +55,7 @@ class Root(nn.Module):
         self.linear = nn.functional.linear
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        before, nn.functional.linear = nn.functional.linear, self.linear  # type: ignore[assignment]
+        before, nn.functional.linear = nn.functional.linear, self.linear
         try:
             with self._autocast():
                 return function(*args)
@@ -111,9 +117,9 @@ def engine_options(
     if weights is torch.float64:
         zero["reduce_scatter"] = False  # DeepSpeed's own takes nothing wider than float32
     elif weights in (torch.bfloat16, torch.float16):
-        options["bf16" if weights is torch.bfloat16 else "fp16"] = {"enabled": True}
-        if weights is torch.float16:
-            options["fp16"]["loss_scale"] = 1  # the loop's scaler scales
+        # The loop's scaler scales.
+        own = {"check_grad_overflow": True} if weights is torch.bfloat16 else {"loss_scale": 1}
+        options["bf16" if weights is torch.bfloat16 else "fp16"] = {"enabled": True, **own}
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -139,29 +145,58 @@ def build_engine(
     linear = nn.functional.linear
     # Where to compute is decided already; DeepSpeed would take the launcher's LOCAL_RANK for it.
     place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
-    logger.addFilter(_not_about_optimizers)
+    gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
     try:
-        with _wide_masters() if wide else nullcontext():
+        with _without_sending(), _wide_masters() if wide else nullcontext():
             engine: Any = (_WideEngine if wide else _Engine)(
                 args=place,
                 model=root,
                 optimizer=optimizer,
                 dist_init_required=False,
                 config=options,
-                config_class=DeepSpeedConfig(options),
+                config_class=_checked(options),
                 dont_change_device=True,
             )
         # ZeRO-3 replaces it for the whole process; the root does so while it runs.
         root.linear = nn.functional.linear
     finally:
         nn.functional.linear = linear
-        logger.removeFilter(_not_about_optimizers)
+        gc.unfreeze()
     return engine
 
 
-def _not_about_optimizers(record: logging.LogRecord) -> bool:
-    """DeepSpeed warns of each optimizer that is not its own; which will do is checked already."""
-    return "untested optimizer" not in record.getMessage()
+def _checked(options: dict[str, Any]) -> Any:
+    try:
+        return DeepSpeedConfig(options)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise UserError(
+            f"DeepSpeed refuses it: {found['msg']}",
+            field=f"deepspeed_config ({'.'.join(map(str, found['loc']))})",
+            got=found["input"],
+        ) from None
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not what is checked or counted here: optimizers that are not DeepSpeed's, steps skipped under fp16."""
+    message = record.getMessage()
+    return "untested optimizer" not in message and "OVERFLOW! Skipping step" not in message
+
+
+@contextmanager
+def _without_sending() -> Iterator[None]:
+    """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
+    cut = Init._zero_init_param
+
+    def convert(self: Any, parameter: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+
+    Init._zero_init_param = convert
+    try:
+        yield
+    finally:
+        Init._zero_init_param = cut
 
 
 @contextmanager
@@ -182,6 +217,9 @@ def meet(device: str) -> None:
 
     A group that was there before may be another one than DeepSpeed remembers.
     """
+    # torch renames collectives that DeepSpeed calls by their old names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logger.addFilter(_worth_saying)
     kind = device.partition(":")[0]
     if get_accelerator().device_name() != kind:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

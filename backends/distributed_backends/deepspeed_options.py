@@ -13,12 +13,17 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["check_weights", "native_optimizer", "stage_of", "weights_dtype"]
+__all__ = ["check_weights", "native_optimizer", "weights_dtype"]
 
-_DEFAULT_STAGE = 2
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# They look at a whole matrix, at all parameters at once, or at which gradients are sparse.
-_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# torch's that treat every element by itself. (Of an Adagrad DeepSpeed makes another object, which the
+# user's scheduler would not drive.)
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Rprop"),
+    )
+)
 _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -26,11 +31,6 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
 }
 # How DeepSpeed's own kernels run, not what they compute.
 _KERNELS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "lr"}
-
-
-def stage_of(config: DistributedConfig) -> int:
-    """The ZeRO stage; 2 where nothing says one."""
-    return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
 
 
 def native_optimizer(config: DistributedConfig) -> Any:
@@ -72,23 +72,27 @@ def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> to
     return own
 
 
-def check_weights(optimizer: torch.optim.Optimizer, model: nn.Module, stage: int) -> None:
+def check_weights(
+    optimizer: torch.optim.Optimizer, model: nn.Module, stage: int, config: DistributedConfig
+) -> None:
     """Refuse what ZeRO cannot cut into flat ranges.
 
     Raises:
-        UserError: several dtypes, a group without trainable parameters, or an optimizer that does
-            not treat every element by itself.
+        UserError: several dtypes, a group without trainable parameters, or an optimizer of which
+            nobody said that it treats every element by itself.
     """
     if stage == 0:
         return
-    kind = type(optimizer).__name__
-    if kind in _WHOLE:
+    trusted = (config.deepspeed_config or {}).get("zero_allow_untested_optimizer") is True
+    if not trusted and not isinstance(optimizer, _ELEMENTWISE):
         raise UserError(
-            "ZeRO cuts parameters into flat ranges, and this optimizer looks at more than single elements",
+            "ZeRO cuts parameters into flat ranges, which only optimizers that treat every element by itself"
+            " can step",
             field="optimizer",
-            got=kind,
-            allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
-            remedy="Use zero_stage=0, or backend='fsdp'",
+            got=type(optimizer).__name__,
+            allowed=", ".join(kind.__name__ for kind in _ELEMENTWISE),
+            remedy="Use zero_stage=0 or backend='fsdp'; if it does treat every element by itself, say"
+            " zero_allow_untested_optimizer: true in deepspeed_config",
         )
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(p.requires_grad for p in group["params"]):

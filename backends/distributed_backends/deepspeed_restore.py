@@ -26,9 +26,9 @@ class Before:
         ]
 
     @torch.no_grad()
-    def restore(self, whole: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
+    def restore(self, whole: Iterator[tuple[Tensor, Tensor]]) -> None:
         """The same objects, as they were; parameters hold what `whole` says, one by one."""
-        places = {p: (dtype, device) for p, _, dtype, device in self._parameters}
+        places: dict[Tensor, Any] = {p: (dtype, device) for p, _, dtype, device in self._parameters}
         data = {}
         for parameter, value in whole:
             dtype, device = places[parameter]

@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self._zero, self._optimizer, self._members = zero, optimizer, members
         self.partitioned = hasattr(zero, "fp16_partitioned_groups_flat")
         found = _ranges_of_stage_3(zero) if self.partitioned else _ranges_of_stage_1_and_2(zero)
-        self._ranges = {r.parameter: r for r in found}
+        self._ranges: dict[Tensor, _Range] = {r.parameter: r for r in found}
         self._names = {tensor: name for name, tensor in named_tensors(module)[0].items()}
         self._frozen = _frozen_parts(module, self._ranges) if self.partitioned else {}
 
@@ -129,7 +129,7 @@ class ShardedOptimizer:
 
     def take_whole(self, state: State) -> None:
         """Keep state of whole parameters, which an earlier fit left. Same on all ranks."""
-        cut = {
+        cut: dict[Tensor, dict[str, Any]] = {
             p: {slot: _cut(r, slot, value) for slot, value in state.get(p, {}).items()}
             for p, r in self._ranges.items()
         }
@@ -153,11 +153,7 @@ class ShardedOptimizer:
             return joined
         first = values[0][1]
         for place, value in values:
-            if value is None or first is None:
-                equal = value is first
-            else:
-                equal = bool(value == first)
-            if not equal:
+            if not (value is first or (None not in (value, first) and bool(value == first))):
                 raise UserError(
                     f"ZeRO steps the parameters of a group together, and the optimizer's '{slot}' of"
                     f" '{self._names[place.parameter]}' is {value} where that of"
@@ -191,7 +187,7 @@ class ShardedOptimizer:
         if self.partitioned:
             self._zero._partition_all_parameters()
 
-    def whole_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def whole_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, its whole master weights) one by one, on every rank. Collective."""
         for p, part in self.parts.items():
             yield p, _gathered(part.shape, part.start, part.data)

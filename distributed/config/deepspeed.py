@@ -28,12 +28,13 @@ _FIELDS = {
     "optimizer.params.momentum": "momentum",
     "fp16.loss_scale_window": "scaler_growth_interval",
 }
-_PASSED = frozenset(
-    "zero_optimization optimizer fp16 bf16 bfloat16 gradient_clipping communication_data_type"
-    " prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown"
-    " dump_state flops_profiler comms_logger activation_checkpointing tensorboard wandb csv_monitor comet"
-    " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer log_level disable_python_gc".split()
-)
+_PASSED = {
+    *("zero_optimization", "optimizer", "fp16", "bf16", "gradient_clipping", "communication_data_type"),
+    *("prescale_gradients", "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown"),
+    *("memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "activation_checkpointing"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "log_level", "disable_python_gc"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+}
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
 _REMEDIES = {
     "scheduler": "Say scheduler, warmup_steps and min_lr_ratio, or give the Trainer a scheduler",
@@ -45,17 +46,33 @@ _REMEDIES = {
     "gradient_allreduce_op": "Leave it out: the loop makes the mean over the global batch",
     "elasticity": "Say global_batch_size; it is kept on any number of ranks",
 }
-_ZERO_REFUSED = {
-    "zenflow": "it changes which gradients a step uses",
-    "round_robin_gradients": "its order of parameters is not in the portable checkpoints",
-    "zero_hpz_partition_size": "its second partitions are not in the portable checkpoints",
-    "zero_quantized_weights": "it changes the training",
-    "zero_quantized_gradients": "it changes the training",
-    "zero_quantized_nontrainable_weights": "it changes the training",
-    "mics_shard_size": "its partitions are not in the portable checkpoints",
-    "cpu_offload": "DeepSpeed replaced it by offload_optimizer",
-    "cpu_offload_param": "DeepSpeed replaced it by offload_param",
+_CHANGES, _CUTS = "it changes the training", "its partitions are not in the portable checkpoints"
+# Name -> (values that change nothing, why not another).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "zero_optimization.compute_grad_norm": ((True,), "clipping and the log need the norm of the gradient"),
+    "zero_optimization.zenflow": ((), _CHANGES),
+    "zero_optimization.zero_quantized_weights": ((False,), _CHANGES),
+    "zero_optimization.zero_quantized_gradients": ((False,), _CHANGES),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _CHANGES),
+    "zero_optimization.round_robin_gradients": ((False,), _CUTS),
+    "zero_optimization.zero_hpz_partition_size": ((1,), _CUTS),
+    "zero_optimization.mics_shard_size": ((-1,), _CUTS),
+    "zero_optimization.cpu_offload": ((False,), "DeepSpeed replaced it by offload_optimizer"),
+    "zero_optimization.cpu_offload_param": ((False,), "DeepSpeed replaced it by offload_param"),
+    "zero_optimization.offload_optimizer.ratio": ((1,), "it takes DeepSpeed's own Adam"),
+    "zero_optimization.offload_optimizer.super_offload": ((False,), "it takes DeepSpeed's own Adam"),
+    "fp16.loss_scale": ((0,), "the loop's scaler finds its own scale"),
+    "fp16.hysteresis": ((2,), "the loop's scaler, torch's, has none"),
+    "fp16.consecutive_hysteresis": ((False,), "the loop's scaler, torch's, has none"),
+    "fp16.min_loss_scale": ((1,), "the loop's scaler, torch's, has none"),
+    "fp16.auto_cast": ((False, True), "autocast casts the inputs"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "it takes DeepSpeed's own Adam"),
+    "bf16.bf16_master_weights_and_grads": ((False,), _CHANGES),
+    "bf16.bf16_optimizer_states": ((False,), _CHANGES),
+    "bf16.check_grad_overflow": ((True, False), "it is always checked"),
+    "bf16.immediate_grad_update": ((True, False), "there is nothing to choose with ZeRO"),
 }
+_NAMED_IN_FULL = ("fp16", "bf16")
 
 
 def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -75,6 +92,8 @@ def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     native = _read(values.get(NATIVE))
     if native is None:
         return found, {}
+    if "bfloat16" in native:  # an older name of it
+        native["bf16"] = native.pop("bfloat16")
     _check_names(native)
     found[NATIVE] = native
     origins: dict[str, str] = {}
@@ -129,22 +148,30 @@ def _check_names(native: Mapping[str, Any]) -> None:
                 allowed=", ".join(sorted(known)),
                 remedy=_REMEDIES.get(name),
             )
-    for name, reason in _ZERO_REFUSED.items():
-        value = native.get("zero_optimization", {}).get(name)
-        if value not in (None, False, 1, -1):
+    for path, (harmless, reason) in _REFUSED.items():
+        value = _get(native, path)
+        if value not in (None, _AUTO, *harmless):
             raise UserError(
                 f"not supported: {reason}",
-                field=f"{NATIVE}.zero_optimization.{name}",
+                field=f"{NATIVE}.{path}",
                 got=value,
+                allowed=" or ".join(map(repr, harmless)) or None,
                 remedy="Leave it out",
             )
-    if _get(native, "zero_optimization.compute_grad_norm") is False:
-        raise UserError(
-            "clipping and the log need the norm of the gradient",
-            field=f"{NATIVE}.zero_optimization.compute_grad_norm",
-            got=False,
-            remedy="Leave it out",
-        )
+    for section in _NAMED_IN_FULL:
+        _check_section(native, section)
+
+
+def _check_section(native: Mapping[str, Any], section: str) -> None:
+    own = [name.partition(".")[2] for name in (*_REFUSED, *_FIELDS) if name.startswith(f"{section}.")]
+    known = ["enabled", "initial_scale_power", *own] if section == "fp16" else ["enabled", *own]
+    for name in native.get(section) or {}:
+        if name not in known:
+            raise UserError(
+                f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
+                field=f"{NATIVE}.{section}.{name}",
+                allowed=", ".join(sorted(known)),
+            )
 
 
 def _owned(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -165,20 +192,10 @@ def _owned(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _precision(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    if "bfloat16" in native:
-        native["bf16"] = native.pop("bfloat16")
     for name in ("bf16", "fp16"):
         enabled = _get(native, f"{name}.enabled")
         if enabled not in (None, _AUTO):
             yield f"{name}.enabled", "mixed_precision", (name, bool(enabled))
-    scale = _get(native, "fp16.loss_scale")
-    if scale not in (None, _AUTO, 0):
-        raise UserError(
-            "a fixed loss scale is not supported: the loop's scaler finds its own",
-            field=f"{NATIVE}.fp16.loss_scale",
-            got=scale,
-            allowed="0 (dynamic)",
-        )
     power = _get(native, "fp16.initial_scale_power")
     if power not in (None, _AUTO):
         yield "fp16.initial_scale_power", "scaler_init_scale", 2.0**power
@@ -206,7 +223,7 @@ def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
         if given is None:
             if enabled:
                 found[name] = precision
-            return enabled
+            return bool(enabled)
         if (enabled and given in (True, precision)) or (not enabled and given != precision):
             return False
         value = precision if enabled else f"not {precision}"
