@@ -185,7 +185,7 @@ def _grows() -> bool:
     """Whether an autoscaler may add nodes; Ray then knows what it may come to."""
     from ray._private.state import state
 
-    return bool(state.get_max_resources_from_cluster_config())
+    return is_local() and bool(state.get_max_resources_from_cluster_config())
 
 
 def is_local() -> bool:

@@ -30,6 +30,7 @@ from distributed_backends.ray_cluster import (
 )
 from distributed_backends.ray_files import pack, remove_everywhere, unpack
 from distributed_backends.ray_output import Relay
+from distributed_backends.ray_report import in_trial
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -50,14 +51,14 @@ class RayLauncher(Launcher):
     """
 
     def num_gpus(self, config: DistributedConfig) -> int | None:
+        if in_trial() and (config.num_ranks or 1) == 1:
+            return None
         if address_of(config.ray) is None and not ray.is_initialized():
             return None
         with connected(config.ray, 1):
             return int(ray.cluster_resources().get("GPU", 0))
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        from distributed_backends.ray_report import in_trial
-
         if plan.world_size == 1 and in_trial():
             _run_here(command)
             return
@@ -113,8 +114,6 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
 
     section = plan.config.ray
     callbacks: list[Any] = []
-    from distributed_backends.ray_report import in_trial
-
     if in_trial():
         from ray.tune.integration.ray_train import TuneReportCallback
 
@@ -239,5 +238,5 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
         field="ray.start_timeout",
         got=plan.config.ray.start_timeout,
         remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"
-        " hold no CPU: tune.with_resources(train, {'CPU': 0})",
+        " hold no CPU: tune.with_resources(train, {'memory': 1})",
     )
