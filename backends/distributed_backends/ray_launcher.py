@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
+from ray.exceptions import RayError
 
 from distributed.errors import UserError, WorkerError
 from distributed.failures import error_of, is_second_hand
@@ -176,7 +177,8 @@ def _interruptible(trainer: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if found:
-            ray.get(found[0].abort.remote(), timeout=10.0)
+            with suppress(RayError):  # it dies in answering
+                ray.get(found[0].abort.remote(), timeout=10.0)
         raise
     finally:
         if signal.getsignal(signal.SIGINT) != before and _is_main_thread():
