@@ -206,16 +206,15 @@ class NoRay:
 sys.meta_path.insert(0, NoRay())
 import torch
 from distributed import RayTrainer, UserError
+data = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
 try:
-    RayTrainer(torch.nn.Linear(2, 2), num_processes=2).fit((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
+    RayTrainer(torch.nn.Linear(2, 2), num_processes=2).fit(data)
 except UserError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
-    expected = (
-        "backend 'ray' needs ray, not installed here. Install it: pip install 'distributed-trainer[ray]'.\n"
-    )
-    assert done.stdout == expected
+    remedy = "Install it: pip install 'distributed-trainer[ray]'."
+    assert done.stdout == f"backend 'ray' needs ray, not installed here. {remedy}\n"
 
 
 # -- Ray Tune, and Ray Train of the user's own -----------------------------------------
