@@ -1,11 +1,15 @@
-"""Was this process started as one of several ranks? Read from its environment alone."""
+"""Was this process started as one of several ranks? Its environment says, or Ray Train does."""
 
 from __future__ import annotations
 
 import re
+import socket
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from distributed.errors import UserError
 
@@ -17,7 +21,8 @@ class Joined:
     """This process's place, as its launcher told it.
 
     Attributes:
-        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun`` or ``spawn`` (our own).
+        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray`` or ``spawn``
+            (our own).
         master_addr: host of the rendezvous.
         master_port: its port.
     """
@@ -36,12 +41,16 @@ class Joined:
 def detect(env: Mapping[str, str]) -> Joined | None:
     """The place a per-rank launcher gave this process; None when it was started plainly.
 
-    torchrun's variables, which deepspeed sets too, come first, then horovodrun's, mpirun's, srun's;
-    srun counts only inside a step of more than one task, for a batch script also carries SLURM variables.
+    A worker of Ray Train comes first, for Ray's TorchTrainer sets torchrun's variables as well; then
+    torchrun's, which deepspeed sets too, horovodrun's, mpirun's, srun's; srun counts only inside a step
+    of more than one task, for a batch script also carries SLURM variables.
 
     Raises:
         UserError: a launcher's variables contradict each other or leave out what is needed.
     """
+    worker = None if "DISTRIBUTED_RUN_DIR" in env else _ray_worker()
+    if worker is not None:
+        return _ray_train(worker)
     if "RANK" in env and "WORLD_SIZE" in env:
         _check_unmixed(env)
         return _torchrun(env)
@@ -53,6 +62,53 @@ def detect(env: Mapping[str, str]) -> Joined | None:
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1:
         return _srun(env, tasks)
     return None
+
+
+def _ray_worker() -> Any:
+    """Ray Train's context in one of its workers; None elsewhere, and where nobody imported it."""
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        context.get_world_rank()
+    except (AttributeError, RuntimeError, DeprecationWarning):  # the last in a trial of Ray Tune
+        return None
+    return context
+
+
+def _ray_train(worker: Any) -> Joined:
+    size, local_size = worker.get_world_size(), worker.get_local_world_size()
+    return Joined(
+        "ray",
+        worker.get_world_rank(),
+        size,
+        worker.get_local_rank(),
+        local_size,
+        worker.get_node_rank(),
+        max(1, size // local_size),
+        *_ray_meeting(size, local_size),
+    )
+
+
+@cache
+def _ray_meeting(size: int, local_size: int) -> tuple[str, int]:
+    """Host and port of rank 0's choice, for as long as this process is a worker. Collective."""
+    if size == 1:
+        return "127.0.0.1", 0
+    import ray
+    from ray.train.collective import broadcast_from_rank_zero
+
+    host = "127.0.0.1" if local_size == size else ray.util.get_node_ip_address()
+    place: tuple[str, int] = broadcast_from_rank_zero((host, _free_port()))
+    return place
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _torchrun(env: Mapping[str, str]) -> Joined:

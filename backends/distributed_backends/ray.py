@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
@@ -63,8 +62,6 @@ def check_plan(plan: RunPlan) -> None:
 @hookimpl
 def register_callbacks(config: DistributedConfig) -> list[Callback]:
     """What tells Ray each epoch's figures, in a worker of Ray Train or a trial of Ray Tune."""
-    if "ray.train" not in sys.modules:
-        return []
     from distributed_backends.ray_report import reporter
 
     found = reporter(config.backend == "ray")

@@ -43,6 +43,7 @@ def connected(section: RaySection, num_cpus: int) -> Iterator[None]:
         UserError: nobody answers at the address, or what does is not this Ray.
     """
     if ray.is_initialized():
+        _check_same(section.address)
         yield
         return
     address = address_of(section)
@@ -54,6 +55,17 @@ def connected(section: RaySection, num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_same(address: str | None) -> None:
+    here = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", here) and not (address or "").startswith("ray://"):
+        raise UserError(
+            f"this process is connected to the Ray cluster at {here} already",
+            field="ray.address",
+            got=address,
+            remedy="Leave it out, or call ray.shutdown() first",
+        )
 
 
 def _start(num_cpus: int) -> None:
@@ -185,7 +197,7 @@ def _grows() -> bool:
     """Whether an autoscaler may add nodes; Ray then knows what it may come to."""
     from ray._private.state import state
 
-    return bool(state.get_max_resources_from_cluster_config())
+    return is_local() and bool(state.get_max_resources_from_cluster_config())
 
 
 def is_local() -> bool:

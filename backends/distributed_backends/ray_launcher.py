@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
+from ray.exceptions import RayError
 
 from distributed.errors import UserError, WorkerError
 from distributed.failures import error_of, is_second_hand
@@ -30,6 +31,7 @@ from distributed_backends.ray_cluster import (
 )
 from distributed_backends.ray_files import pack, remove_everywhere, unpack
 from distributed_backends.ray_output import Relay
+from distributed_backends.ray_report import in_trial
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -50,14 +52,14 @@ class RayLauncher(Launcher):
     """
 
     def num_gpus(self, config: DistributedConfig) -> int | None:
+        if in_trial() and (config.num_ranks or 1) == 1:
+            return None
         if address_of(config.ray) is None and not ray.is_initialized():
             return None
         with connected(config.ray, 1):
             return int(ray.cluster_resources().get("GPU", 0))
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        from distributed_backends.ray_report import in_trial
-
         if plan.world_size == 1 and in_trial():
             _run_here(command)
             return
@@ -113,8 +115,6 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
 
     section = plan.config.ray
     callbacks: list[Any] = []
-    from distributed_backends.ray_report import in_trial
-
     if in_trial():
         from ray.tune.integration.ray_train import TuneReportCallback
 
@@ -177,7 +177,8 @@ def _interruptible(trainer: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if found:
-            ray.get(found[0].abort.remote(), timeout=10.0)
+            with suppress(RayError):  # it dies in answering
+                ray.get(found[0].abort.remote(), timeout=10.0)
         raise
     finally:
         if signal.getsignal(signal.SIGINT) != before and _is_main_thread():
@@ -239,5 +240,5 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
         field="ray.start_timeout",
         got=plan.config.ray.start_timeout,
         remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"
-        " hold no CPU: tune.with_resources(train, {'CPU': 0})",
+        " hold no CPU: tune.with_resources(train, {'memory': 1})",
     )

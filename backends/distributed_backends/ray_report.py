@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import ray.train
-from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 
 from distributed.interfaces.callback import Band, Callback, Context
 
@@ -15,6 +13,8 @@ __all__ = ["RayReport", "in_trial", "in_worker", "reporter"]
 
 def in_worker() -> bool:
     """Whether this process is a worker of Ray Train."""
+    if "ray.train" not in sys.modules:
+        return False
     from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
     try:
@@ -25,6 +25,10 @@ def in_worker() -> bool:
 
 def in_trial() -> bool:
     """Whether this process runs a function trial of Ray Tune."""
+    if "ray.tune" not in sys.modules:
+        return False
+    from ray.tune.trainable.trainable_fn_utils import _in_tune_session
+
     return bool(_in_tune_session())
 
 
@@ -36,7 +40,9 @@ def reporter(ours: bool) -> RayReport | None:
             several things.
     """
     if in_worker():
-        return RayReport(ray.train.report)
+        from ray import train
+
+        return RayReport(train.report)
     if ours and in_trial():
         from ray import tune
 

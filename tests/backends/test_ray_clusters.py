@@ -1,0 +1,156 @@
+"""Ray as a user meets it from a shell: its own cluster, one that runs already, one that does not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+TRAIN = [sys.executable, "-m", "distributed.cli", "train", "--backend", "ray", "--num-processes", "2"]
+
+# Says where it is, then waits in a step for a signal that ends its run.
+WAITING = """
+import pathlib, time
+import torch
+from distributed import Callback, RayTrainer
+
+class Wait(Callback):
+    def on_step_end(self, context):
+        pathlib.Path("here").touch()
+        time.sleep(600)
+
+x = torch.randn(16, 4)
+trainer = RayTrainer(torch.nn.Linear(4, 2), batch_size=4, num_processes=2, callbacks=[Wait()])
+trainer.fit((x, (x[:, 0] > 0).long()))
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A folder whose short name is in the command line of every process of a cluster started there."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
+        end(folder)
+
+
+def processes(folder: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(f"{folder}/" in word for word in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def end(folder: str) -> None:
+    found = processes(folder)
+    for process in found:
+        process.kill()
+    psutil.wait_procs(found, timeout=10)
+
+
+def environment(folder: str, **given: str) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder, **given}
+
+
+def run(command: list[str], cwd: Path, env: dict[str, str], code: int = 0) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+def best_accuracy(output: str) -> float:
+    (best,) = {float(value) for value in re.findall(r"best validation accuracy (\S+)", output)}
+    return best
+
+
+def test_the_main_job_on_a_cluster_of_its_own(place: str, tmp_path: Path) -> None:
+    output = run([*TRAIN, "--epochs", "15"], tmp_path, environment(place))
+    assert "ray (pytorch-ddp): 2 ranks on CPU over gloo" in output
+    assert best_accuracy(output) > 0.95
+    assert processes(place) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended(place: str, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "train.py").write_text(WAITING)
+    with subprocess.Popen(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(place), stderr=subprocess.PIPE, text=True
+    ) as process:
+        await_(lambda: (tmp_path / "here").exists() or process.poll() is not None, 120)
+        assert processes(place)
+        process.send_signal(number)
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in error or number == signal.SIGKILL, error
+    await_(lambda: not processes(place), 60)
+
+
+def await_(happened: object, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("way", ["direct", "client"])
+def test_a_cluster_that_runs_already(place: str, tmp_path: Path, way: str) -> None:
+    """Its own address, and through its client server; there the task and the result travel as bytes."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = environment(place, **token)
+    port, client = free_port(), free_port()
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=4"]
+    options = [f"--ray-client-server-port={client}", "--include-dashboard=false", "--disable-usage-stats"]
+    run([*start, *options, f"--temp-dir={place}/head"], tmp_path, env)
+    before = {process.pid for process in processes(place)}
+    address = f"127.0.0.1:{port}" if way == "direct" else f"ray://127.0.0.1:{client}"
+    output = run([*TRAIN, "--epochs", "10", "--device", "cpu", "--address", address], tmp_path, env)
+    assert best_accuracy(output) > 0.95
+    # It is not ours to end.
+    assert before <= {process.pid for process in processes(place)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_an_address_that_does_not_answer(place: str, tmp_path: Path) -> None:
+    """Nobody there, and somebody there who is no Ray: said by Ray's own attempts after minutes."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        addresses = [f"127.0.0.1:{free_port()}", f"ray://127.0.0.1:{silent.getsockname()[1]}"]
+        started = [
+            subprocess.Popen(
+                [*TRAIN, "--address", address],
+                cwd=tmp_path,
+                env=environment(place),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for address in addresses
+        ]
+        outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    for output, address, reason in zip(outputs, addresses, ("refused", "does not speak gRPC"), strict=True):
+        place_tried = address.removeprefix("ray://")
+        assert f"ray.address: no Ray cluster answers; tried {place_tried} for 10 s" in output
+        assert reason in output
+        assert "Traceback" not in output
