@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -307,10 +310,29 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
 def _import_for(device: str) -> None:
     """Import DeepSpeed, which looks for its accelerator at once and tells everybody."""
+    if "deepspeed" in sys.modules:
+        return
     before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
     try:
-        import deepspeed  # noqa: F401
+        with _linker_unheard():
+            import_module("deepspeed")
     finally:
         if before is None:
             del os.environ["DS_ACCELERATOR"]
+
+
+@contextmanager
+def _linker_unheard() -> Iterator[None]:
+    """DeepSpeed tries at once whether it could offload to disks, and the linker prints its opinion."""
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as heard:
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            heard.seek(0)
+            rest = [line for line in heard if b"-laio" not in line and b"ld returned 1" not in line]
+            os.write(2, b"".join(rest))
