@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from distributed.plugin_manager import missing_modules
-from distributed.testing.conformance import BackendConformance
+from distributed.testing.conformance import EXACT, BackendConformance
 from distributed.testing.pool import RankPool
 
 
@@ -46,3 +46,13 @@ class TestRay(BackendConformance):
             patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.02")
             yield pool
         pool.close()
+
+    @pytest.mark.parametrize("inner", ["fsdp", "horovod"])
+    def test_the_ranks_may_run_another_backend(self, inner: str) -> None:
+        if inner == "horovod" and missing_modules(["horovod"]):
+            pytest.skip("make horovod builds it")
+        for accumulation, length in ((1, 25), (2, 13)):
+            given = {"max_norm": 0.05, "ray": {"inner": inner}}
+            off, history, seen = self.compare(3, accumulation, length, **given)
+            assert off < EXACT
+            assert history.steps["loss"] == pytest.approx(seen.losses, abs=EXACT)
