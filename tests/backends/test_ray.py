@@ -244,9 +244,12 @@ def test_a_trial_with_one_rank_trains_itself_and_tune_hears_each_epoch(
 def test_tune_drives_ranks_of_ray_train(ray_cluster: None, tmp_path: Path) -> None:
     from ray import tune
 
+    def train(sample: dict[str, Any]) -> None:
+        assert in_a_trial(sample)["world"] == 2
+
     found = tune.Tuner(
         # The ranks hold the CPUs, and the trial none.
-        tune.with_resources(in_a_trial, {"memory": 1}),
+        tune.with_resources(train, {"memory": 1}),
         param_space={"ranks": 2, "lr": tune.grid_search([0.3]), "batch_size": 4},
         tune_config=tune.TuneConfig(metric="val_loss", mode="min"),
         run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),

@@ -9,6 +9,8 @@ import pytest
 
 from distributed.testing.conformance import BackendConformance
 from distributed.testing.pool import RankPool
+from distributed.testing.problem import problem
+from distributed.testing.suite import EXACT, Run
 
 
 class TestSerial(BackendConformance):
@@ -65,3 +67,11 @@ class TestRay(BackendConformance):
             patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.02")
             yield pool
         pool.close()
+
+    @pytest.mark.parametrize("inner", ["fsdp", "horovod"])
+    def test_the_ranks_may_run_another_backend(self, inner: str) -> None:
+        for accumulation, length in ((1, 25), (2, 13)):
+            run = Run(accumulation, max_norm=0.05, given={"ray": {"inner": inner}})
+            found = self.compare(3, problem(length), run)
+            assert found.distance < EXACT
+            assert found.history.steps["loss"] == pytest.approx(found.oracle.losses, abs=EXACT)
