@@ -17,17 +17,25 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
+    from distributed.trainers import (
+        DeepSpeedTrainer,
+        FSDPTrainer,
+        HorovodTrainer,
+        PyTorchDDPTrainer,
+        RayTrainer,
+    )
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
+    "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
+    "RayTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
     "WorkerError": "distributed.errors",
@@ -36,12 +44,14 @@ _HOMES = {
 __all__ = [
     "Band",
     "Callback",
+    "DeepSpeedTrainer",
     "DistributedConfig",
     "EarlyStopping",
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "Trainer",
     "UserError",
     "WorkerError",

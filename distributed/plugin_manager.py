@@ -77,8 +77,8 @@ class Catalog:
         for _, found in self._collect("register_trackers"):
             self.trackers += found
 
-    def backend(self, name: str) -> BackendSpec:
-        """The spec called `name`.
+    def backend(self, name: str, field: str = "backend") -> BackendSpec:
+        """The spec called `name`, which the config's `field` asks for.
 
         Raises:
             UserError: nobody registers that name; names the nearest, and a broken plugin
@@ -89,7 +89,7 @@ class Catalog:
         broken = "".join(f" The plugin '{b.name}' could not be loaded: {b.error}." for b in self.broken)
         raise UserError(
             f"no backend is called '{name}'.{did_you_mean(name, self.backends)}{broken}",
-            field="backend",
+            field=field,
             allowed=", ".join(sorted(self.backends)),
             remedy="`python -m distributed.cli backends` lists them",
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import World
@@ -31,13 +32,17 @@ class ProcessGroupBackend(TorchBackend):
 
     Attributes:
         store: where they met, None with a group that was there or without one.
+        counting_ends: with `add_count`: the next count is a window's last.
 
     Collectives on plain numbers and objects go over gloo, also beside nccl, so that logging
     never waits for the GPU's stream.
     """
 
     store: dist.Store | None = None
+    counting_ends = True
     _owns_group = False
+    _seen: Any = None
+    _reduction: tuple[Any, Tensor] | None = None
 
     def setup(self, plan: RunPlan) -> World:
         self.adopt(plan)
@@ -55,7 +60,7 @@ class ProcessGroupBackend(TorchBackend):
             size=size,
             local_rank=local_rank,
             local_size=local_size,
-            node_rank=rank // local_size,
+            node_rank=plan.node_rank,
             num_nodes=plan.num_nodes,
             host=socket.gethostname(),
             device=device,
@@ -79,6 +84,23 @@ class ProcessGroupBackend(TorchBackend):
         dist.init_process_group(
             kind, store=dist.PrefixStore("group", self.store), rank=rank, world_size=size, timeout=timeout
         )
+
+    def add_count(self, count: Any) -> None:
+        """Add one micro-batch's count of tokens (C2). The ranks add theirs in a small collective of
+        its own, under way while a window's last backward runs: for backends with gradients that
+        cannot carry it (`counts_with_gradients` false)."""
+        self._seen = count if self._seen is None else self._seen + count
+        if self.counting_ends:
+            tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
+            self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
+
+    def _count_ratio(self) -> Tensor | None:
+        if self._counts and self._reduction is not None:
+            work, count = self._reduction
+            work.wait()
+            # Gradients were averaged over the ranks: their count is too.
+            self._counts, self._reduction = [count / self.world.data_parallel_size], None
+        return super()._count_ratio()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         if self.world.size == 1:

@@ -15,9 +15,9 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
-from distributed.joined import detect
-from distributed.plan import Facts, Resources, RunPlan, resolve, visible_gpus
-from distributed.plugin_manager import Catalog, get_catalog
+from distributed.joined import Joined, detect
+from distributed.plan import Facts, Resources, RunPlan, chosen_backend, resolve, visible_gpus
+from distributed.plugin_manager import Catalog, get_catalog, load_target
 
 if TYPE_CHECKING:
     from distributed.data import Source
@@ -87,7 +87,7 @@ class Trainer:
 
     def _defaults(self) -> list[Layer]:
         name = self.default_backend
-        return [Layer(type(self).__name__, {"backend": name})] if name else []
+        return [Layer(f"default of {type(self).__name__}", {"backend": name})] if name else []
 
     def _configure(self, overrides: Mapping[str, Any]) -> DistributedConfig:
         script = active()
@@ -237,8 +237,16 @@ class Trainer:
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=hasattr(self.optimizer, "param_groups"),
         )
-        gpus = visible_gpus() if config.device != "cpu" else 0
-        return resolve(config, catalog, facts, Resources(gpus), detect(os.environ))
+        joined = detect(os.environ) if config.launch in ("auto", "join") else None
+        return resolve(config, catalog, facts, self._resources(config, catalog, joined), joined)
+
+    def _resources(self, config: DistributedConfig, catalog: Catalog, joined: Joined | None) -> Resources:
+        if config.device == "cpu":
+            return Resources(0)
+        spec, elsewhere = chosen_backend(config, catalog), None
+        if spec.remote and joined is None:
+            elsewhere = (self.launcher or load_target(spec.launcher)()).num_gpus(config)
+        return Resources(visible_gpus() if elsewhere is None else elsewhere)
 
     # -- afterwards ------------------------------------------------------------------
 

@@ -59,6 +59,11 @@ class BackendSpec:
         data_parallel_size: ``(config, number of ranks) ->`` into how many slices a global batch
             is cut, for a backend whose ranks share a model between them (pipeline, tensor
             parallelism); it raises UserError for a number that cannot be. None: one slice a rank.
+        inner: for a backend that only starts ranks: the dotted config field that names the
+            backend which they run. Target, capabilities and the like are then that one's.
+        remote: the launcher decides where ranks run, a single one too: never in the caller's
+            process, and this host's GPUs and the caller's place among nodes say nothing.
+        runs: the inner backend's name, in the spec that a plan holds.
     """
 
     name: str
@@ -70,6 +75,14 @@ class BackendSpec:
     launcher: str = "distributed.launch:LocalLauncher"
     capabilities: Capabilities = field(default_factory=Capabilities)
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
+    inner: str | None = None
+    remote: bool = False
+    runs: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, and what its ranks run where that is another backend."""
+        return f"{self.name} ({self.runs})" if self.runs else self.name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from distributed.cli import build_parser, main
 from distributed.commands.flags import collect_layers
 from distributed.commands.script import find_script
 from distributed.config import load_layers
-from distributed.plugin_manager import missing_modules
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
@@ -70,8 +69,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("page", [p for p in tried(PAGES) if blocks(p, "python")], ids=label)
 def test_python_blocks_run_as_written(page: Path) -> None:
-    if "horovod" in page.name and missing_modules(["horovod"]):
-        pytest.skip("make horovod builds it")
     namespace: dict[str, Any] = {"__name__": "__page__"}
     for _, source, line in blocks(page, "python"):
         if not re.match(r"# \w+\.py\n", source):
