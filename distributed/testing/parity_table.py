@@ -17,8 +17,6 @@ __all__ = ["COLUMNS", "TableRow", "default_backends", "measure", "render"]
 COLUMNS = [("float64", "sgd"), ("float32", "sgd"), ("float32", "adamw"), ("bf16", "sgd")]
 """Dtype and optimizer; AdamW with eps=1e-4."""
 
-_SPAWNS = "distributed.launch:LocalLauncher"
-
 
 @dataclass(frozen=True)
 class TableRow:
@@ -56,24 +54,14 @@ def measure(
     columns = [replace(exercise, dtype=dtype, optimizer=optimizer) for dtype, optimizer in COLUMNS]
     numbers = list(ranks)
     references = [record(Side("serial"), column, every_step=False) for column in columns]
-    with closing(RankPool(timeout=120.0)) as pool:
-        for name in backends:
-            for number in numbers:
-                for accumulation in (1, 2):
-                    side = parse_side(name, number)
-                    say(f"{side} on {number} ranks, accumulation {accumulation}")
-                    # Ranks that need their own launcher are started anew for each cell.
-                    shared = get_catalog().backend(side.backend).launcher == _SPAWNS
-                    found = [
-                        record(
-                            side,
-                            replace(column, accumulation=accumulation),
-                            every_step=False,
-                            launcher=pool if shared else None,
-                        )
-                        for column in columns
-                    ]
-                    yield TableRow(side, accumulation, tuple(map(_distance, references, found)))
+    for side in [parse_side(name, number) for name in backends for number in numbers]:
+        # A pool each: on a cluster, ranks that wait for their turn would hold what these need.
+        with closing(RankPool(timeout=120.0)) as pool:
+            for accumulation in (1, 2):
+                say(f"{side}, ranks {side.ranks}, accumulation {accumulation}")
+                runs = [replace(column, accumulation=accumulation) for column in columns]
+                found = [record(side, run, every_step=False, launcher=pool) for run in runs]
+                yield TableRow(side, accumulation, tuple(map(_distance, references, found)))
 
 
 def render(rows: Iterable[TableRow]) -> Iterator[str]:
