@@ -28,11 +28,13 @@ from distributed.interfaces.state import BackendState, Chunk, StateReader
 __all__ = [
     "canonical_name",
     "capture_rng",
+    "check_shapes",
     "export_replicated",
     "import_replicated",
     "load_full_model",
     "named_tensors",
     "restore_rng",
+    "stored_names",
 ]
 
 MODEL = "model"
@@ -159,9 +161,9 @@ def import_replicated(
         UserError: names, shapes or groups differ (says which), or stored bytes are damaged.
     """
     tensors, aliases = named_tensors(model)
-    stored = _stored_names(reader, tensors, aliases)
+    stored = stored_names(reader, tensors, aliases)
     here = {name: tensor for name, tensor in tensors.items() if held(name)}
-    _check_shapes(reader, tensors, stored, here)
+    check_shapes(reader, tensors, stored, here)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
@@ -242,8 +244,8 @@ def _optimizer_names(tensors: Mapping[str, Tensor], pieces: Pieces) -> tuple[dic
     return names, dict(pieces.values())
 
 
-def _stored_names(
-    reader: StateReader, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+def stored_names(
+    reader: StateReader, tensors: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """The model's names -> the names under which the checkpoint holds them.
 
@@ -274,9 +276,10 @@ def _few(names: list[str]) -> str:
     return (", ".join(f"'{name}'" for name in names[:3]) + more) or "nothing"
 
 
-def _check_shapes(
-    reader: StateReader, tensors: Mapping[str, Tensor], stored: Mapping[str, str], here: Mapping[str, Tensor]
+def check_shapes(
+    reader: StateReader, tensors: Mapping[str, Any], stored: Mapping[str, str], here: Mapping[str, Tensor]
 ) -> None:
+    """Raise a UserError when a saved shape is not the model's, or a tensor `here` holds no data."""
     shapes = reader.tensors()
     wrong = [
         f"'{name}' has shape {tuple(tensor.shape)} in the model"

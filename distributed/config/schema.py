@@ -27,6 +27,7 @@ from distributed.config.sections import (
     HorovodSection,
     LrScaling,
     ProfileSection,
+    TensorFlowSection,
     TrackingSection,
 )
 
@@ -151,6 +152,9 @@ class DistributedConfig(BaseModel):
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
     fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
     horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
+    tensorflow: TensorFlowSection = Field(
+        default_factory=TensorFlowSection, description="TensorFlow's own options."
+    )
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -21,6 +21,7 @@ __all__ = [
     "HorovodSection",
     "LrScaling",
     "ProfileSection",
+    "TensorFlowSection",
     "TrackingSection",
 ]
 
@@ -165,3 +166,13 @@ class HorovodSection(Section):
     def _horovods_own(cls, value: Any) -> Any:
         name = getattr(value, "__name__", None)
         return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, value) if name else value
+
+
+class TensorFlowSection(Section):
+    """What only TensorFlow has. Another backend refuses it."""
+
+    strategy: Literal["auto", "mirrored", "multi_worker"] = Field(
+        "auto",
+        description="mirrored: one process drives all devices of this host; multi_worker: a process for"
+        " each; auto: mirrored for num_gpus on one host, multi_worker for num_processes and several hosts.",
+    )

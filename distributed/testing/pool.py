@@ -41,16 +41,17 @@ class RankPool(Launcher):
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._pools: dict[int, _Ranks] = {}
+        self._pools: dict[tuple[int, int], _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        ranks = self._pools.get(plan.world_size)
+        key = (plan.world_size, plan.num_replicas)
+        ranks = self._pools.get(key)
         if ranks is None:
-            ranks = self._pools[plan.world_size] = _Ranks(plan)
+            ranks = self._pools[key] = _Ranks(plan)
         try:
             ranks.run(command.folder, self.timeout)
         except BaseException:
-            self._pools.pop(plan.world_size).close()
+            self._pools.pop(key).close()
             raise
 
     def close(self) -> None:
