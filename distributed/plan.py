@@ -130,6 +130,9 @@ def resolve(
         data_parallel_size=_data_parallel_size(config, spec, num_devices),
         loader_batch_size=facts.train_batch_size,
     )
+    if batch.gradient_accumulation_steps > 1 and not spec.capabilities.accumulation:
+        # Not asked for, but what the global batch comes to.
+        raise _cannot(_NEEDS[0], spec, catalog, batch.gradient_accumulation_steps)
     plan = RunPlan(
         config=config,
         spec=spec,
@@ -291,7 +294,10 @@ def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) ->
     return config.learning_rate * (factor if scaling.rule == "linear" else factor**0.5)
 
 
-_NEEDS: list[tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]] = [
+if TYPE_CHECKING:
+    _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
+
+_NEEDS: list[_Need] = [
     (
         "gradient_accumulation_steps",
         lambda c: (c.gradient_accumulation_steps or 1) > 1,
@@ -318,20 +324,15 @@ def _check_capabilities(
     precision: str,
     device: str,
 ) -> None:
-    needs = [
+    needs: list[_Need] = [
         *_NEEDS,
         ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
         ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}"),
     ]
-    for name, wanted, able, what in needs:
+    for need in needs:
+        name, wanted, able, _ = need
         if wanted(config) and not able(spec.capabilities):
-            others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities))
-            raise UserError(
-                f"backend '{spec.name}' cannot {what}",
-                field=name,
-                got=_value(config, name),
-                remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
-            )
+            raise _cannot(need, spec, catalog, _value(config, name))
     if config.sync_batchnorm and device == "cpu" and world_size > 1:
         raise UserError(
             "torch synchronises BatchNorm on GPUs only",
@@ -339,6 +340,17 @@ def _check_capabilities(
             got=True,
             allowed="false on CPU",
         )
+
+
+def _cannot(need: _Need, spec: BackendSpec, catalog: Catalog, got: Any) -> UserError:
+    name, _, able, what = need
+    others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities))
+    return UserError(
+        f"backend '{spec.name}' cannot {what}",
+        field=name,
+        got=got,
+        remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
+    )
 
 
 def _value(config: DistributedConfig, name: str) -> Any:

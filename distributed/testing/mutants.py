@@ -5,14 +5,18 @@ They prove that the kit can fail. A backend author can read in them what the kit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.interfaces.backend import BackendSpec, MicroBatch, StepResult, Window, World
+from distributed.interfaces.state import BackendState
 from distributed.plan import RunPlan
 from distributed.plugin_manager import Catalog
 from distributed.process_group import ProcessGroupBackend
@@ -157,6 +161,153 @@ class RoundsToHalf(Sound):
         return super().optimizer_step(max_norm, want_norm)
 
 
+class PadsTheLastBatch(Sound):
+    """C3: repeats samples until every rank's last micro-batch is full, as padded samplers do."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        size = self._batch.batch_size
+        full = [
+            MicroBatch([part[torch.arange(size) % len(part)] for part in batch], size)
+            for batch, _ in window.micro_batches
+        ]
+        return super().run_window(Window(full, len(full) * size * self.world.size))
+
+
+class DropsTheRaggedBatch(Sound):
+    """C3: leaves an epoch's last, smaller global batch out without being asked."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        self._ragged = window.num_samples < self._batch.global_batch_size
+        return super().run_window(window)
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if self._ragged:
+            self.clear_gradients()
+        return super().optimizer_step(max_norm, want_norm)
+
+
+class DividesByAccumulationTwice(Sound):
+    """C2: the loss is divided by the accumulation steps, and what arrives already was."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss / self._batch.gradient_accumulation_steps)
+
+
+class SkipsTheLastSync(Sound):
+    """C2: holds gradients back in the last micro-batch of a window and sends them in the others."""
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        return super().sync_when(not last)
+
+
+class ReportsOneRanksLoss(Sound):
+    """C2: trains on all ranks' samples and reports the loss of rank 0's."""
+
+    def all_reduce(self, values: Any) -> list[float]:
+        own = list(values)
+        reduced: list[float] = super().all_reduce(values)
+        return [*own[:-1], reduced[-1]] if self.module.training and len(own) > 1 else reduced
+
+
+class ClipsBeforeReduction(Sound):
+    """C6: every rank clips its own gradient, and the clipped ones are averaged."""
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        return step
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        for gradient in [p.grad for p in self.step_module.parameters() if p.grad is not None]:
+            dist.all_reduce(gradient)
+            gradient /= self.world.size
+        return super().optimizer_step(None, want_norm)
+
+
+class ClipsScaledGradients(Sound):
+    """C6: clips before the loss scale is taken out, so that fp16 gradients all but vanish."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if self.scaler is not None and max_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        return super().optimizer_step(max_norm, want_norm)
+
+
+class ZeroesWhatIsNotFinite(Sound):
+    """C6: replaces NaN in gradients by zero and takes the step that should be skipped."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        for parameter in self._parameters:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        return super().optimizer_step(max_norm, want_norm)
+
+
+class ValidatesRankMeans(Sound):
+    """C5: averages the ranks' validation means, however many samples each holds."""
+
+    def all_reduce(self, values: Any) -> list[float]:
+        own = list(values)
+        if not self.module.training:
+            pairs = zip(own[1::2], own[2::2], strict=True)
+            own = [own[0], *(part for total, count in pairs for part in (total / max(count, 1), 1.0))]
+        reduced: list[float] = super().all_reduce(own)
+        return reduced
+
+
+class EvaluatesInFloat32(Sound):
+    """C5: reduces validation sums in float32, which cannot count beyond 2**24."""
+
+    def all_reduce(self, values: Any) -> list[float]:
+        if self.module.training:
+            reduced: list[float] = super().all_reduce(values)
+            return reduced
+        rounded = torch.tensor(list(values), dtype=torch.float32)
+        dist.all_reduce(rounded)
+        found: list[float] = rounded.tolist()
+        return found
+
+
+class ResumesAtTheEpochsStart(Sound):
+    """C4: a second fit begins the epoch again instead of going on at its next sample."""
+
+    def import_state(self, reader: Any) -> None:
+        super().import_state(reader)
+        reader.extra["progress"]["samples"] = 0
+
+
+class StepsTheSchedulePerMicroBatch(Sound):
+    """C7: the learning rate moves with every micro-batch instead of every step."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        result = super().optimizer_step(max_norm, want_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5 ** (self._batch.gradient_accumulation_steps - 1)
+        return result
+
+
+class ScalesTheRateByRanks(Sound):
+    """C7: multiplies the learning rate by the number of ranks, unasked."""
+
+    def adopt(self, plan: RunPlan) -> None:
+        super().adopt(plan)
+        self._learning_rate *= plan.world_size
+
+
+class SavesOneRanksShare(Sound):
+    """C9: rank 0 alone exports its share of the state."""
+
+    def export_state(self) -> BackendState:
+        state: BackendState = super().export_state()
+        return state if self.world.rank == 0 else replace(state, chunks=[])
+
+
+class ComputesInFullPrecision(Sound):
+    """claims: says that it can compute in half precision, and does not."""
+
+    def setup_precision(self, precision: str, *others: Any) -> None:
+        super().setup_precision("fp32", *others)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A broken backend and the test that is meant to catch it.
@@ -164,12 +315,12 @@ class Mutant:
     Attributes:
         kind: the backend's class.
         caught_by: name of the conformance test.
-        arguments: the test's parameters.
+        arguments: the test's parameters by name.
     """
 
     kind: type[Any]
     caught_by: str
-    arguments: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -178,23 +329,44 @@ class Mutant:
 
 
 _PARITY = "test_c2_c3_parity_with_the_oracle"
+_ONCE = "test_c3_every_sample_is_used_once_an_epoch"
+_CLIPS = "test_c6_clips_the_whole_gradient_once"
+_EVALUATES = "test_c5_every_validation_sample_counts_once"
+_CONTINUES = "test_c4_a_second_fit_continues_at_the_exact_sample"
+_SCHEDULES = "test_c7_schedules_count_optimizer_steps"
+_PRECISION = "test_a_claimed_precision_is_used_and_stays_close"
 
 MUTANTS = [
     Mutant(NeedsTheWholeBatch, "test_c1_global_batch_is_kept_on_any_number_of_ranks"),
-    Mutant(SumsGradients, _PARITY, (1, 24)),
-    Mutant(AveragesMicroBatches, _PARITY, (2, 13)),
-    Mutant(ForgetsToReduce, _PARITY, (1, 24)),
-    Mutant(RoundsToHalf, "test_c2_parity_in_float32", ("SGD", 1e-6)),
-    Mutant(IgnoresTheTrueCount, "test_c2_masked_tokens_weigh_alike", (2,)),
-    Mutant(DropsSamples, "test_c3_every_sample_is_used_once_an_epoch"),
-    Mutant(RepeatsTheFirstSlice, "test_c3_every_sample_is_used_once_an_epoch"),
-    Mutant(LosesMomentum, "test_c4_a_second_fit_continues_at_the_exact_sample"),
-    Mutant(EvaluatesStandIns, "test_c5_every_validation_sample_counts_once"),
-    Mutant(ForgetsOtherRanksInEvaluation, "test_c5_every_validation_sample_counts_once"),
-    Mutant(ClipsLocally, "test_c6_clips_the_whole_gradient_once"),
-    Mutant(ClipsEveryMicroBatch, "test_c6_clips_the_whole_gradient_once"),
-    Mutant(StepsTheScheduleTwice, "test_c7_schedules_count_optimizer_steps"),
+    Mutant(SumsGradients, _PARITY, {"accumulation": 1, "length": 24}),
+    Mutant(AveragesMicroBatches, _PARITY, {"accumulation": 2, "length": 13}),
+    Mutant(ForgetsToReduce, _PARITY, {"accumulation": 1, "length": 24}),
+    Mutant(DividesByAccumulationTwice, _PARITY, {"accumulation": 2, "length": 24}),
+    Mutant(SkipsTheLastSync, _PARITY, {"accumulation": 2, "length": 24}),
+    Mutant(ReportsOneRanksLoss, _PARITY, {"accumulation": 1, "length": 24}),
+    Mutant(RoundsToHalf, "test_c2_parity_in_float32", {"kind": "sgd", "limit": 1e-6}),
+    Mutant(IgnoresTheTrueCount, "test_c2_masked_tokens_weigh_alike", {"accumulation": 2}),
+    Mutant(DropsSamples, _ONCE),
+    Mutant(RepeatsTheFirstSlice, _ONCE),
+    Mutant(PadsTheLastBatch, _PARITY, {"accumulation": 1, "length": 23}),
+    Mutant(DropsTheRaggedBatch, _ONCE),
+    Mutant(LosesMomentum, _CONTINUES),
+    Mutant(ResumesAtTheEpochsStart, _CONTINUES),
+    Mutant(EvaluatesStandIns, _EVALUATES),
+    Mutant(ForgetsOtherRanksInEvaluation, _EVALUATES),
+    Mutant(ValidatesRankMeans, _EVALUATES),
+    Mutant(EvaluatesInFloat32, _EVALUATES),
+    Mutant(ClipsLocally, _CLIPS),
+    Mutant(ClipsEveryMicroBatch, _CLIPS),
+    Mutant(ClipsBeforeReduction, _CLIPS),
+    Mutant(ClipsScaledGradients, _PRECISION, {"precision": "fp16"}),
+    Mutant(ZeroesWhatIsNotFinite, "test_c6_c7_a_step_that_is_not_finite_is_left_out_by_all"),
+    Mutant(StepsTheScheduleTwice, _SCHEDULES),
+    Mutant(StepsTheSchedulePerMicroBatch, _SCHEDULES),
+    Mutant(ScalesTheRateByRanks, "test_c7_a_users_scheduler_steps_once_an_epoch"),
     Mutant(StopsAlone, "test_c8_one_ranks_wish_to_stop_stops_all"),
+    Mutant(SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
+    Mutant(ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]
 """Every mutant with its test."""
 

@@ -7,6 +7,7 @@ project, both published: the order of samples is ``randperm(n)`` under the seed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -47,8 +48,10 @@ def oracle_fit(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     seed: int = 0,
     shuffle: bool = True,
+    skip_non_finite: bool = False,
 ) -> OracleResult:
-    """Train `model` for `steps` optimizer steps, epoch after epoch."""
+    """Train `model` for `steps` optimizer steps, epoch after epoch. With `skip_non_finite`,
+    gradients that are not finite move neither weights nor schedule."""
     seen = OracleResult()
     epoch = 0
     while True:
@@ -62,9 +65,10 @@ def oracle_fit(
             seen.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
             seen.losses.append(float(loss.detach()))
             seen.rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+            if math.isfinite(seen.norms[-1]) or not skip_non_finite:
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
             if len(seen.losses) == steps:
                 return seen
         epoch += 1

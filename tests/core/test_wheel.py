@@ -71,3 +71,16 @@ def test_wheel_trains_the_bundled_example_on_two_ranks(python: Path, tmp_path: P
     )
     assert "pytorch-ddp: 2 ranks" in output
     assert "best validation accuracy" in output
+
+
+def test_wheel_brings_the_conformance_kit(python: Path, tmp_path: Path) -> None:
+    kit = [
+        "--pyargs",
+        "distributed.testing",
+        "--distributed-backend",
+        "pytorch-ddp",
+        "-p",
+        "no:cacheprovider",
+    ]
+    output = run(python, "-m", "pytest", *kit, "-k", "c1 or c7", "--distributed-ranks", "2", cwd=tmp_path)
+    assert "4 passed" in output

@@ -1,0 +1,64 @@
+"""What every backend of every framework is given to train, as torch has it: the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+__all__ = [
+    "OPTIMIZERS",
+    "distance",
+    "make_optimizer",
+    "masked_mean",
+    "problem",
+    "small_model",
+    "weighted_mean",
+]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD),
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.01),
+}
+"""Optimizers by kind; a learning rate completes them. The large eps keeps AdamW from amplifying
+rounding where gradients vanish."""
+
+
+def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """6 -> 8 -> tanh -> 3, the same weights every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def problem(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """`length` samples of 6 numbers with a class in 0..2."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(0, 3, (length,), generator=generator)
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    """Largest difference between parameters at the same place in two modules."""
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p.detach() - q.detach()).abs().max()) for p, q in pairs)
+
+
+def make_optimizer(kind: str, parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` over `parameters`."""
+    return OPTIMIZERS[kind](parameters, lr=rate)
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy over targets other than -100; 0 where there is none, not NaN."""
+    return cross_entropy(output, target, reduction="sum") / (target != -100).sum().clamp(min=1)
+
+
+def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with the weight ``target + 1`` per sample, over the sum of the weights."""
+    weight = target + 1
+    return (cross_entropy(output, target, reduction="none") * weight).sum() / weight.sum()

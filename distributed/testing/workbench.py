@@ -1,0 +1,93 @@
+"""Workbench: everything in the conformance kit that depends on a framework.
+
+The kit compares every backend with plain torch (`oracle`, `problem`). A workbench builds the
+same model, optimizers and losses in another framework, and reads its weights back as torch's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.errors import UserError
+from distributed.plugin_manager import load_target
+
+__all__ = ["WORKBENCHES", "Workbench", "find_workbench"]
+
+WORKBENCHES = {
+    "torch": "distributed.testing.torch_bench:TorchWorkbench",
+    "tensorflow": "distributed.testing.tensorflow_bench:TensorFlowWorkbench",
+}
+"""`BackendSpec.framework` -> where its workbench is, imported when a test needs it."""
+
+
+class Workbench(ABC):
+    """One framework's twins of what `distributed.testing.problem` has in torch.
+
+    What is handed to a `Trainer` travels to other processes, so functions have to be those of a
+    module.
+    """
+
+    @abstractmethod
+    def model(self, dtype: torch.dtype) -> Any:
+        """The twin of `problem.small_model(dtype)`: 6 -> 8 -> tanh -> 3 with the very same weights."""
+
+    @abstractmethod
+    def weights(self, model: Any) -> list[Tensor]:
+        """`model`'s trainable weights as new float64 torch tensors on the CPU, in the order and
+        layout of the torch twin's ``parameters()``: a dense layer's is (outputs, inputs)."""
+
+    @abstractmethod
+    def memory_model(self, length: int) -> Any:
+        """A model whose only weight, float64 of shape (length,), is zero; called with indices of
+        shape (batch,) it returns the weights there."""
+
+    @abstractmethod
+    def memory_step(self) -> Callable[[Any, Any], Any]:
+        """The training step of `memory_model`: ``(model, batch) ->`` mean of the weights at the
+        indices in ``batch[0]``."""
+
+    @abstractmethod
+    def optimizer(self, kind: str) -> Any:
+        """The twin of `problem.OPTIMIZERS[kind]` as `Trainer` takes it: the config's
+        `learning_rate` completes it. Kinds: ``sgd``, ``momentum``, ``adamw``."""
+
+    @abstractmethod
+    def weighted_loss(self) -> Callable[[Any, Any], Any]:
+        """The twin of `problem.weighted_mean` as ``(output, target) -> (sum, count)``."""
+
+    @abstractmethod
+    def validation_step(self) -> Callable[[Any, Any], dict[str, Any]]:
+        """``(model, batch) -> {"id": (sum of the targets, how many)}``, after a forward pass."""
+
+    @abstractmethod
+    def halving_schedule(self) -> Any:
+        """A scheduler as users of the framework write it, as `Trainer` takes it: halves the
+        learning rate at each of its steps."""
+
+    def data(self, *columns: Tensor) -> Any:
+        """What `Trainer.fit` is given for these tensors, batch first."""
+        return columns if len(columns) > 1 else columns[0]
+
+
+def find_workbench(framework: str) -> Workbench:
+    """The workbench of `framework`.
+
+    Raises:
+        UserError: the kit has none; a test class may bring its own.
+    """
+    if framework not in WORKBENCHES:
+        raise UserError(
+            "the conformance kit has no workbench for this framework",
+            field="framework",
+            got=framework,
+            allowed=", ".join(sorted(WORKBENCHES)),
+            remedy="Subclass distributed.testing.workbench.Workbench and name it in the test class:"
+            " workbench = MyWorkbench",
+        )
+    bench: Workbench = load_target(WORKBENCHES[framework])()
+    return bench
