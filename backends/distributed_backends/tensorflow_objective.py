@@ -40,8 +40,8 @@ class Objective:
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         validation_step: Callable[..., Any] | None = None,
     ) -> None:
-        self._loss_fn = keras_loss(loss_fn) if is_keras_loss(loss_fn) else loss_fn
-        self._training_step, self._validation_step = training_step, validation_step
+        self._loss_fn = keras_loss(loss_fn) if is_keras_loss(loss_fn) else converted(loss_fn)
+        self._training_step, self._validation_step = converted(training_step), converted(validation_step)
         if metrics is None and training_step is None and _classifies(self._loss_fn):
             metrics = {"accuracy": accuracy}
         self.metrics = {name: _metric(name, metric) for name, metric in (metrics or {}).items()}
@@ -126,13 +126,23 @@ class _Called:
 
     def __init__(self, model: Any, training: bool) -> None:
         self._model, self._training = model, training
+        own = any(type(layer).__module__.split(".")[0] != "keras" for layer in model._flatten_layers())
+        self._call = converted(model) if own else model
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         options.setdefault("training", self._training)
-        return self._model(*args, **options)
+        return self._call(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def converted(function: Any) -> Any:
+    """A user's function with Python's ``if`` and ``for`` over tensors made part of the graph."""
+    if function is None:
+        return None
+    internal = tf.__internal__.autograph
+    return internal.tf_convert(function, internal.control_status_ctx(), convert_by_default=True)
 
 
 def split_batch(batch: Any) -> tuple[Any, Any, Any]:
@@ -276,8 +286,10 @@ def _widened(value: Any) -> Any:
 
 
 def _metric(name: str, metric: Any) -> Callable[..., Any]:
+    if metric is accuracy:
+        return accuracy
     if not isinstance(metric, (str, keras.metrics.Metric)):
-        return metric  # type: ignore[no-any-return]
+        return converted(metric)  # type: ignore[no-any-return]
     found = keras.metrics.get(metric)
     if isinstance(found, keras.metrics.MeanMetricWrapper):
         return _MeanMetric(found)

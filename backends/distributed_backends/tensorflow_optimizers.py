@@ -38,8 +38,11 @@ class RateHolder(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: Any) -> None:
+        # torch's own __init__ would import its compiler, for seconds, and prepare for parameters.
         self.keras = optimizer
-        super().__init__([torch.nn.Parameter(torch.zeros(()))], {"lr": self.rate()})
+        self.defaults: dict[str, Any] = {}
+        self.state: Any = {}
+        self.param_groups = [{"params": [], "lr": self.rate()}]
 
     def rate(self) -> float:
         """The Keras optimizer's learning rate at its present step."""

@@ -41,8 +41,9 @@ class StepFunctions:
         with strategy.scope():
             self._sums = [_own(tf.zeros(v.shape, v.dtype)) for v in self.variables]
             self._loss, self._count = _own(tf.zeros((), tf.float64)), _own(tf.zeros((), tf.float64))
-        self._accumulate = tf.function(self._accumulate_everywhere, reduce_retracing=True)
-        self._evaluate = tf.function(self._evaluate_everywhere, reduce_retracing=True)
+        # The user's own code is converted where it is called: all of this would take seconds.
+        self._accumulate = tf.function(self._accumulate_everywhere, reduce_retracing=True, autograph=False)
+        self._evaluate = tf.function(self._evaluate_everywhere, reduce_retracing=True, autograph=False)
         self._steps: dict[Any, Any] = {}
 
     # -- called by the backend ---------------------------------------------------------
@@ -91,7 +92,7 @@ class StepFunctions:
                 results = self.strategy.run(replica, args=(*args, *options, used))
                 return None if results is None else self._first(results)
 
-            self._steps[key] = tf.function(call)
+            self._steps[key] = tf.function(call, autograph=False)
         return self._steps[key]  # type: ignore[no-any-return]
 
     def _accumulate_everywhere(self, batch: Any, numbers: Any, scale: Any, seed: Any) -> tuple[Any, Any]:
