@@ -157,7 +157,7 @@ def build_scheduler(
     """
     if scheduler is None:
         return _built_in(optimizer, config, total_steps), "step"
-    if not hasattr(scheduler, "step") and callable(scheduler):
+    if isinstance(scheduler, type) or (not hasattr(scheduler, "step") and callable(scheduler)):
         scheduler = scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UserError(

@@ -90,7 +90,7 @@ class TensorFlowBackend(GroupMixin, Backend):
                 for variable, value in zip(built.variables, values or (), strict=False):
                     variable.assign(value)
                 self.optimizer = RateHolder(built)
-        self._rate = self.optimizer.param_groups[0]["lr"]
+        self._rate = self.optimizer.rate()
         self._follows_schedule = has_schedule(self.optimizer.keras)
         self._refuse_two_schedules(task)
         # The step sums gradients itself, once, before it clips them.
@@ -176,6 +176,8 @@ class TensorFlowBackend(GroupMixin, Backend):
                 self._functions.update()
         if self.scaler is not None:
             self.scaler.update(skipped)
+        if not skipped:
+            self.optimizer.step()  # for torch's schedulers, which look whether it was called
         if self._follows_schedule:
             self.optimizer.param_groups[0]["lr"] = self.optimizer.rate()
         self.timers.add("optimizer", perf_counter() - start)

@@ -126,12 +126,10 @@ class _Called:
 
     def __init__(self, model: Any, training: bool) -> None:
         self._model, self._training = model, training
-        own = any(type(layer).__module__.split(".")[0] != "keras" for layer in model._flatten_layers())
-        self._call = converted(model) if own else model
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         options.setdefault("training", self._training)
-        return self._call(*args, **options)
+        return self._model(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

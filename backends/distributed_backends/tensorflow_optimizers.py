@@ -8,6 +8,7 @@ every backend, so that what the config names is built here after torch's formula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -81,7 +82,8 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
         step = _penalised(gradient, variable, self.l2)
         if self.momentum:
             buffer = self.momentum_buffer[self._get_variable_index(variable)]
-            self.assign(buffer, ops.cast(self.momentum, buffer.dtype) * buffer + step)
+            # A plain number takes the buffer's width; ops.cast would round it to float32 first.
+            self.assign(buffer, self.momentum * buffer + step)
             step = ops.convert_to_tensor(buffer)
         self.assign_sub(variable, rate * step)
 
@@ -137,20 +139,24 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
         rate, index = ops.cast(learning_rate, dtype), self._get_variable_index(variable)
         first, second = self.exp_avg[index], self.exp_avg_sq[index]
         step = ops.cast(self.iterations + 1, dtype)
-        beta_1, beta_2 = ops.cast(self.beta_1, dtype), ops.cast(self.beta_2, dtype)
         gradient = _penalised(gradient, variable, self.l2)
         if self.decay:
             self.assign(variable, variable * (1 - rate * self.decay))
-        self.assign(first, first + (gradient - first) * (1 - beta_1))
-        self.assign(second, beta_2 * second + (1 - beta_2) * ops.square(gradient))
-        root = ops.sqrt(second) / ops.sqrt(1 - ops.power(beta_2, step))
-        self.assign_sub(variable, rate / (1 - ops.power(beta_1, step)) * first / (root + self.epsilon))
+        self.assign(first, first + (gradient - first) * (1 - self.beta_1))
+        self.assign(second, self.beta_2 * second + (1 - self.beta_2) * ops.square(gradient))
+        root = ops.sqrt(second) / ops.sqrt(1 - _power(self.beta_2, step))
+        rate /= 1 - _power(self.beta_1, step)
+        self.assign_sub(variable, rate * first / (root + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
         """What rebuilds it."""
         base: dict[str, Any] = super().get_config()
         own = {key: getattr(self, key) for key in ("decay", "l2", "beta_1", "beta_2", "epsilon", "name")}
         return {"learning_rate": base["learning_rate"], **own}
+
+
+def _power(base: float, exponent: Any) -> Any:
+    return ops.exp(exponent * math.log(base))
 
 
 def _penalised(gradient: Any, variable: Any, l2: float) -> Any:

@@ -22,6 +22,12 @@ class TestFSDP(BackendConformance):
     backend = "fsdp"
 
 
+@pytest.mark.skipif(bool(missing_modules(["tensorflow"])), reason="pip install tensorflow")
+class TestTensorFlow(BackendConformance):
+    backend = "tensorflow"
+    sizes = (1, 2, 3)
+
+
 @pytest.mark.skipif(bool(missing_modules(["horovod"])), reason="make horovod builds it")
 class TestHorovod(BackendConformance):
     backend = "horovod"
