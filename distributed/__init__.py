@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
-    from distributed.trainers import FSDPTrainer, HorovodTrainer, PyTorchDDPTrainer
+    from distributed.trainers import (
+        FSDPTrainer,
+        HorovodTrainer,
+        PyTorchDDPTrainer,
+        TensorFlowDistributedTrainer,
+    )
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
@@ -28,6 +33,7 @@ _HOMES = {
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
+    "TensorFlowDistributedTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
     "WorkerError": "distributed.errors",
@@ -42,6 +48,7 @@ __all__ = [
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "TensorFlowDistributedTrainer",
     "Trainer",
     "UserError",
     "WorkerError",

@@ -9,7 +9,7 @@ from distributed.errors import UserError
 from distributed.joined import detect
 from distributed.trainer import Trainer
 
-__all__ = ["FSDPTrainer", "HorovodTrainer", "PyTorchDDPTrainer"]
+__all__ = ["FSDPTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "TensorFlowDistributedTrainer"]
 
 
 class PyTorchDDPTrainer(Trainer):
@@ -22,6 +22,12 @@ class FSDPTrainer(Trainer):
     """A `Trainer` whose backend is ``fsdp`` unless the config says otherwise."""
 
     default_backend = "fsdp"
+
+
+class TensorFlowDistributedTrainer(Trainer):
+    """A `Trainer` of Keras models, whose backend is ``tensorflow`` unless the config says otherwise."""
+
+    default_backend = "tensorflow"
 
 
 class HorovodTrainer(Trainer):

@@ -87,7 +87,7 @@ def check_plan(plan: RunPlan) -> None:
         )
     if strategy == "mirrored" and plan.joined is not None and plan.joined.size > 1:
         raise UserError(
-            f"{plan.joined.launcher} started {plan.joined.size} ranks, and one process was to drive all devices",
+            f"{plan.joined.launcher} started {plan.joined.size} ranks, and one process was to drive all",
             field="tensorflow.strategy",
             got="mirrored",
             allowed="auto, multi_worker",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from distributed.data.order import mix, share
 from distributed.errors import UserError
@@ -16,16 +17,25 @@ from distributed.interfaces.backend import Backend, StepResult, Window, World
 from distributed.mixins.group import GroupMixin, local_rank_of
 from distributed.mixins.timing import PhaseTimers
 from distributed_backends.tensorflow_models import (
+    PackedModel,
+    PackedOptimizer,
     apply_precision,
     build_model,
     check_model,
     first_batch,
+    is_foreign,
     seed_states,
     unpack,
     widest,
 )
 from distributed_backends.tensorflow_objective import Objective
-from distributed_backends.tensorflow_optimizers import RateHolder, build_optimizer, has_schedule, in_width
+from distributed_backends.tensorflow_optimizers import (
+    RateHolder,
+    build_optimizer,
+    check_optimizer,
+    has_schedule,
+    in_width,
+)
 from distributed_backends.tensorflow_scale import LossScale
 from distributed_backends.tensorflow_state import export_keras, import_keras
 from distributed_backends.tensorflow_step import StepFunctions
@@ -56,7 +66,7 @@ class TensorFlowBackend(GroupMixin, Backend):
     def __init__(self) -> None:
         self.timers = PhaseTimers()
         self._scale = 1.0
-        self._window = 0
+        self._iterations = 0
 
     def setup(self, plan: RunPlan) -> World:
         self.config, self._batch, self._plan = plan.config, plan.batch, plan
@@ -72,24 +82,18 @@ class TensorFlowBackend(GroupMixin, Backend):
     # -- model and optimizer -------------------------------------------------------------
 
     def prepare(self, task: Task) -> None:
-        config, seed = self.config, self.config.seed
+        seed = self.config.seed
+        self._callers_seed = context.global_seed()
         # Also what has no seed of its own has to begin alike on all ranks.
         tf.random.set_seed(seed)
+        self._take_apart(task)
         with self.strategy.scope():
-            model, optimizer = unpack(task.model), unpack(task.optimizer)
-            values = getattr(task.optimizer, "values", None)
-            self.module = build_model(model, seed, self._plan.precision, lambda: first_batch(task.train_data))
+            self.module = build_model(
+                self._given_model, seed, self._plan.precision, lambda: first_batch(task.train_data)
+            )
             check_model(self.module)
             self._undo_precision = apply_precision(self.module, self._plan.precision)
-            if isinstance(optimizer, RateHolder):
-                self.optimizer = optimizer
-            else:
-                with in_width(widest(self.module)):
-                    built = build_optimizer(optimizer, self.module, config, self._plan.learning_rate)
-                    built.build(self.module.trainable_variables)
-                for variable, value in zip(built.variables, values or (), strict=False):
-                    variable.assign(value)
-                self.optimizer = RateHolder(built)
+            self.optimizer = self._holder()
         self._rate = self.optimizer.rate()
         self._follows_schedule = has_schedule(self.optimizer.keras)
         self._refuse_two_schedules(task)
@@ -108,6 +112,30 @@ class TensorFlowBackend(GroupMixin, Backend):
         tf.random.set_seed(mix(seed, self.world.rank) % 2**31)
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def _take_apart(self, task: Task) -> None:
+        """Variables belong to the strategy they were made under: those of another are made again."""
+        self._given_model, self._given_optimizer = task.model, task.optimizer
+        self._original = None
+        if is_foreign(task.model):
+            self._original, optimizer = task.model, task.optimizer
+            self._given_model = PackedModel.of(task.model)
+            if isinstance(optimizer, RateHolder):
+                optimizer = optimizer.keras
+            if isinstance(optimizer, keras.optimizers.Optimizer):
+                self._given_optimizer = PackedOptimizer.of(optimizer)
+
+    def _holder(self) -> RateHolder:
+        given = self._given_optimizer
+        if isinstance(given, RateHolder):
+            return given
+        with in_width(widest(self.module)):
+            built = build_optimizer(unpack(given), self.module, self.config, self._plan.learning_rate)
+            check_optimizer(built, self.module)
+            built.build(self.module.trainable_variables)
+        if isinstance(given, PackedOptimizer):
+            given.fill(built)
+        return RateHolder(built, self._plan.learning_rate)
 
     def _refuse_two_schedules(self, task: Task) -> None:
         config = self.config
@@ -132,7 +160,6 @@ class TensorFlowBackend(GroupMixin, Backend):
         for position, (batch, number) in enumerate(window.micro_batches):
             parts, numbers = self._per_replica(batch, number)
             result = self._functions.accumulate(parts, numbers, self._scale, self._seed(position))
-        self._window += 1
         self.timers.add("backward", perf_counter() - start)
         return result
 
@@ -193,7 +220,20 @@ class TensorFlowBackend(GroupMixin, Backend):
     # -- evaluation ----------------------------------------------------------------------
 
     def set_training(self, training: bool) -> None:
-        """Nothing: every call says whether it trains."""
+        """Every call says whether it trains. What is evaluated is what is saved: rank 0's statistics."""
+        if training or self.world.size * self.world.num_replicas == 1:
+            return
+        statistics = self._statistics()
+        if statistics:
+            # Of one that replicas mirror, an array is the first replica's.
+            arrays = self.broadcast_object([to_array(v) for v in statistics])
+            with self.strategy.scope():
+                for variable, value in zip(statistics, arrays, strict=True):
+                    variable.assign(value)
+
+    def _statistics(self) -> list[Any]:
+        seeds = {id(state) for state in seed_states(self.module)}
+        return [v for v in self.module.non_trainable_variables if id(v) not in seeds]
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
@@ -222,7 +262,11 @@ class TensorFlowBackend(GroupMixin, Backend):
         return self.scaler.state_dict() if self.scaler is not None else None
 
     def release(self) -> None:
+        tf.random.set_seed(self._callers_seed)
         self._undo_precision()
+        if self._original is not None:
+            for theirs, ours in zip(self._original.variables, self.module.variables, strict=True):
+                theirs.assign(to_array(ours))
         self.optimizer.keras.__dict__.pop("_all_reduce_sum_gradients", None)
 
 
@@ -238,5 +282,3 @@ def _as_array(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.detach().cpu().numpy()
     return value if isinstance(value, tf.Tensor) else np.asarray(value)
-
-

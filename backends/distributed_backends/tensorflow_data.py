@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from distributed.data.order import mix
 from distributed.errors import UserError
@@ -53,7 +53,7 @@ def read_data(data: Any, argument: str, config: DistributedConfig) -> Any:
     """
     make = None
     if inspect.isfunction(data) or (callable(data) and not hasattr(data, "__getitem__")):
-        if isinstance(data, (tf.data.Dataset, torch.utils.data.Dataset, DataLoader)):
+        if isinstance(data, (tf.data.Dataset, Dataset, DataLoader)):
             pass
         elif detect(os.environ) is not None:
             # TensorFlow may not start before this rank knows of the others: read there.
@@ -265,7 +265,7 @@ def _batches(dataset: Any, argument: str, config: DistributedConfig) -> Any:
 # -- arrays ------------------------------------------------------------------------------
 
 
-class NestedArrays:
+class NestedArrays(Dataset[Any]):
     """Arrays in tuples and mappings, by sample.
 
     Args:

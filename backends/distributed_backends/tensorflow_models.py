@@ -25,6 +25,7 @@ __all__ = [
     "check_model",
     "first_batch",
     "is_built",
+    "is_foreign",
     "seed_states",
     "unpack",
     "widest",
@@ -50,6 +51,8 @@ def build_model(model: Any, seed: int, precision: str, batch: Callable[[], Any])
     """
     refuse_foreign(model, "model", "tensorflow")
     with _seeded(seed), _policy(precision):
+        packed = model if isinstance(model, PackedModel) else None
+        model = unpack(model)
         if not isinstance(model, keras.Model) and callable(model):
             model = model()
             refuse_foreign(model, "model", "tensorflow")
@@ -62,7 +65,18 @@ def build_model(model: Any, seed: int, precision: str, batch: Callable[[], Any])
             )
         if not is_built(model):
             _build_on(model, batch())
+    if packed is not None:
+        packed.fill(model)
     return model
+
+
+def is_foreign(model: Any) -> bool:
+    """Whether a Keras model was built under a strategy of the user's own."""
+    if not isinstance(model, keras.Model) or not is_built(model):
+        return False
+    return any(
+        hasattr(v.value, "_distribute_strategy") and hasattr(v.value, "values") for v in model.variables
+    )
 
 
 def is_built(model: Any) -> bool:
@@ -216,13 +230,15 @@ class PackedModel:
         return cls(config, weights, custom)
 
     def unpack(self) -> Any:
-        """Build it again, here."""
+        """Build it again, here; `fill` it once it has its weights."""
         with keras.saving.custom_object_scope(self.custom):
-            model = keras.saving.deserialize_keras_object(self.config, safe_mode=False)
-        if self.weights is not None and is_built(model):
+            return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
+
+    def fill(self, model: Any) -> None:
+        """Put the weights into what `unpack` gave."""
+        if self.weights is not None:
             for variable, value in zip(model.variables, self.weights, strict=True):
                 variable.assign(value)
-        return model
 
 
 def framework_alone(part: Any) -> bool:
@@ -247,9 +263,15 @@ class PackedOptimizer:
         return cls(config, custom, [to_array(v) for v in optimizer.variables] if run else None)
 
     def unpack(self) -> Any:
-        """Build it again, here; over its variables it is built later, and then filled with `values`."""
+        """Build it again, here; over its variables it is built later, and then to be filled."""
         with keras.saving.custom_object_scope(self.custom):
             return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
+
+    def fill(self, optimizer: Any) -> None:
+        """Put the values into what `unpack` gave, once it is built."""
+        if self.values is not None:
+            for variable, value in zip(optimizer.variables, self.values, strict=True):
+                variable.assign(value)
 
 
 @dataclass

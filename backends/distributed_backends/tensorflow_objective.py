@@ -287,7 +287,8 @@ def _metric(name: str, metric: Any) -> Callable[..., Any]:
     if metric is accuracy:
         return accuracy
     if not isinstance(metric, (str, keras.metrics.Metric)):
-        return converted(metric)  # type: ignore[no-any-return]
+        function: Callable[..., Any] = converted(metric)
+        return function
     found = keras.metrics.get(metric)
     if isinstance(found, keras.metrics.MeanMetricWrapper):
         return _MeanMetric(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 import tensorflow as tf
@@ -87,15 +87,15 @@ class TensorFlowObjects(Framework):
         )
 
     def pack(self, task: Task) -> Task:
-        model, optimizer, loss = task.model, task.optimizer, task.loss_fn
+        model, optimizer, loss = task.model, task.optimizer, cast(Any, task.loss_fn)
         if self.is_model(model):
             model = PackedModel.of(model)
         if isinstance(optimizer, keras.optimizers.Optimizer):
             optimizer = PackedOptimizer.of(optimizer)
         if isinstance(loss, keras.losses.Loss):
             loss = PackedLoss.of(loss)
-        metrics = task.metrics and {
-            name: PackedLoss.of(metric) if isinstance(metric, keras.metrics.Metric) else metric
+        metrics: Any = task.metrics and {
+            name: PackedLoss.of(metric) if isinstance(metric, keras.metrics.Metric) else cast(Any, metric)
             for name, metric in task.metrics.items()
         }
         return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics)

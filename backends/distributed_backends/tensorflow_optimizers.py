@@ -25,7 +25,7 @@ from distributed_backends.tensorflow_values import to_array
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["SGD", "Adam", "RateHolder", "build_optimizer", "has_schedule", "in_width"]
+__all__ = ["SGD", "Adam", "RateHolder", "build_optimizer", "check_optimizer", "has_schedule", "in_width"]
 
 
 class RateHolder(torch.optim.Optimizer):
@@ -34,16 +34,21 @@ class RateHolder(torch.optim.Optimizer):
     It has torch's form so that built-in schedules, and a user's torch schedulers, count and are
     saved as under every other backend.
 
+    Args:
+        optimizer: the Keras optimizer.
+        asked: the rate as it was configured, which Keras may hold rounded to float32.
+
     Attributes:
         keras: the optimizer that trains.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, asked: float) -> None:
         # torch's own __init__ would import its compiler, for seconds, and prepare for parameters.
         self.keras = optimizer
         self.defaults: dict[str, Any] = {}
         self.state: Any = {}
-        self.param_groups = [{"params": [], "lr": self.rate()}]
+        rate = self.rate()
+        self.param_groups = [{"params": [], "lr": asked if math.isclose(rate, asked, rel_tol=1e-7) else rate}]
 
     def rate(self) -> float:
         """The Keras optimizer's learning rate at its present step."""
@@ -228,6 +233,23 @@ def _check(optimizer: Any) -> None:
             field="optimizer",
             got=f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}",
             remedy="Set gradient_accumulation_steps in the configuration instead",
+        )
+
+
+def check_optimizer(optimizer: Any, model: Any) -> None:
+    """Raise a UserError when `optimizer` was built over variables that are not `model`'s."""
+    if not optimizer.built:
+        return
+    known = {id(v) for v in model.trainable_variables}
+    held = list(optimizer._trainable_variables)
+    foreign = [v for v in held if id(v) not in known]
+    if foreign:
+        raise UserError(
+            f"the optimizer was built over other variables: {len(foreign)} of its {len(held)} are not"
+            " the model's",
+            field="optimizer",
+            got=type(optimizer).__name__,
+            remedy="Give a fresh optimizer, or its class",
         )
 
 

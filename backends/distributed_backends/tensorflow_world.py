@@ -138,10 +138,7 @@ def _hold_port() -> socket.socket:
 
 def _own_address(plan: RunPlan) -> str:
     """The address of this host that the others can reach: the one facing the rendezvous."""
-    if plan.joined is not None:
-        target = plan.joined.master_addr
-    else:
-        target = os.environ["MASTER_ADDR"]
+    target = plan.joined.master_addr if plan.joined is not None else os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         address: str = probe.getsockname()[0]

@@ -97,7 +97,7 @@ def refuse_foreign(value: Any, field: str, framework: str) -> None:
         raise UserError(
             f"{_SAID[found]} {field} was given to a backend that trains {framework} models",
             field=field,
-            got=type(value).__name__,
+            got=value.__name__ if isinstance(value, type) else type(value).__name__,
             allowed=f"{_SAID[framework]} {field}",
             remedy=f"Use a {found} backend, such as backend='{other}', or give {_SAID[framework]} {field}",
         )

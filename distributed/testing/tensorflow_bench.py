@@ -79,6 +79,8 @@ class Memory(keras.Model):  # type: ignore[misc]
 class AdamWAsTorch(keras.optimizers.AdamW):  # type: ignore[misc]
     """Keras adds epsilon before the second moment is corrected; torch after. This is torch's."""
 
+    epsilon: Any
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         step = keras.ops.cast(self.iterations + 1, variable.dtype)
         plain, beta = self.epsilon, keras.ops.cast(self.beta_2, variable.dtype)
