@@ -284,10 +284,8 @@ def _widened(value: Any) -> Any:
 
 
 def _metric(name: str, metric: Any) -> Callable[..., Any]:
-    if metric is accuracy:
-        return accuracy
     if not isinstance(metric, (str, keras.metrics.Metric)):
-        function: Callable[..., Any] = converted(metric)
+        function: Callable[..., Any] = accuracy if metric is accuracy else converted(metric)
         return function
     found = keras.metrics.get(metric)
     if isinstance(found, keras.metrics.MeanMetricWrapper):

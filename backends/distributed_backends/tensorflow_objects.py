@@ -94,11 +94,11 @@ class TensorFlowObjects(Framework):
             optimizer = PackedOptimizer.of(optimizer)
         if isinstance(loss, keras.losses.Loss):
             loss = PackedLoss.of(loss)
-        metrics: Any = task.metrics and {
-            name: PackedLoss.of(metric) if isinstance(metric, keras.metrics.Metric) else cast(Any, metric)
-            for name, metric in task.metrics.items()
-        }
-        return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics)
+        metrics: dict[str, Any] = dict(task.metrics or {})
+        for name, metric in metrics.items():
+            if isinstance(metric, keras.metrics.Metric):
+                metrics[name] = PackedLoss.of(metric)
+        return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics or task.metrics)
 
 
 def _compiled(model: Any, name: str) -> Any:
