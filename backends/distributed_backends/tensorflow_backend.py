@@ -205,14 +205,15 @@ class TensorFlowBackend(GroupMixin, Backend):
             self.scaler.update(skipped)
         if not skipped:
             self.optimizer.step()  # for torch's schedulers, which look whether it was called
-        if self._follows_schedule:
-            self.optimizer.param_groups[0]["lr"] = self.optimizer.rate()
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(norm, skipped)
 
     def _write_rate(self) -> None:
+        if self._follows_schedule:
+            self.optimizer.param_groups[0]["lr"] = self.optimizer.rate()
+            return
         rate = self.optimizer.param_groups[0]["lr"]
-        if rate != self._rate and not self._follows_schedule:
+        if rate != self._rate:
             with self.strategy.scope():
                 self.optimizer.keras.learning_rate = rate
             self._rate = rate
