@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         HorovodTrainer,
         PyTorchDDPTrainer,
         RayTrainer,
+        TensorFlowDistributedTrainer,
     )
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOMES = {
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
     "RayTrainer": "distributed.trainers",
+    "TensorFlowDistributedTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
     "WorkerError": "distributed.errors",
@@ -52,6 +54,7 @@ __all__ = [
     "HorovodTrainer",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "TensorFlowDistributedTrainer",
     "Trainer",
     "UserError",
     "WorkerError",

@@ -83,6 +83,7 @@ def run(
     folder = TemporaryDirectory(prefix="distributed-")
     try:
         path = Path(folder.name)
+        job.task = load_target(plan.spec.objects)().pack(task)
         _save(job, path / "task.bin")
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.run(plan, RankCommand(_RANK, path))

@@ -1,4 +1,4 @@
-"""THE training loop, the same for every torch backend.
+"""THE training loop, the same for every backend.
 
 ::
 
@@ -72,9 +72,10 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.plan, self.config, self.task = plan, plan.config, task
         self.backend, self.world, self.catalog = backend, backend.world, catalog
         self.tracker_contexts = tracker_contexts or {}
-        if self.world.data_parallel_size != plan.batch.data_parallel_size:
+        slices = self.world.data_parallel_size * self.world.num_replicas
+        if slices != plan.batch.data_parallel_size:
             raise ValueError(
-                f"backend '{plan.spec.name}' cuts a global batch into {self.world.data_parallel_size} slices"
+                f"backend '{plan.spec.name}' cuts a global batch into {slices} slices"
                 f" and its spec says {plan.batch.data_parallel_size}"
             )
         self.timers = backend.timers
@@ -222,7 +223,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         config, world, backend = self.config, self.world, self.backend
         return Feed(
             source,
-            batch_size,
+            batch_size * world.num_replicas,
             accumulation,
             rank=world.data_parallel_rank,
             size=world.data_parallel_size,

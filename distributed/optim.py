@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from distributed.errors import UserError
+from distributed.interfaces.framework import refuse_foreign
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -35,12 +36,14 @@ def build_model(model: Any, seed: int) -> nn.Module:
     """
     if isinstance(model, nn.Module):
         return model
+    refuse_foreign(model, "model", "torch")
     if callable(model):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             built = model()
         if isinstance(built, nn.Module):
             return built
+        refuse_foreign(built, "model", "torch")
         model = built
     raise UserError(
         "not something that can be trained",
@@ -154,7 +157,7 @@ def build_scheduler(
     """
     if scheduler is None:
         return _built_in(optimizer, config, total_steps), "step"
-    if not hasattr(scheduler, "step") and callable(scheduler):
+    if isinstance(scheduler, type) or (not hasattr(scheduler, "step") and callable(scheduler)):
         scheduler = scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UserError(

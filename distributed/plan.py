@@ -53,7 +53,7 @@ class RunPlan:
         config: what was asked.
         spec: the backend.
         mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
-        world_size: ranks over all nodes.
+        world_size: ranks (processes) over all nodes.
         local_size: ranks on this node.
         node_rank: index of this node.
         num_nodes: nodes.
@@ -63,6 +63,7 @@ class RunPlan:
         batch: the batch identity.
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
+        num_replicas: devices that each rank drives.
         joined: this process's place when it joins.
         notes: what the user should know, one sentence each.
     """
@@ -80,6 +81,7 @@ class RunPlan:
     batch: BatchPlan
     val_batch_size: int
     learning_rate: float
+    num_replicas: int = 1
     joined: Joined | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -90,6 +92,8 @@ class RunPlan:
     def summary(self) -> str:
         """The first lines of a run."""
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        if self.num_replicas > 1:
+            ranks += f" of {self.num_replicas} replicas"
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
@@ -115,14 +119,16 @@ def resolve(
     spec = chosen_backend(config, catalog)
     joined = _place(config, joined)
     device = _device(config, spec, resources, joined, notes)
-    world_size, local_size = _ranks(config, spec, resources, device, joined)
+    num_devices, local_size = _ranks(config, spec, resources, device, joined)
+    num_replicas = _num_replicas(config, spec, num_devices, joined)
+    world_size, local_size = num_devices // num_replicas, max(1, local_size // num_replicas)
     precision = _precision(config, device, notes)
-    _check_capabilities(config, spec, catalog, world_size, precision, device)
+    _check_capabilities(config, spec, catalog, num_devices, precision, device)
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=_data_parallel_size(config, spec, world_size),
+        data_parallel_size=_data_parallel_size(config, spec, num_devices),
         loader_batch_size=facts.train_batch_size,
     )
     if batch.gradient_accumulation_steps > 1 and not spec.capabilities.accumulation:
@@ -131,17 +137,18 @@ def resolve(
     plan = RunPlan(
         config=config,
         spec=spec,
-        mode=_mode(config, spec, world_size, joined),
+        mode=_mode(config, spec, num_devices, joined),
         world_size=world_size,
         local_size=local_size,
         node_rank=joined.node_rank if joined else config.node_rank or 0,
         num_nodes=joined.num_nodes if joined else config.num_nodes,
         device=device,
         precision=precision,
-        communication_backend=_transport(config, device),
+        communication_backend=_transport(config, spec, device),
         batch=batch,
         val_batch_size=facts.val_batch_size or batch.batch_size,
         learning_rate=_learning_rate(config, batch, facts),
+        num_replicas=num_replicas,
         joined=joined,
         notes=notes,
     )
@@ -277,6 +284,17 @@ def _ranks(
     return here * config.num_nodes, here
 
 
+def _num_replicas(
+    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
+) -> int:
+    if spec.num_replicas is None or joined is not None:
+        return 1
+    number = spec.num_replicas(config, num_devices)
+    if number < 1 or num_devices % number:
+        raise ValueError(f"backend '{spec.name}' gives a rank {number} of {num_devices} devices")
+    return number
+
+
 def _data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size: int) -> int:
     if spec.data_parallel_size is None:
         return world_size
@@ -300,7 +318,7 @@ def _precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
     return asked
 
 
-def _transport(config: DistributedConfig, device: str) -> str:
+def _transport(config: DistributedConfig, spec: BackendSpec, device: str) -> str:
     asked = config.communication_backend
     if asked == "nccl" and device == "cpu":
         raise UserError(
@@ -310,16 +328,17 @@ def _transport(config: DistributedConfig, device: str) -> str:
             allowed="auto, gloo, mpi",
         )
     if asked == "auto":
-        return "gloo" if device == "cpu" else "nccl"
+        return spec.transports[0 if device == "cpu" else 1]
     return asked
 
 
-def _mode(config: DistributedConfig, spec: BackendSpec, world_size: int, joined: Joined | None) -> str:
+def _mode(config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None) -> str:
     if joined is not None:
         return "join"
     if spec.remote:
         return "spawn"
-    alone = world_size == 1 and config.num_nodes == 1 and config.launch != "spawn"
+    # Several devices in one process have to be set up before the framework has started there.
+    alone = num_devices == 1 and config.num_nodes == 1 and config.launch != "spawn"
     return "in-process" if alone or not spec.capabilities.multi_process else "spawn"
 
 

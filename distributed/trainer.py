@@ -16,11 +16,12 @@ from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
 from distributed.joined import Joined, detect
-from distributed.plan import Facts, Resources, RunPlan, chosen_backend, resolve, visible_gpus
-from distributed.plugin_manager import Catalog, get_catalog, load_target
+from distributed.plan import Facts, Resources, RunPlan, chosen_backend, resolve
+from distributed.plugin_manager import Catalog, get_catalog, load_target, require
 
 if TYPE_CHECKING:
     from distributed.data import Source
+    from distributed.interfaces.framework import Framework
     from distributed.interfaces.launcher import Launcher
     from distributed.launch import Outcome
 
@@ -31,7 +32,8 @@ class Trainer:
     """Trains a model as a `DistributedConfig` says.
 
     Args:
-        model: a ``torch.nn.Module``, or a function without arguments that builds one.
+        model: a ``torch.nn.Module`` (a Keras model under ``tensorflow``), or a function without
+            arguments that builds one.
         config: a `DistributedConfig`, a mapping, or the path of a YAML file.
         optimizer: an optimizer, its class (called with the parameters and
             ``lr=learning_rate``), a function from the model to an optimizer, or a name; None
@@ -79,6 +81,7 @@ class Trainer:
         self.config = self._configure({})
         self.history: History | None = None
         self._outcome: Outcome | None = None
+        self._task_done: Task | None = None
         self._stepper: Any = None
         self.launcher: Launcher | None = None
         """Starts the ranks instead of the backend's own launcher; for tests and embedding."""
@@ -94,13 +97,24 @@ class Trainer:
         return load_layers([*self._layers, Layer("fit", overrides), *(script.layers if script else [])])
 
     @property
+    def framework(self) -> Framework:
+        """What knows the chosen backend's models, optimizers and data.
+
+        Raises:
+            UserError: no such backend, or what it needs is not installed.
+        """
+        spec = get_catalog().backend(self.config.backend)
+        require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+        found: Framework = load_target(spec.objects)()
+        return found
+
+    @property
     def model(self) -> Any:
         """The model; built now, with the trained weights, when a factory was given."""
         if self._is_module() or self._outcome is None or self._outcome.state is None:
             return self._model
-        from distributed.optim import build_model
-
-        self._model = build_model(self._model, self.config.seed)
+        assert self._task_done is not None
+        self._model = self.framework.build(self._model, self.config.seed, self._task_done)
         self._take_weights(self._outcome)
         return self._model
 
@@ -127,7 +141,8 @@ class Trainer:
         count on, and `epochs` and `max_steps` are what it adds.
 
         Args:
-            train_loader: a DataLoader, a Dataset, tensors, or a sequence of samples.
+            train_loader: a DataLoader, a Dataset, tensors, or a sequence of samples; under
+                ``tensorflow`` also a ``tf.data.Dataset`` or ``keras.utils.PyDataset``.
             val_loader: the same for validation, or None.
             epochs: overrides the config's.
             max_steps: overrides the config's.
@@ -178,23 +193,15 @@ class Trainer:
         return history
 
     def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
-        from distributed.data import Source
-        from distributed.optim import check_optimizer, check_trainable
+        framework = self.framework
+        framework.check(self._model, self.optimizer)
 
-        if self._is_module():
-            check_trainable(self._model)
-            if hasattr(self.optimizer, "param_groups"):
-                check_optimizer(self.optimizer, self._model)
-        elif hasattr(self.optimizer, "param_groups"):
-            raise UserError(
-                "an optimizer object cannot belong to a model that is yet to be built",
-                field="optimizer",
-                got=type(self.optimizer).__name__,
-                remedy="Give its class, or a function from the model to an optimizer",
-            )
+        from distributed.data import Source
+
         val_data: Source | None = None
         if val_loader is not None:
-            val_data = Source.of(val_loader, "val_loader")
+            val_data = Source.of(framework.read(val_loader, "val_loader", config), "val_loader")
+        train_data = framework.read(train_loader, "train_loader", config)
         task = Task(
             model=self._model,
             optimizer=self.optimizer,
@@ -203,10 +210,14 @@ class Trainer:
             training_step=self.training_step,
             validation_step=self.validation_step,
             metrics=self.metrics,
-            train_data=Source.of(train_loader, "train_loader", config.data.shuffle),
+            train_data=Source.of(train_data, "train_loader", config.data.shuffle),
             val_data=val_data,
             callbacks=self.callbacks,
         )
+        task = framework.complete(task)
+        if not self._is_module():
+            # A factory's model may need data to know its shapes.
+            self._task_done = task
         return self._continued(task)
 
     def _continued(self, task: Task) -> Task:
@@ -235,7 +246,7 @@ class Trainer:
             train_batch_size=task.train_data.batch_size if task.train_data else None,
             val_batch_size=task.val_data.batch_size if task.val_data else None,
             num_samples=task.train_data.length if task.train_data else None,
-            has_optimizer=hasattr(self.optimizer, "param_groups"),
+            has_optimizer=self.framework.carries_rate(self._model, self.optimizer),
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         return resolve(config, catalog, facts, self._resources(config, catalog, joined), joined)
@@ -246,7 +257,7 @@ class Trainer:
         spec, elsewhere = chosen_backend(config, catalog), None
         if spec.remote and joined is None:
             elsewhere = (self.launcher or load_target(spec.launcher)()).num_gpus(config)
-        return Resources(visible_gpus() if elsewhere is None else elsewhere)
+        return Resources(self.framework.num_gpus() if elsewhere is None else elsewhere)
 
     # -- afterwards ------------------------------------------------------------------
 
@@ -263,14 +274,13 @@ class Trainer:
 
     def _take_weights(self, outcome: Outcome) -> None:
         from distributed.checkpoint.reader import PortableReader
-        from distributed.checkpoint.torch_state import load_full_model
 
         path = _newest(outcome)
         assert path is not None
-        load_full_model(PortableReader(path), self._model)
+        self.framework.load_weights(PortableReader(path), self._model)
 
     def _is_module(self) -> bool:
-        return not isinstance(self._model, type) and hasattr(self._model, "state_dict")
+        return self.framework.is_model(self._model)
 
     # -- for people with their own loop --------------------------------------------------
 

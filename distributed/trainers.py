@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from distributed.plan import RunPlan
     from distributed.plugin_manager import Catalog
 
-__all__ = ["DeepSpeedTrainer", "FSDPTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "RayTrainer"]
+__all__ = [
+    "DeepSpeedTrainer",
+    "FSDPTrainer",
+    "HorovodTrainer",
+    "PyTorchDDPTrainer",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
+]
 
 _ALIASES = {"lr": "learning_rate"}
 """What samples of Ray Tune call our fields."""
@@ -38,6 +45,12 @@ class DeepSpeedTrainer(Trainer):
     """A `Trainer` whose backend is ``deepspeed`` unless the config says otherwise."""
 
     default_backend = "deepspeed"
+
+
+class TensorFlowDistributedTrainer(Trainer):
+    """A `Trainer` of Keras models, whose backend is ``tensorflow`` unless the config says otherwise."""
+
+    default_backend = "tensorflow"
 
 
 class HorovodTrainer(Trainer):

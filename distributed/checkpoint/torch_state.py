@@ -30,11 +30,13 @@ __all__ = [
     "Part",
     "canonical_name",
     "capture_rng",
+    "check_shapes",
     "export_replicated",
     "import_replicated",
     "load_full_model",
     "named_tensors",
     "restore_rng",
+    "stored_names",
 ]
 
 MODEL = "model"
@@ -184,10 +186,10 @@ def import_replicated(
         UserError: names, shapes or groups differ (says which), or stored bytes are damaged.
     """
     tensors, aliases = named_tensors(model)
-    stored = _stored_names(reader, tensors, aliases)
+    stored = stored_names(reader, tensors, aliases)
     here = {name: tensor for name, tensor in tensors.items() if held(name)}
     parts = parts or {}
-    _check_shapes(reader, tensors, stored, here, parts)
+    check_shapes(reader, tensors, stored, here, parts)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
@@ -273,8 +275,8 @@ def _optimizer_names(tensors: Mapping[str, Tensor], pieces: Pieces) -> tuple[dic
     return names, dict(pieces.values())
 
 
-def _stored_names(
-    reader: StateReader, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+def stored_names(
+    reader: StateReader, tensors: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """The model's names -> the names under which the checkpoint holds them.
 
@@ -305,14 +307,15 @@ def _few(names: list[str]) -> str:
     return (", ".join(f"'{name}'" for name in names[:3]) + more) or "nothing"
 
 
-def _check_shapes(
+def check_shapes(
     reader: StateReader,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     stored: Mapping[str, str],
     here: Mapping[str, Tensor],
-    parts: Parts,
+    parts: Parts | None = None,
 ) -> None:
-    shapes = reader.tensors()
+    """Raise a UserError when a saved shape is not the model's, or a tensor `here` holds no data."""
+    shapes, parts = reader.tensors(), parts or {}
     wrong = [
         f"'{name}' has shape {_shape(tensor, parts)} in the model"
         f" and {shapes[MODEL, stored[name]]} in the checkpoint"

@@ -29,6 +29,7 @@ from distributed.config.sections import (
     LrScaling,
     ProfileSection,
     RaySection,
+    TensorFlowSection,
     TrackingSection,
     ZeroSection,
 )
@@ -170,6 +171,9 @@ class DistributedConfig(BaseModel):
     zero: ZeroSection = Field(default_factory=ZeroSection, description="What ZeRO keeps in host memory.")
     horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
     ray: RaySection = Field(default_factory=RaySection, description="Backend `ray`: cluster and ranks.")
+    tensorflow: TensorFlowSection = Field(
+        default_factory=TensorFlowSection, description="TensorFlow's own options."
+    )
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -24,6 +24,7 @@ __all__ = [
     "LrScaling",
     "ProfileSection",
     "RaySection",
+    "TensorFlowSection",
     "TrackingSection",
     "ZeroSection",
 ]
@@ -212,4 +213,14 @@ class RaySection(Section):
     )
     storage_path: str | None = Field(
         None, description="Where Ray Train keeps its own record of the run; None keeps none."
+    )
+
+
+class TensorFlowSection(Section):
+    """What only TensorFlow has. Another backend refuses it."""
+
+    strategy: Literal["auto", "mirrored", "multi_worker"] = Field(
+        "auto",
+        description="mirrored: one process drives all devices of this host; multi_worker: a process for"
+        " each; auto: mirrored for num_gpus on one host, multi_worker for num_processes and several hosts.",
     )

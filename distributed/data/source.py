@@ -91,7 +91,10 @@ class Source:
     @property
     def length(self) -> int | None:
         """Samples in an epoch, None when only reading tells."""
-        if not self.is_map or self.order == "batch_sampler":
+        if not self.is_map:
+            known: int | None = getattr(self.dataset, "num_stream_samples", None)
+            return known
+        if self.order == "batch_sampler":
             return None
         if self.order == "sampler":
             return len(self.sampler) if hasattr(self.sampler, "__len__") else None

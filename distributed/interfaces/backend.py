@@ -64,6 +64,12 @@ class BackendSpec:
         remote: the launcher decides where ranks run, a single one too: never in the caller's
             process, and this host's GPUs and the caller's place among nodes say nothing.
         runs: the inner backend's name, in the spec that a plan holds.
+        num_replicas: ``(config, number of devices) ->`` how many devices one rank drives, for a
+            framework that trains several from one process; it raises UserError for what cannot
+            be. None: one. Ranks that a launcher started drive one device each.
+        objects: ``package.module:Class`` of the `Framework` that knows the user's model, optimizer
+            and data in the caller's process.
+        transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
     """
 
     name: str
@@ -78,6 +84,9 @@ class BackendSpec:
     inner: str | None = None
     remote: bool = False
     runs: str | None = None
+    num_replicas: Callable[[DistributedConfig, int], int] | None = None
+    objects: str = "distributed.torch_framework:TorchFramework"
+    transports: tuple[str, str] = ("gloo", "nccl")
 
     @property
     def label(self) -> str:
@@ -102,6 +111,8 @@ class World:
         data_parallel_size: into how many slices each global batch is cut. Equal to `size`
             unless ranks share a model between them (pipeline, tensor parallelism); these have
             the same `data_parallel_rank` and are given the same windows.
+        num_replicas: devices that this rank drives, each with a copy of the model. Its micro-batches
+            hold `batch_size` samples for each of them.
     """
 
     rank: int = 0
@@ -114,6 +125,7 @@ class World:
     device: str = "cpu"
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    num_replicas: int = 1
 
     @property
     def model_parallel_size(self) -> int:

@@ -52,10 +52,10 @@ class RankPool(Launcher):
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._pools: dict[tuple[str, int], _Ranks] = {}
+        self._pools: dict[tuple[str, int, int], _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        key = plan.spec.launcher, plan.world_size
+        key = plan.spec.launcher, plan.world_size, plan.num_replicas
         ranks = self._pools.get(key)
         if ranks is None:
             ranks = self._pools[key] = _Ranks(plan)

@@ -27,6 +27,11 @@ class TestFSDP(BackendConformance):
     backend = "fsdp"
 
 
+class TestTensorFlow(BackendConformance):
+    backend = "tensorflow"
+    sizes = (1, 2, 3)
+
+
 class TestHorovod(BackendConformance):
     backend = "horovod"
     sizes = (1, 2, 3)
