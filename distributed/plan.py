@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from distributed.batch import BatchPlan, resolve_batch
+from distributed.choice import check_accumulation, check_capabilities, chosen_backend, move_to_zero
 from distributed.errors import UserError
 from distributed.joined import Joined
-from distributed.plugin_manager import require
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import BackendSpec, Capabilities
+    from distributed.interfaces.backend import BackendSpec
     from distributed.plugin_manager import Catalog
 
 __all__ = ["Facts", "Resources", "RunPlan", "resolve"]
@@ -115,7 +113,7 @@ def resolve(
             lacking capability, too few GPUs, an impossible batch.
     """
     notes: list[str] = []
-    config = _with_zero(config, catalog, notes)
+    config = move_to_zero(config, catalog, notes)
     spec = chosen_backend(config, catalog)
     joined = _place(config, joined)
     device = _device(config, spec, resources, joined, notes)
@@ -123,7 +121,7 @@ def resolve(
     num_replicas = _num_replicas(config, spec, num_devices, joined)
     world_size, local_size = num_devices // num_replicas, max(1, local_size // num_replicas)
     precision = _precision(config, device, notes)
-    _check_capabilities(config, spec, catalog, num_devices, precision, device)
+    check_capabilities(config, spec, catalog, num_devices, precision, device)
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
@@ -131,9 +129,7 @@ def resolve(
         data_parallel_size=_data_parallel_size(config, spec, num_devices),
         loader_batch_size=facts.train_batch_size,
     )
-    if batch.gradient_accumulation_steps > 1 and not spec.capabilities.accumulation:
-        # Not asked for, but what the global batch comes to.
-        raise _cannot(_NEEDS[0], spec, catalog, batch.gradient_accumulation_steps)
+    check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
     plan = RunPlan(
         config=config,
         spec=spec,
@@ -155,64 +151,6 @@ def resolve(
     _check_nodes(plan)
     catalog.manager.hook.check_plan(plan=plan)
     return plan
-
-
-def _with_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) -> DistributedConfig:
-    """ZeRO moves a backend that nobody asked for to the one that has it."""
-    stage, here = config.zero_stage, catalog.backend(config.backend)
-    if not config.wants_zero or here.capabilities.zero_stages:
-        return config
-    if not config.origin("backend").startswith("default"):
-        return config
-    able = sorted(s.name for s in catalog.backends.values() if _offers(s.capabilities, stage))
-    if len(able) != 1:
-        raise UserError(
-            "several backends offer ZeRO" if able else "no backend here offers ZeRO",
-            field="backend",
-            got=here.name,
-            allowed=", ".join(able) or None,
-            remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
-        )
-    asked = f"zero_stage={stage}" if config.deepspeed_config is None else "deepspeed_config"
-    notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
-    return config.with_values({"backend": able[0]}, f"default moved by {asked}")
-
-
-def _offers(capabilities: Capabilities, stage: int | None) -> bool:
-    return bool(capabilities.zero_stages) if stage is None else stage in capabilities.zero_stages
-
-
-def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
-    """The spec of the config's backend; for one that only starts ranks, made one with its inner.
-
-    Raises:
-        UserError: an unknown backend, one whose requirements are missing, or an impossible inner.
-    """
-    spec = catalog.backend(config.backend)
-    require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
-    if spec.inner is None:
-        return spec
-    inner = catalog.backend(reduce(getattr, spec.inner.split("."), config), spec.inner)  # type: ignore[arg-type]
-    if inner.inner is not None or inner.framework != spec.framework:
-        fits = (s for s in catalog.backends.values() if s.inner is None and s.framework == spec.framework)
-        raise UserError(
-            f"backend '{spec.name}' cannot start the ranks of '{inner.name}', "
-            + ("which starts ranks itself" if inner.inner else f"a {inner.framework} backend"),
-            field=spec.inner,
-            got=inner.name,
-            allowed=", ".join(sorted(s.name for s in fits)),
-        )
-    require(inner.requires, f"backend '{inner.name}'", inner.install_hint)
-    return replace(
-        inner,
-        name=spec.name,
-        summary=spec.summary,
-        requires=tuple(dict.fromkeys((*spec.requires, *inner.requires))),
-        install_hint=spec.install_hint,
-        launcher=spec.launcher,
-        remote=spec.remote,
-        runs=inner.name,
-    )
 
 
 def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
@@ -362,70 +300,6 @@ def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) ->
         )
     factor = batch.global_batch_size / scaling.base_batch_size
     return config.learning_rate * (factor if scaling.rule == "linear" else factor**0.5)
-
-
-if TYPE_CHECKING:
-    _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
-
-_NEEDS: list[_Need] = [
-    (
-        "gradient_accumulation_steps",
-        lambda c: (c.gradient_accumulation_steps or 1) > 1,
-        lambda k: k.accumulation,
-        "accumulate gradients",
-    ),
-    ("gradient_clipping", lambda c: c.gradient_clipping is not None, lambda k: k.clipping, "clip gradients"),
-    ("sync_batchnorm", lambda c: c.sync_batchnorm, lambda k: k.sync_batchnorm, "synchronise BatchNorm"),
-    (
-        "find_unused_parameters",
-        lambda c: c.find_unused_parameters,
-        lambda k: k.find_unused_parameters,
-        "find unused parameters",
-    ),
-    ("zero_stage", lambda c: c.wants_zero, lambda k: bool(k.zero_stages), "shard by ZeRO stages"),
-    ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
-]
-
-
-def _check_capabilities(
-    config: DistributedConfig,
-    spec: BackendSpec,
-    catalog: Catalog,
-    world_size: int,
-    precision: str,
-    device: str,
-) -> None:
-    needs: list[_Need] = [
-        *_NEEDS,
-        ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
-        ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}"),
-    ]
-    for need in needs:
-        name, wanted, able, _ = need
-        if wanted(config) and not able(spec.capabilities):
-            raise _cannot(need, spec, catalog, _value(config, name))
-    if config.sync_batchnorm and device == "cpu" and world_size > 1:
-        raise UserError(
-            "torch synchronises BatchNorm on GPUs only",
-            field="sync_batchnorm",
-            got=True,
-            allowed="false on CPU",
-        )
-
-
-def _cannot(need: _Need, spec: BackendSpec, catalog: Catalog, got: Any) -> UserError:
-    name, _, able, what = need
-    others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities) and not s.inner)
-    return UserError(
-        f"backend '{spec.label}' cannot {what}",
-        field=name,
-        got=got,
-        remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
-    )
-
-
-def _value(config: DistributedConfig, name: str) -> Any:
-    return config.num_ranks if name == "num_gpus" else getattr(config, name)
 
 
 def _check_nodes(plan: RunPlan) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from distributed.choice import chosen_backend
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.command_line import active
 from distributed.config.load import as_layers
@@ -16,7 +17,7 @@ from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
 from distributed.joined import Joined, detect
-from distributed.plan import Facts, Resources, RunPlan, chosen_backend, resolve
+from distributed.plan import Facts, Resources, RunPlan, resolve
 from distributed.plugin_manager import Catalog, get_catalog, load_target, require
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Trainer
+from distributed.choice import chosen_backend
 from distributed.config import load
 from distributed.interfaces.backend import BackendSpec, Capabilities
 from distributed.interfaces.history import History
-from distributed.plan import chosen_backend
 from distributed.plugin_manager import get_catalog
 from distributed.testing.oracle import OracleResult, oracle_fit
 from distributed.testing.pool import RankPool
