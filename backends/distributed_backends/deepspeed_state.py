@@ -1,6 +1,6 @@
 """Where ZeRO keeps parameters and optimizer state, and how they go to and from names.
 
-DeepSpeed's attributes used here are its own affairs, the same from 0.19.3 to 0.19.8;
+DeepSpeed's attributes used here are its own affairs, as they are in 0.19.8;
 ``tests/backends/test_deepspeed_state.py`` notices when one changes.
 """
 
