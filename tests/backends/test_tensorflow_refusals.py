@@ -43,7 +43,7 @@ def planned(joined: Joined | None = None, gpus: int = 0, **fields: Any) -> RunPl
         (lambda: TensorFlowDistributedTrainer(dense(), optimizer=torch.optim.SGD), "a torch optimizer"),
         (
             lambda: TensorFlowDistributedTrainer(
-                dense(), optimizer=keras.optimizers.LossScaleOptimizer("sgd")
+                dense(), optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
             ),
             "twice",
         ),
