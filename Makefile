@@ -15,7 +15,7 @@ DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
-	@echo "make horovod build Horovod for the installed torch; its tests then run too"
+	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
@@ -23,7 +23,7 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
-test: $(VENV)/.for-dev
+test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 check: $(VENV)/.for-dev

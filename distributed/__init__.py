@@ -18,21 +18,25 @@ if TYPE_CHECKING:
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
     from distributed.trainers import (
+        DeepSpeedTrainer,
         FSDPTrainer,
         HorovodTrainer,
         PyTorchDDPTrainer,
+        RayTrainer,
         TensorFlowDistributedTrainer,
     )
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
+    "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
     "PyTorchDDPTrainer": "distributed.trainers",
+    "RayTrainer": "distributed.trainers",
     "TensorFlowDistributedTrainer": "distributed.trainers",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
@@ -42,12 +46,14 @@ _HOMES = {
 __all__ = [
     "Band",
     "Callback",
+    "DeepSpeedTrainer",
     "DistributedConfig",
     "EarlyStopping",
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "TensorFlowDistributedTrainer",
     "Trainer",
     "UserError",

@@ -43,6 +43,7 @@ def detect(env: Mapping[str, str]) -> Joined | None:
         UserError: a launcher's variables contradict each other or leave out what is needed.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
+        _check_unmixed(env)
         return _torchrun(env)
     if "HOROVOD_RANK" in env and "HOROVOD_SIZE" in env:
         return _horovodrun(env)
@@ -83,6 +84,23 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
         env.get("MASTER_ADDR", "127.0.0.1"),
         _number(env, "MASTER_PORT", 0),
     )
+
+
+def _check_unmixed(env: Mapping[str, str]) -> None:
+    """Refuse two launchers' places that differ: ranks would wait for others that do not exist."""
+    if "DISTRIBUTED_RUN_DIR" in env:
+        return  # We started it, and know its place.
+    for ours, theirs in (("WORLD_SIZE", "HOROVOD_SIZE"), ("RANK", "HOROVOD_RANK")):
+        if env.get(theirs, env[ours]) != env[ours]:
+            raise UserError(
+                f"torchrun's variables and horovodrun's are both set and differ: {ours}={env[ours]},"
+                f" {theirs}={env[theirs]}",
+                field=ours,
+                got=env[ours],
+                allowed=f"{env[theirs]}, or no {theirs} at all",
+                remedy="Start with one of them; unset the other's variables (RANK, WORLD_SIZE, MASTER_*,"
+                " or HOROVOD_*)",
+            )
 
 
 def _horovodrun(env: Mapping[str, str]) -> Joined:

@@ -156,6 +156,7 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(plan.local_size),
             "GROUP_RANK": str(plan.node_rank),
+            "GROUP_WORLD_SIZE": str(plan.num_nodes),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

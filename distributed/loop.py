@@ -95,10 +95,12 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             started = perf_counter()
             with _frozen_heap():
                 self._train()
+            self.finish_saving()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
             self._track_history()
         finally:
+            self.abandon_saving()
             self.finish_tracking(status)
             self._notify("on_run_end", self, status)
         if self.plan.mode != "spawn":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from distributed.batch import BatchPlan, resolve_batch
@@ -96,7 +97,7 @@ class RunPlan:
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
-        first = f"{self.spec.name}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
+        first = f"{self.spec.label}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
         return "\n".join([first, *(f"note: {note}" for note in self.notes)])
 
 
@@ -113,11 +114,11 @@ def resolve(
         UserError: the config asks for what cannot be: unknown backend, missing package,
             lacking capability, too few GPUs, an impossible batch.
     """
-    spec = catalog.backend(config.backend)
-    require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
     notes: list[str] = []
+    config = _with_zero(config, catalog, notes)
+    spec = chosen_backend(config, catalog)
     joined = _place(config, joined)
-    device = _device(config, resources, joined, notes)
+    device = _device(config, spec, resources, joined, notes)
     num_devices, local_size = _ranks(config, spec, resources, device, joined)
     num_replicas = _num_replicas(config, spec, num_devices, joined)
     world_size, local_size = num_devices // num_replicas, max(1, local_size // num_replicas)
@@ -156,6 +157,64 @@ def resolve(
     return plan
 
 
+def _with_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) -> DistributedConfig:
+    """ZeRO moves a backend that nobody asked for to the one that has it."""
+    stage, here = config.zero_stage, catalog.backend(config.backend)
+    if not config.wants_zero or here.capabilities.zero_stages:
+        return config
+    if not config.origin("backend").startswith("default"):
+        return config
+    able = sorted(s.name for s in catalog.backends.values() if _offers(s.capabilities, stage))
+    if len(able) != 1:
+        raise UserError(
+            "several backends offer ZeRO" if able else "no backend here offers ZeRO",
+            field="backend",
+            got=here.name,
+            allowed=", ".join(able) or None,
+            remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
+        )
+    asked = f"zero_stage={stage}" if config.is_explicit("zero_stage") else "deepspeed_config"
+    notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
+    return config.with_values({"backend": able[0]}, asked)
+
+
+def _offers(capabilities: Capabilities, stage: int | None) -> bool:
+    return bool(capabilities.zero_stages) if stage is None else stage in capabilities.zero_stages
+
+
+def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
+    """The spec of the config's backend; for one that only starts ranks, made one with its inner.
+
+    Raises:
+        UserError: an unknown backend, one whose requirements are missing, or an impossible inner.
+    """
+    spec = catalog.backend(config.backend)
+    require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+    if spec.inner is None:
+        return spec
+    inner = catalog.backend(reduce(getattr, spec.inner.split("."), config), spec.inner)  # type: ignore[arg-type]
+    if inner.inner is not None or inner.framework != spec.framework:
+        fits = (s for s in catalog.backends.values() if s.inner is None and s.framework == spec.framework)
+        raise UserError(
+            f"backend '{spec.name}' cannot start the ranks of '{inner.name}', "
+            + ("which starts ranks itself" if inner.inner else f"a {inner.framework} backend"),
+            field=spec.inner,
+            got=inner.name,
+            allowed=", ".join(sorted(s.name for s in fits)),
+        )
+    require(inner.requires, f"backend '{inner.name}'", inner.install_hint)
+    return replace(
+        inner,
+        name=spec.name,
+        summary=spec.summary,
+        requires=tuple(dict.fromkeys((*spec.requires, *inner.requires))),
+        install_hint=spec.install_hint,
+        launcher=spec.launcher,
+        remote=spec.remote,
+        runs=inner.name,
+    )
+
+
 def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
     if config.launch in ("spawn", "per-rank"):
         return None
@@ -179,20 +238,29 @@ def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
     return joined
 
 
-def _device(config: DistributedConfig, resources: Resources, joined: Joined | None, notes: list[str]) -> str:
+def _device(
+    config: DistributedConfig,
+    spec: BackendSpec,
+    resources: Resources,
+    joined: Joined | None,
+    notes: list[str],
+) -> str:
     here = joined.local_size if joined else (config.num_ranks or 1) // config.num_nodes
+    if spec.remote and joined is None:
+        here = config.num_ranks or 1
     if config.device == "cpu":
         return "cpu"
     if config.device == "auto" and resources.num_gpus == 0:
         if config.num_gpus or config.gpus_per_node:
             notes.append("no GPU found: the ranks run as CPU processes over gloo")
         return "cpu"
+    where, per = ("on this host", "per host") if joined or not spec.remote else ("there",) * 2
     if resources.num_gpus < here and not _one_visible_each(resources, joined):
         raise UserError(
-            f"{here} ranks on this host need {here} GPUs and {resources.num_gpus} are visible",
+            f"{here} ranks {where} need {here} GPUs and {resources.num_gpus} are visible",
             field="num_gpus",
             got=config.num_ranks,
-            allowed=f"at most {resources.num_gpus} per host",
+            allowed=f"at most {resources.num_gpus} {per}",
             remedy="Use fewer ranks, or say device=cpu to run them as CPU processes;"
             " CUDA_VISIBLE_DEVICES may hide some",
         )
@@ -212,7 +280,7 @@ def _ranks(
     if config.num_ranks is not None:
         return config.num_ranks, config.num_ranks // config.num_nodes
     several = device == "cuda" and spec.capabilities.multi_process
-    here = resources.num_gpus if several else 1
+    here = resources.num_gpus // (config.num_nodes if spec.remote else 1) if several else 1
     return here * config.num_nodes, here
 
 
@@ -267,6 +335,8 @@ def _transport(config: DistributedConfig, spec: BackendSpec, device: str) -> str
 def _mode(config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None) -> str:
     if joined is not None:
         return "join"
+    if spec.remote:
+        return "spawn"
     # Several devices in one process have to be set up before the framework has started there.
     alone = num_devices == 1 and config.num_nodes == 1 and config.launch != "spawn"
     return "in-process" if alone or not spec.capabilities.multi_process else "spawn"
@@ -312,6 +382,7 @@ _NEEDS: list[_Need] = [
         lambda k: k.find_unused_parameters,
         "find unused parameters",
     ),
+    ("zero_stage", lambda c: c.wants_zero, lambda k: bool(k.zero_stages), "shard by ZeRO stages"),
     ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
 ]
 
@@ -344,9 +415,9 @@ def _check_capabilities(
 
 def _cannot(need: _Need, spec: BackendSpec, catalog: Catalog, got: Any) -> UserError:
     name, _, able, what = need
-    others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities))
+    others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities) and not s.inner)
     return UserError(
-        f"backend '{spec.name}' cannot {what}",
+        f"backend '{spec.label}' cannot {what}",
         field=name,
         got=got,
         remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
@@ -359,7 +430,7 @@ def _value(config: DistributedConfig, name: str) -> Any:
 
 def _check_nodes(plan: RunPlan) -> None:
     config = plan.config
-    if plan.mode != "spawn" or plan.num_nodes == 1:
+    if plan.mode != "spawn" or plan.num_nodes == 1 or plan.spec.remote:
         return
     missing = [name for name in ("node_rank", "rdzv_endpoint") if getattr(config, name) is None]
     if missing:

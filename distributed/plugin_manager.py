@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 GROUPS = ("distributed.backends", "distributed.plugins")
+_OURS = "distributed-trainer"
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,16 @@ class Catalog:
         backends: by name.
         trackers: in registration order.
         broken: plugins that failed, which nothing else depends on.
+        sources: plugin -> distribution and target, as far as it came from an entry point.
     """
 
-    def __init__(self, manager: pluggy.PluginManager, broken: list[BrokenPlugin]) -> None:
-        self.manager, self.broken = manager, broken
+    def __init__(
+        self,
+        manager: pluggy.PluginManager,
+        broken: list[BrokenPlugin],
+        sources: Mapping[str, str] | None = None,
+    ) -> None:
+        self.manager, self.broken, self.sources = manager, broken, sources or {}
         self.backends: dict[str, BackendSpec] = {}
         self.trackers: list[TrackerSpec] = []
         self.origins: dict[str, str] = {}
@@ -70,8 +77,8 @@ class Catalog:
         for _, found in self._collect("register_trackers"):
             self.trackers += found
 
-    def backend(self, name: str) -> BackendSpec:
-        """The spec called `name`.
+    def backend(self, name: str, field: str = "backend") -> BackendSpec:
+        """The spec called `name`, which the config's `field` asks for.
 
         Raises:
             UserError: nobody registers that name; names the nearest, and a broken plugin
@@ -82,7 +89,7 @@ class Catalog:
         broken = "".join(f" The plugin '{b.name}' could not be loaded: {b.error}." for b in self.broken)
         raise UserError(
             f"no backend is called '{name}'.{did_you_mean(name, self.backends)}{broken}",
-            field="backend",
+            field=field,
             allowed=", ".join(sorted(self.backends)),
             remedy="`python -m distributed.cli backends` lists them",
         )
@@ -109,16 +116,16 @@ class Catalog:
             try:
                 answer = implementation.function(*[arguments[name] for name in implementation.argnames])
             except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
-                self.broken.append(_broken(implementation.plugin_name, hook, error))
+                name = implementation.plugin_name
+                self.broken.append(_broken(name, self.sources.get(name, hook), error))
                 continue
             yield implementation.plugin_name, list(answer or [])
 
     def _add_backend(self, plugin: str, spec: BackendSpec) -> None:
         if spec.name in self.backends:
             owner = self.origins[spec.name]
-            self.broken.append(
-                BrokenPlugin(plugin, plugin, f"backend '{spec.name}' is already registered by {owner}", "")
-            )
+            error = f"backend '{spec.name}' is already registered by {self.sources.get(owner, owner)}"
+            self.broken.append(BrokenPlugin(plugin, self.sources.get(plugin, plugin), error, ""))
             return
         self.backends[spec.name] = spec
         self.origins[spec.name] = plugin
@@ -163,21 +170,28 @@ def build_catalog(extra: Iterable[Any] = (), found: Iterable[EntryPoint] | None 
     manager.add_hookspecs(hookspecs)
     broken: list[BrokenPlugin] = []
     points = [p for group in GROUPS for p in entry_points(group=group)] if found is None else list(found)
+    points.sort(key=_is_a_strangers)  # nobody takes a built-in backend's name
+    sources: dict[str, str] = {}
     # A distribution found twice on sys.path lists its entry points twice.
     for point in {(p.group, p.name, p.value): p for p in points}.values():
         try:
             manager.register(point.load(), name=f"{point.name}")
+            sources[point.name] = _origin(point)
         except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
             broken.append(_broken(point.name, _origin(point), error))
     for plugin in extra:
         manager.register(plugin)
-    return Catalog(manager, broken)
+    return Catalog(manager, broken, sources)
 
 
 @cache
 def get_catalog() -> Catalog:
     """The installed plugins, loaded once per process."""
     return build_catalog()
+
+
+def _is_a_strangers(point: EntryPoint) -> bool:
+    return point.dist is None or point.dist.name != _OURS
 
 
 def _origin(point: EntryPoint) -> str:
@@ -187,4 +201,4 @@ def _origin(point: EntryPoint) -> str:
 
 def _broken(name: str, origin: str, error: Exception) -> BrokenPlugin:
     details = "".join(traceback.format_exception(error))
-    return BrokenPlugin(name, origin, f"{type(error).__name__}: {error}", details)
+    return BrokenPlugin(name, origin, f"{type(error).__name__}: {' '.join(str(error).split())}", details)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import World
@@ -23,13 +24,35 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
 
     Attributes:
         store: where they met, None with a group that was there or without one.
+        counting_ends: with `add_count`: the next count is a window's last.
     """
+
+    counting_ends = True
+    _seen: Any = None
+    _reduction: tuple[Any, Tensor] | None = None
 
     def setup(self, plan: RunPlan) -> World:
         self.adopt(plan)
         device = claim_device(plan, local_rank_of(plan))
         self.world = self.meet(plan, _group_kind(plan), device)
         return self.world
+
+    def add_count(self, count: Any) -> None:
+        """Add one micro-batch's count of tokens (C2). The ranks add theirs in a small collective of
+        its own, under way while a window's last backward runs: for backends with gradients that
+        cannot carry it (`counts_with_gradients` false)."""
+        self._seen = count if self._seen is None else self._seen + count
+        if self.counting_ends:
+            tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
+            self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
+
+    def _count_ratio(self) -> Tensor | None:
+        if self._counts and self._reduction is not None:
+            work, count = self._reduction
+            work.wait()
+            # Gradients were averaged over the ranks: their count is too.
+            self._counts, self._reduction = [count / self.world.data_parallel_size], None
+        return super()._count_ratio()
 
 
 def _group_kind(plan: RunPlan) -> str:

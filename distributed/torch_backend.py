@@ -133,7 +133,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         )
 
     def prepare(self, task: Task) -> None:
-        built = build_model(task.model, self.config.seed)
+        built = self.build(task.model)
         check_trainable(built)
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -153,6 +153,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def build(self, model: Any) -> nn.Module:
+        """The user's module, or what the user's factory builds; the same weights on every rank,
+        unless `place` sees to that."""
+        return build_model(model, self.config.seed)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move, shard or cut the model, before the optimizer is built. All names must stay:

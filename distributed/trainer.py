@@ -15,9 +15,9 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
-from distributed.joined import detect
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import Catalog, get_catalog, load_target, require
+from distributed.joined import Joined, detect
+from distributed.plan import Facts, Resources, RunPlan, chosen_backend, resolve
+from distributed.plugin_manager import Catalog, get_catalog, load_target
 
 if TYPE_CHECKING:
     from distributed.data import Source
@@ -90,7 +90,7 @@ class Trainer:
 
     def _defaults(self) -> list[Layer]:
         name = self.default_backend
-        return [Layer(type(self).__name__, {"backend": name})] if name else []
+        return [Layer(f"default of {type(self).__name__}", {"backend": name})] if name else []
 
     def _configure(self, overrides: Mapping[str, Any]) -> DistributedConfig:
         script = active()
@@ -103,8 +103,7 @@ class Trainer:
         Raises:
             UserError: no such backend, or what it needs is not installed.
         """
-        spec = get_catalog().backend(self.config.backend)
-        require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+        spec = chosen_backend(self.config, get_catalog())
         found: Framework = load_target(spec.objects)()
         return found
 
@@ -248,8 +247,16 @@ class Trainer:
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=self.framework.carries_rate(self._model, self.optimizer),
         )
-        gpus = self.framework.num_gpus() if config.device != "cpu" else 0
-        return resolve(config, catalog, facts, Resources(gpus), detect(os.environ))
+        joined = detect(os.environ) if config.launch in ("auto", "join") else None
+        return resolve(config, catalog, facts, self._resources(config, catalog, joined), joined)
+
+    def _resources(self, config: DistributedConfig, catalog: Catalog, joined: Joined | None) -> Resources:
+        if config.device == "cpu":
+            return Resources(0)
+        spec, elsewhere = chosen_backend(config, catalog), None
+        if spec.remote and joined is None:
+            elsewhere = (self.launcher or load_target(spec.launcher)()).num_gpus(config)
+        return Resources(self.framework.num_gpus() if elsewhere is None else elsewhere)
 
     # -- afterwards ------------------------------------------------------------------
 

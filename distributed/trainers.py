@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.joined import detect
 from distributed.trainer import Trainer
 
-__all__ = ["FSDPTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "TensorFlowDistributedTrainer"]
+if TYPE_CHECKING:
+    from distributed.interfaces.task import Task
+    from distributed.plan import RunPlan
+    from distributed.plugin_manager import Catalog
+
+__all__ = [
+    "DeepSpeedTrainer",
+    "FSDPTrainer",
+    "HorovodTrainer",
+    "PyTorchDDPTrainer",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
+]
+
+_ALIASES = {"lr": "learning_rate"}
+"""What samples of Ray Tune call our fields."""
 
 
 class PyTorchDDPTrainer(Trainer):
@@ -28,6 +45,12 @@ class TensorFlowDistributedTrainer(Trainer):
     """A `Trainer` of Keras models, whose backend is ``tensorflow`` unless the config says otherwise."""
 
     default_backend = "tensorflow"
+
+
+class DeepSpeedTrainer(Trainer):
+    """A `Trainer` whose backend is ``deepspeed`` unless the config says otherwise."""
+
+    default_backend = "deepspeed"
 
 
 class HorovodTrainer(Trainer):
@@ -75,3 +98,42 @@ class HorovodTrainer(Trainer):
             )
         mean = hvd.allreduce(torch.tensor(float(value), dtype=torch.float64), name=name or "metric")
         return float(mean)
+
+
+class RayTrainer(Trainer):
+    """A `Trainer` whose backend is ``ray`` unless the config says otherwise.
+
+    Args:
+        model: as for `Trainer`, and so is everything that is not named here.
+        config: besides what `Trainer` takes, a mapping that holds more than our fields, as a
+            sample of Ray Tune does: what is not ours is kept in `hyperparameters`, and ``lr``
+            means ``learning_rate``.
+
+    Attributes:
+        hyperparameters: what in `config` is not a field of `DistributedConfig`.
+    """
+
+    default_backend = "ray"
+
+    def __init__(self, model: Any, config: Any = None, **given: Any) -> None:
+        self.hyperparameters: dict[str, Any] = {}
+        if isinstance(config, Mapping):
+            named: dict[Any, Any] = {_ALIASES.get(name, name): value for name, value in config.items()}
+            if len(named) < len(config):
+                raise UserError(
+                    "lr and learning_rate are the same, and both are given",
+                    field="lr",
+                    got=config["lr"],
+                    remedy="Leave one of them out",
+                )
+            fields = DistributedConfig.model_fields
+            config = {n: v for n, v in named.items() if str(n).partition(".")[0] in fields}
+            self.hyperparameters = {n: v for n, v in named.items() if n not in config}
+        super().__init__(model, config, **given)
+
+    def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
+        plan = super()._plan(config, catalog, task)
+        if self.hyperparameters:
+            names = ", ".join(map(str, self.hyperparameters))
+            plan.notes.append(f"not fields of the configuration, left to you: {names}")
+        return plan

@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -138,12 +139,25 @@ def run_folder(folder: Path) -> int:
 
         sys.path[:] = _caller_path(folder)
         job: RankJob = load_task(folder / "task.bin")
+        job.plan = _as_placed(job.plan, os.environ)
         _ENDED.append(run_here(job, folder))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported
         report_error(error, folder)
         _ENDED.append(error)
         return 1
     return 0
+
+
+def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
+    """`plan`, where this rank has come to be: a remote launcher only knows once it has started."""
+    if not plan.spec.remote:
+        return plan
+    return replace(
+        plan,
+        local_size=int(env["LOCAL_WORLD_SIZE"]),
+        node_rank=int(env["GROUP_RANK"]),
+        num_nodes=int(env["GROUP_WORLD_SIZE"]),
+    )
 
 
 def _caller_path(folder: Path) -> list[str]:

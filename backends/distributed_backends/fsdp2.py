@@ -15,6 +15,7 @@ from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whol
 from distributed.optim import follow_parameters
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule, alike
+from distributed_backends.fsdp_build import build_without_data
 from distributed_backends.fsdp_shards import ShardedModel
 from distributed_backends.fsdp_units import Recomputed, find_units, recompute, stop_recomputing
 
@@ -70,9 +71,7 @@ class FSDPBackend(ProcessGroupBackend):
         super().__init__()
         self._sharded: ShardedModel | None = None
         self._recomputed: Recomputed = []
-        self._last = True
-        self._seen: Any = None
-        self._reduction: tuple[Any, Tensor] | None = None
+        self._built_by_one = False
 
     def setup(self, plan: RunPlan) -> World:
         if plan.world_size > 1:
@@ -80,6 +79,12 @@ class FSDPBackend(ProcessGroupBackend):
         world = super().setup(plan)
         self._joined = plan.joined is not None
         return world
+
+    def build(self, model: Any) -> nn.Module:
+        self._built_by_one = self.world.size > 1 and not isinstance(model, nn.Module)
+        if self._built_by_one and self.world.rank > 0:
+            return build_without_data(model, self.config.seed)
+        return super().build(model)
 
     def place(self, model: nn.Module) -> nn.Module:
         section = self.config.fsdp
@@ -90,11 +95,11 @@ class FSDPBackend(ProcessGroupBackend):
             self._recomputed = recompute(model, units)
         if self.world.size == 1:
             return super().place(model)
-        if self._joined:
+        if self._joined and not self._built_by_one:
             # Ranks that we started have the same weights; others built their own.
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
-        self._sharded = ShardedModel(model, units, section, self.world)
+        self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
         return model
 
     def prepare(self, task: Task) -> None:
@@ -118,39 +123,24 @@ class FSDPBackend(ProcessGroupBackend):
     # -- one step --------------------------------------------------------------------
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
-        if self._sharded is not None and last != self._last:
+        if self._sharded is not None and last != self.counting_ends:
             root = self._sharded.root
             root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
             root.set_is_last_backward(last)
-            self._last = last
+            self.counting_ends = last
         return _NOTHING
 
     def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
         loss, total, count = root(step.forward, *args)
         if self.objective.counted:
-            self._seen = count if self._seen is None else self._seen + count
-            if self._last:
-                self._reduction = self._start_adding(self._seen)
-                self._seen = None
+            self.add_count(count)
         return loss, total, count
-
-    def _start_adding(self, count: Any) -> tuple[Any, Tensor]:
-        tensor = torch.as_tensor(count).detach().to(self.world.device, torch.float64, copy=True)
-        return dist.all_reduce(tensor, async_op=True), tensor
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         seen = super().run_window(window)
         if self._sharded is not None:
             self._sharded.average_replicated()
         return seen
-
-    def _count_ratio(self) -> Tensor | None:
-        if self._counts and self._reduction is not None:
-            work, count = self._reduction
-            work.wait()
-            # Gradients were averaged over the ranks: their count is too.
-            self._counts, self._reduction = [count / self.world.data_parallel_size], None
-        return super()._count_ratio()
 
     def gradients(self) -> list[Tensor]:
         return [local_part(gradient) for gradient in super().gradients()]

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 
 from distributed.checkpoint.shards import whole
 from distributed.errors import UserError
+from distributed_backends.fsdp_build import deal_out, tensors_of
 
 if TYPE_CHECKING:
     from distributed.config.sections import FSDPSection
@@ -52,6 +53,7 @@ class ShardedModel:
         units: modules inside it, inner ones first.
         section: the configuration.
         world: over whose ranks.
+        built_by_one: rank 0 alone has the model's data; the others may hold meta tensors.
 
     Attributes:
         root: through which the model is used.
@@ -62,11 +64,20 @@ class ShardedModel:
         UserError: parameters that are gathered together differ in dtype, or hold no data.
     """
 
-    def __init__(self, model: nn.Module, units: list[nn.Module], section: FSDPSection, world: World) -> None:
-        _check_data(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[nn.Module],
+        section: FSDPSection,
+        world: World,
+        built_by_one: bool = False,
+    ) -> None:
+        if not built_by_one or world.rank == 0:
+            _check_data(model)
         _check_dtypes(model, units)
         self._device = world.device
         self._before = _Before(model)
+        built = {name: tensor.detach() for name, tensor in tensors_of(model)} if built_by_one else {}
         self.replicated = {p for p in model.parameters() if p.dim() == 0}
         self._mesh = _mesh(section, world)
         self.group: Any = self._mesh.get_group("shard")
@@ -81,6 +92,12 @@ class ShardedModel:
             fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
         # Backward needs the rest at once: to free it after forward would gather it twice for nothing.
         fully_shard(self.root, reshard_after_forward=False, **options)
+        if built_by_one:
+            if world.rank > 0 and any(tensor.is_meta for _, tensor in tensors_of(model)):
+                self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
+                # Memory makes other objects of those that fully_shard left alone.
+                self.replicated = {p for p in model.parameters() if p.dim() == 0}
+            deal_out(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
         self._units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
@@ -114,12 +131,14 @@ class _Before:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
         self._parameters = [
-            (module, name, p, p.device)
+            (module, name, p, _real(p.device))
             for module, _, _ in self._modules
             for name, p in _own(module._parameters)
         ]
         self._buffers = [
-            (module, name, b.device) for module, _, _ in self._modules for name, b in _own(module._buffers)
+            (module, name, _real(b.device))
+            for module, _, _ in self._modules
+            for name, b in _own(module._buffers)
         ]
         self._added: list[tuple[nn.Module, set[str]]] = []
 
@@ -134,14 +153,12 @@ class _Before:
     @torch.no_grad()
     def restore(self) -> None:
         """The same parameter objects, filled; the same classes and hooks. Collective."""
-        full: dict[int, Tensor] = {}
+        full: dict[int, nn.Parameter] = {}
         for module, name, parameter, device in self._parameters:
             current: Any = module._parameters[name]
             if id(parameter) not in full:
-                full[id(parameter)] = whole(current).detach().to(device)
-                parameter.data = full[id(parameter)]
-                parameter.grad = None
-            module._parameters[name] = parameter
+                full[id(parameter)] = _filled(parameter, whole(current).detach().to(device))
+            module._parameters[name] = full[id(parameter)]
         for module, name, device in self._buffers:
             buffer = module._buffers[name]
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -152,6 +169,18 @@ class _Before:
         for module, added in self._added:
             for key in added:
                 vars(module).pop(key, None)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """`parameter` holding `data`; another in its place where it came without memory."""
+    if parameter.is_meta:
+        return nn.Parameter(data, parameter.requires_grad)
+    parameter.data, parameter.grad = data, None
+    return parameter
 
 
 def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["check_plan", "register_backends"]
 
 NAME = "horovod"
+_TARGET = "distributed_backends.horovod_torch:HorovodBackend"
 
 
 @hookimpl
@@ -22,7 +23,7 @@ def register_backends() -> list[BackendSpec]:
     return [
         BackendSpec(
             name=NAME,
-            target="distributed_backends.horovod_torch:HorovodBackend",
+            target=_TARGET,
             summary="Horovod: a replica per rank, gradients summed by ring all-reduce",
             requires=("torch", "horovod"),
             install_hint="make horovod (in a checkout; builds 0.28.1 against the installed torch)",
@@ -44,7 +45,7 @@ def check_plan(plan: RunPlan) -> None:
     """
     options = plan.config.horovod
     for name, idle in (("compression", "none"), ("timeline", None)):
-        if plan.spec.name != NAME and getattr(options, name) != idle:
+        if plan.spec.target != _TARGET and getattr(options, name) != idle:
             raise UserError(
                 f"backend '{plan.spec.name}' does not read Horovod's options",
                 field=f"horovod.{name}",

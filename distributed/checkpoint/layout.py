@@ -11,12 +11,13 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
+from copy import deepcopy
 from typing import Any
 
 from distributed.checkpoint.agreement import Ranks, agree, on_rank_zero
 from distributed.checkpoint.chunks import ChunkEntry
 from distributed.checkpoint.files import FileLayer, seal, unseal
+from distributed.checkpoint.pending import PendingSave
 from distributed.checkpoint.reader import PortableReader, read_index, read_manifest, verify
 from distributed.checkpoint.store import (
     FORMAT,
@@ -25,7 +26,6 @@ from distributed.checkpoint.store import (
     manifest_of,
     merge_scalars,
     rank_file,
-    write_rank,
 )
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
@@ -76,31 +76,55 @@ class PortableCheckpointer(Checkpointer):
             OSError: a rank could not write; the same error on every rank. Committed ones stay.
             UserError: the state holds what the format cannot; likewise.
         """
+        pending = self.begin(backend, extra, rank_extra)
+        return pending if isinstance(pending, str) else self.finish(backend, pending)
+
+    def begin(self, backend: Backend, extra: dict[str, Any], rank_extra: dict[str, Any]) -> PendingSave | str:
+        """Copy this rank's state and start to write it, as `save` would; every rank calls.
+
+        Returns:
+            What `finish` takes; the path when the step is committed and whole already.
+
+        Raises:
+            OSError: rank 0 cannot make a directory; the same error on every rank.
+        """
         step = int(extra["progress"]["step"])
-        final = self.path_of(step)
-        rank, size = backend.world.rank, backend.world.size
+        final, size = self.path_of(step), backend.world.size
         staging = on_rank_zero(backend, lambda: self._stage(final))
         if staging is None:
             return final
-        shared = BackendState()
+        pending = PendingSave(final, staging, backend.world.rank, size, self.files)
+        shared = deepcopy(extra)  # The caller's may change while the thread writes.
 
-        def write() -> dict[str, dict[str, Any]]:
-            nonlocal shared
-            state = backend.export_state()
-            # The pieces are on the disk on return: only what all ranks share is still needed.
-            shared = replace(state, chunks=[])
-            return write_rank(self.files, staging, rank, size, state, rank_extra)
+        def commit(state: BackendState, facts: dict[str, dict[str, Any]]) -> None:
+            self._commit(staging, final, step, state, shared, facts, size)
+            self._collect()
 
         try:
-            facts = {name: fact for part in agree(backend, write) for name, fact in part.items()}
-            on_rank_zero(backend, lambda: self._commit(staging, final, step, shared, extra, facts, size))
+            state = backend.export_state()
+        except Exception as error:  # noqa: BLE001 - raised again in finish, on every rank
+            pending.fail(error)
+        else:
+            pending.start(state, rank_extra, commit)
+        return pending
+
+    def finish(self, backend: Ranks, pending: PendingSave) -> str:
+        """Wait until `pending` is committed, and return its path; every rank calls.
+
+        Raises:
+            OSError, UserError, RuntimeError: as `save`.
+        """
+        try:
+            return pending.finish(backend)
         except BaseException:
-            if rank == 0:
-                self._discard(staging)
+            self.abandon(pending, backend.world.rank)
             raise
+
+    def abandon(self, pending: PendingSave, rank: int) -> None:
+        """End a save that may not be finished, without the other ranks."""
+        pending.give_up()
         if rank == 0:
-            self._collect()
-        return final
+            self._discard(pending.staging)
 
     def prepare(self, ranks: Ranks) -> None:
         """Make the directory, clear leftovers, and try from every rank that it can be written;
@@ -228,6 +252,22 @@ class PortableCheckpointer(Checkpointer):
         except UserError:
             return None
         return lineage if isinstance(lineage, str) else None
+
+    def prune(self, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> list[str]:
+        """Remove good checkpoints but for the newest `keep_last`, the best, and those of steps
+        that `keep_every` divides. What cannot be read stays: another version may be able to.
+        Only while no run writes there.
+
+        Returns:
+            The paths removed, newest first; with `dry_run`, those that would be.
+        """
+        every = {self.path_of(step) for step in self.steps() if keep_every and step % keep_every == 0}
+        kept = {*every, self._marked()}
+        doomed = [path for path in list(self.candidates())[keep_last:] if path not in kept]
+        if not dry_run:
+            for path in doomed:
+                self._drop(path)
+        return doomed
 
     def _probe(self) -> str:
         self.files.make_directories(self.directory)

@@ -12,7 +12,7 @@ from typing import Any
 from distributed._version import __version__
 from distributed.checkpoint.chunks import ITEM_SIZES, ChunkEntry, tiling_problems
 from distributed.checkpoint.codec import decode, encode
-from distributed.checkpoint.files import FileLayer, seal, sha256_of
+from distributed.checkpoint.files import FileLayer, seal
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 
@@ -44,11 +44,9 @@ def shard_file(rank: int, size: int) -> str:
 
 def write_rank(
     files: FileLayer, directory: str, rank: int, size: int, state: BackendState, rank_extra: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Write one rank's shard and index, and bring them to the disk.
-
-    Returns:
-        ``{file name: {"size": bytes, "crc32" or "sha256": ...}}``.
+) -> None:
+    """Write one rank's shard and index, and bring them to the disk. The index takes its name
+    last: where it is, all of the rank's bytes are.
 
     Raises:
         OSError: a file cannot be written.
@@ -66,11 +64,12 @@ def write_rank(
         "scalars": encode(state.scalars, "optimizer"),
         "scalar_dtypes": [group.get("scalar_dtypes", {}) for group in state.groups],
         "rank_extra": extra,
+        "shard": facts,
     }
-    data = seal(index)
     path = os.path.join(directory, rank_file(rank))
-    files.write_file(path, data)
-    return {shard: facts, rank_file(rank): {"size": len(data), "sha256": sha256_of(path)}}
+    files.write_file(f"{path}.part", seal(index))
+    # Rank 0 brings the names to the disk before it commits.
+    files.rename(f"{path}.part", path)
 
 
 def _write_shard(files: FileLayer, path: str, chunks: list[Chunk]) -> tuple[list[ChunkEntry], dict[str, Any]]:

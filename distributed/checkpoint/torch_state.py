@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 
 __all__ = [
+    "Part",
     "canonical_name",
     "capture_rng",
     "check_shapes",
@@ -40,6 +42,7 @@ __all__ = [
 MODEL = "model"
 EXTRA = "extra_state"
 Pieces = Mapping[Tensor, tuple[str, int]]
+Parts = Mapping[Tensor, "Part"]
 # Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -78,6 +81,20 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
+class Part(NamedTuple):
+    """What this rank holds of a parameter, where that is not the parameter's own data.
+
+    Attributes:
+        shape: of the whole parameter.
+        start: the first element of the range in the flattened parameter.
+        data: the range, 1-dimensional; live. It may be wider than the parameter (masters).
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    data: Tensor
+
+
 def _everything(name: str) -> bool:
     return True
 
@@ -90,6 +107,7 @@ def export_replicated(
     size: int,
     *,
     pieces: Pieces | None = None,
+    parts: Parts | None = None,
     held: Callable[[str], bool] = _everything,
 ) -> BackendState:
     """The share of one of `size` ranks that hold the same, cloned to the CPU.
@@ -106,6 +124,7 @@ def export_replicated(
         size: data-parallel size.
         pieces: what the optimizer holds instead of a parameter: a flat piece of it ->
             (the parameter's canonical name, the piece's first element).
+        parts: parameters of which each rank holds a range of its own -> that range.
         held: whether this rank holds the tensor or module of that canonical name; ranks that
             share a model between them (pipeline stages) each hold a part.
 
@@ -114,8 +133,11 @@ def export_replicated(
     """
     tensors, aliases = named_tensors(model)
     state = BackendState(aliases=aliases, scaler=copy.deepcopy(scaler_state))
+    parts = parts or {}
     for name, tensor in tensors.items():
-        if held(name):
+        if tensor in parts:
+            state.chunks += _range(name, MODEL, parts[tensor])
+        elif held(name):
             whole = not isinstance(tensor, nn.Parameter)
             state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
     for name, extra in _extra_states(model):
@@ -129,7 +151,8 @@ def export_replicated(
             if not held(name):
                 continue
             if name in starts:
-                state.chunks += _piece(name, key, tensor, tensors[name], starts[name])
+                shape = _shape(tensors[name], parts)
+                state.chunks += _range(name, key, Part(shape, starts[name], tensor))
             else:
                 state.chunks += _cut(name, key, tensor, rank, size, rank)
         state.scalars = {} if rank else {name: s for name, s in state.scalars.items() if held(name)}
@@ -142,6 +165,7 @@ def import_replicated(
     optimizer: Optimizer | None,
     *,
     pieces: Pieces | None = None,
+    parts: Parts | None = None,
     held: Callable[[str], bool] = _everything,
 ) -> None:
     """Fill `model` and `optimizer` in place from what any backend saved.
@@ -155,6 +179,7 @@ def import_replicated(
         model: filled whole, except for what `held` leaves out.
         optimizer: filled likewise; None fills the model alone.
         pieces: as in `export_replicated`; only these ranges of optimizer state are read.
+        parts: as in `export_replicated`; of these parameters the ranges are filled, nothing else.
         held: as in `export_replicated`.
 
     Raises:
@@ -163,15 +188,16 @@ def import_replicated(
     tensors, aliases = named_tensors(model)
     stored = stored_names(reader, tensors, aliases)
     here = {name: tensor for name, tensor in tensors.items() if held(name)}
-    check_shapes(reader, tensors, stored, here)
+    parts = parts or {}
+    check_shapes(reader, tensors, stored, here, parts)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
         pairs = check_groups(reader, optimizer, names)
-        dtypes = _fill_model(reader, model, here, stored, held)
+        dtypes = _fill_model(reader, model, here, stored, held, parts)
         import_optimizer(reader, optimizer, names, pairs, dtypes, {stored[n]: s for n, s in starts.items()})
     else:
-        _fill_model(reader, model, here, stored, held)
+        _fill_model(reader, model, here, stored, held, parts)
 
 
 def load_full_model(reader: StateReader, model: nn.Module) -> None:
@@ -224,17 +250,23 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
     return [Chunk(name, key, shape, first + start, data)] if count == 0 or len(data) else []
 
 
-def _piece(name: str, key: str, tensor: Tensor, whole: Tensor, start: int) -> list[Chunk]:
-    """State of a flat piece of the parameter `whole`."""
-    if tensor.dim() != 1 or start + len(tensor) > whole.numel():
+def _range(name: str, key: str, part: Part) -> list[Chunk]:
+    """One range of the tensor `name`."""
+    count = math.prod(part.shape)
+    if part.data.dim() != 1 or part.start + len(part.data) > count:
         raise UserError(
-            f"'{name}' ({key}) of shape {tuple(tensor.shape)} is not state of each element, so that it cannot"
-            " be cut as its parameter is",
+            f"'{name}' ({key}) of shape {tuple(part.data.shape)} is not state of each element, so that it"
+            " cannot be cut as its parameter is",
             field="optimizer",
             allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
         )
-    data = tensor.detach().to("cpu", copy=True)
-    return [Chunk(name, key, tuple(whole.shape), start, data)] if len(data) or not whole.numel() else []
+    data = part.data.detach().to("cpu", copy=True)
+    return [Chunk(name, key, part.shape, part.start, data)] if len(data) or not count else []
+
+
+def _shape(tensor: Tensor, parts: Parts) -> tuple[int, ...]:
+    # Other frameworks' variables have a shape and no hash.
+    return parts[tensor].shape if parts and tensor in parts else tuple(tensor.shape)
 
 
 def _optimizer_names(tensors: Mapping[str, Tensor], pieces: Pieces) -> tuple[dict[int, str], dict[str, int]]:
@@ -277,15 +309,19 @@ def _few(names: list[str]) -> str:
 
 
 def check_shapes(
-    reader: StateReader, tensors: Mapping[str, Any], stored: Mapping[str, str], here: Mapping[str, Tensor]
+    reader: StateReader,
+    tensors: Mapping[str, Any],
+    stored: Mapping[str, str],
+    here: Mapping[str, Tensor],
+    parts: Parts,
 ) -> None:
     """Raise a UserError when a saved shape is not the model's, or a tensor `here` holds no data."""
     shapes = reader.tensors()
     wrong = [
-        f"'{name}' has shape {tuple(tensor.shape)} in the model"
+        f"'{name}' has shape {_shape(tensor, parts)} in the model"
         f" and {shapes[MODEL, stored[name]]} in the checkpoint"
         for name, tensor in tensors.items()
-        if tuple(tensor.shape) != shapes[MODEL, stored[name]]
+        if _shape(tensor, parts) != shapes[MODEL, stored[name]]
     ]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -308,18 +344,23 @@ def _fill_model(
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
     held: Callable[[str], bool],
+    parts: Parts,
 ) -> dict[str, torch.dtype]:
     """Copy tensors and extra state; returns the saved dtypes by stored name."""
     dtypes = {}
     for name, tensor in tensors.items():
-        value = read_part(reader, MODEL, stored[name], tensor)
+        part = parts.get(tensor)
+        if part is None:
+            value = read_part(reader, MODEL, stored[name], tensor)
+        else:
+            value = reader.read(MODEL, stored[name], part.start, len(part.data))
         if value.is_floating_point() != tensor.is_floating_point():
             raise UserError(
                 f"'{name}' is {tensor.dtype} in the model and {value.dtype} in the checkpoint",
                 remedy="Build the model with the dtypes it was trained with",
             )
         dtypes[stored[name]] = value.dtype
-        local_part(tensor).copy_(value)
+        (local_part(tensor) if part is None else part.data).copy_(value)
     modules = {
         canonical_name(prefix): module
         for prefix, module in model.named_modules()

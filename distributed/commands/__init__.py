@@ -24,6 +24,8 @@ class Verb(NamedTuple):
 VERBS = (
     Verb("train", "distributed.commands.train", "Train a script's model, or the bundled example."),
     Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
+    Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
+    Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
 )

@@ -13,7 +13,11 @@ __all__ = ["add_config_flags", "collect_layers", "schema_of"]
 # Short names that a tired person types, beside the field's own.
 _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
 # Fields of sections that have a flag of their own; the others are reached by --set.
-_SECTION_FLAGS = {"tracking.mlflow_experiment": "--mlflow-experiment", "profile.enabled": "--profile"}
+_SECTION_FLAGS = {
+    "tracking.mlflow_experiment": "--mlflow-experiment",
+    "profile.enabled": "--profile",
+    "ray.address": "--address",
+}
 _PREFIX = "field:"
 
 

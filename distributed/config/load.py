@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from distributed.config.deepspeed import NATIVE
 from distributed.config.problems import field_names
 from distributed.config.schema import DistributedConfig
 from distributed.errors import UserError, did_you_mean
@@ -45,11 +46,13 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
+        if layer.origin == NATIVE:  # said again by the native configuration itself, if that still holds
+            continue
         for name, value in _leaves(layer.values):
             _assign(merged, name, value, layer.origin)
             origins[name] = layer.origin
     config = DistributedConfig(**merged)
-    config._origins = origins
+    config._origins |= origins
     return config
 
 
@@ -135,7 +138,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
         name = f"{prefix}{key}"
         if isinstance(value, BaseModel):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and name != NATIVE:
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value

@@ -87,6 +87,7 @@ def _in_words(schema: dict[str, Any]) -> str | None:
         "number": "a number",
         "boolean": "true or false",
         "string": "text",
+        "object": "names and values",
         "null": "nothing",
     }.get(schema.get("type", ""))
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from distributed.config.deepspeed import take_native
 from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
@@ -27,8 +28,10 @@ from distributed.config.sections import (
     HorovodSection,
     LrScaling,
     ProfileSection,
+    RaySection,
     TensorFlowSection,
     TrackingSection,
+    ZeroSection,
 )
 
 __all__ = ["DistributedConfig"]
@@ -127,6 +130,20 @@ class DistributedConfig(BaseModel):
     collective_timeout: PositiveFloat = Field(600.0, description="Seconds a collective may take.")
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks.")
 
+    # ZeRO
+    zero_stage: int | None = Field(
+        None,
+        ge=0,
+        le=3,
+        description="ZeRO stage: shard nothing, the optimizer, gradients too, parameters too. None is 2 under"
+        " `deepspeed`. Moves a default backend to one that has it.",
+    )
+    deepspeed_config: dict[str, Any] | None = Field(
+        None,
+        description="DeepSpeed's own configuration: names and values, a JSON file, or DeepSpeedConfig. What"
+        " is a field here it may not contradict.",
+    )
+
     # Checkpointing
     checkpoint_dir: str | None = Field(None, description="Where checkpoints go; None saves none.")
     checkpoint_frequency: PositiveInt = Field(1, description="Epochs between checkpoints.")
@@ -151,7 +168,9 @@ class DistributedConfig(BaseModel):
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
     fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
+    zero: ZeroSection = Field(default_factory=ZeroSection, description="What ZeRO keeps in host memory.")
     horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
+    ray: RaySection = Field(default_factory=RaySection, description="Backend `ray`: cluster and ranks.")
     tensorflow: TensorFlowSection = Field(
         default_factory=TensorFlowSection, description="TensorFlow's own options."
     )
@@ -160,10 +179,12 @@ class DistributedConfig(BaseModel):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, **values: Any) -> None:
+        values, origins = take_native(values)
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise user_error(error, type(self)) from None
+        self._origins = origins
 
     @field_validator("lr_scaling", mode="before")
     @classmethod
@@ -207,6 +228,11 @@ class DistributedConfig(BaseModel):
     def wants_mlflow(self) -> bool:
         """Whether the run is recorded in MLflow."""
         return self.mlflow_tracking or self.tracking.mlflow_experiment is not None
+
+    @property
+    def wants_zero(self) -> bool:
+        """Whether the backend has to be one that implements ZeRO."""
+        return self.zero_stage is not None or self.deepspeed_config is not None
 
     def is_explicit(self, name: str) -> bool:
         """Whether somebody set the flat field `name`, as against its default."""

@@ -8,7 +8,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -21,8 +23,10 @@ __all__ = [
     "HorovodSection",
     "LrScaling",
     "ProfileSection",
+    "RaySection",
     "TensorFlowSection",
     "TrackingSection",
+    "ZeroSection",
 ]
 
 
@@ -74,6 +78,13 @@ class CheckpointSection(Section):
     )
     keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
     keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
+    asynchronous: bool = Field(
+        True,
+        description="Training waits only until the state is copied; a thread writes it, one save at a time.",
+    )
+    max_failures: PositiveInt = Field(
+        3, description="Saves that may fail in a row before the run is stopped; 1 stops at the first."
+    )
     metric: str | None = Field(
         None,
         description="Metric that decides `best`: a name of a validation figure. None takes"
@@ -175,4 +186,41 @@ class TensorFlowSection(Section):
         "auto",
         description="mirrored: one process drives all devices of this host; multi_worker: a process for"
         " each; auto: mirrored for num_gpus on one host, multi_worker for num_processes and several hosts.",
+    )
+
+
+class ZeroSection(Section):
+    """What ZeRO keeps in host memory, so that more fits on a device."""
+
+    offload_optimizer: Literal["none", "cpu"] = Field(
+        "none", description="Where the optimizer's state lives and steps; cpu needs ZeRO stage 1 or more."
+    )
+    offload_parameters: Literal["none", "cpu"] = Field(
+        "none", description="Where parameters wait until they are used; cpu needs ZeRO stage 3."
+    )
+
+
+class RaySection(Section):
+    """Where backend ``ray`` starts ranks, and what they run. Another backend refuses it."""
+
+    inner: str = Field("pytorch-ddp", description="The torch backend that the ranks run.")
+    address: str | None = Field(
+        None,
+        description="The cluster: auto, HOST:PORT or ray://HOST:PORT. None: the one that this process is"
+        " connected to, RAY_ADDRESS's, or a cluster on this host for the run alone.",
+    )
+    num_cpus_per_rank: NonNegativeFloat = Field(1.0, description="CPUs that Ray sets aside for each rank.")
+    resources: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="Other resources each rank needs, by Ray's names for them."
+    )
+    start_timeout: PositiveFloat = Field(
+        300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
+    )
+    max_failures: int = Field(
+        0,
+        ge=-1,
+        description="How often Ray starts all ranks anew when one fails (FailureConfig); -1: always.",
+    )
+    storage_path: str | None = Field(
+        None, description="Where Ray Train keeps its own record of the run; None keeps none."
     )

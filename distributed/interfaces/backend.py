@@ -65,6 +65,11 @@ class BackendSpec:
         objects: ``package.module:Class`` of the `Framework` that knows the user's model, optimizer
             and data in the caller's process.
         transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
+        inner: for a backend that only starts ranks: the dotted config field that names the
+            backend which they run. Target, capabilities and the like are then that one's.
+        remote: the launcher decides where ranks run, a single one too: never in the caller's
+            process, and this host's GPUs and the caller's place among nodes say nothing.
+        runs: the inner backend's name, in the spec that a plan holds.
     """
 
     name: str
@@ -79,6 +84,14 @@ class BackendSpec:
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
     objects: str = "distributed.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
+    inner: str | None = None
+    remote: bool = False
+    runs: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, and what its ranks run where that is another backend."""
+        return f"{self.name} ({self.runs})" if self.runs else self.name
 
 
 @dataclass(frozen=True)

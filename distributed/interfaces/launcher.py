@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from distributed.config import DistributedConfig
     from distributed.plan import RunPlan
 
 __all__ = ["Launcher", "RankCommand"]
@@ -23,11 +24,15 @@ class RankCommand:
         argv: the command, the same for all ranks.
         env: variables besides those that tell a rank its place.
         folder: the run's private folder: ranks leave ``error_<rank>.json`` there.
+        target: ``package.module:function``, which does the same as `argv` for a launcher whose
+            processes run already: called with the folder once a rank's variables are set, it
+            returns the exit status.
     """
 
     argv: Sequence[str]
     folder: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    target: str = "distributed.worker:run_folder"
 
 
 class Launcher(ABC):
@@ -41,3 +46,11 @@ class Launcher(ABC):
             WorkerError: a rank failed; names the first one that did.
             UserError: a rank failed on a user's mistake.
         """
+
+    def num_gpus(self, config: DistributedConfig) -> int | None:
+        """GPUs that its ranks can have, over all nodes; None for those that this host shows.
+
+        Raises:
+            UserError: they are on a cluster that does not answer.
+        """
+        return None

@@ -13,6 +13,7 @@ from typing import Any
 from distributed.checkpoint.agreement import agree, on_rank_zero
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.pending import PendingSave
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.checkpoint.rng import capture_rng, restore_rng
 from distributed.checkpoint.store import MANIFEST
@@ -25,8 +26,6 @@ from distributed.interfaces.task import Progress
 __all__ = ["CheckpointingMixin"]
 
 logger = logging.getLogger("distributed")
-
-MAX_FAILURES = 3
 
 
 class CheckpointingMixin:
@@ -52,9 +51,14 @@ class CheckpointingMixin:
     checkpointer: PortableCheckpointer | None = None
 
     _failures = 0
+    _pending: tuple[PendingSave, int, bool, float | None] | None = None
+    """(save, its step, whether it is to be marked best, the best figure before it)."""
     _lineage: str | None = None
     _origin_step = -1
     _claimed = False
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Tell the callbacks; without any, nobody."""
 
     def setup_checkpointing(self) -> None:
         """Make the checkpointer, and find out before training whether saving can work.
@@ -126,7 +130,7 @@ class CheckpointingMixin:
         self._restore(path)
 
     def save_if_due(self, *, epoch_end: bool, metrics: Mapping[str, float] | None = None) -> str | None:
-        """Save when the configuration says so. Call it once after each optimizer step, with
+        """Begin to save when the configuration says so. Call it once after each optimizer step, with
         `progress` already moved past it; for an epoch's last step, once, after validation.
 
         At the end of an epoch that has the deciding metric and beats all before, the checkpoint
@@ -137,32 +141,70 @@ class CheckpointingMixin:
             metrics: the epoch's figures, equal on all ranks; None without.
 
         Returns:
-            The checkpoint's path, None when nothing was saved.
+            Where the checkpoint is, or under ``checkpoint.asynchronous`` will be; None when
+            nothing is saved.
 
         Raises:
-            OSError: saving failed for the third time in a row.
+            OSError: saving failed ``checkpoint.max_failures`` times in a row.
             UserError: ``checkpoint.metric`` names no figure, or the state cannot be saved.
         """
         if self.checkpointer is None:
             return None
+        due = self._is_due(epoch_end)
+        if due or epoch_end:
+            self.finish_saving()  # One at a time; and what it made of the best figure counts.
         before = self.progress.best_metric
         best = bool(epoch_end and metrics and self._decide_best(metrics))
         mark = best and self.config.checkpoint.keep_best
-        path = self._save(self.checkpointer, mark) if mark or self._is_due(epoch_end) else None
-        if path is None and mark:
-            self.progress.best_metric = before
-        return path
+        return self._save(self.checkpointer, mark, before) if mark or due else None
 
     def save_now(self) -> str | None:
-        """Save at this step, whatever the frequency.
+        """Save at this step, whatever the frequency, and wait for it.
 
         Returns:
             The checkpoint's path; None without ``checkpoint_dir``, or when saving failed (logged).
 
         Raises:
-            OSError: saving failed for the third time in a row.
+            OSError: saving failed ``checkpoint.max_failures`` times in a row.
         """
-        return None if self.checkpointer is None else self._save(self.checkpointer, best=False)
+        if self.checkpointer is None:
+            return None
+        self.finish_saving()
+        path = self._save(self.checkpointer, False, self.progress.best_metric)
+        return self.finish_saving() if self._pending else path
+
+    def finish_saving(self) -> str | None:
+        """Wait until the save under way is committed, if there is one.
+
+        Returns:
+            The checkpoint's path; None when nothing was under way, or it failed (logged).
+
+        Raises:
+            OSError: saving failed ``checkpoint.max_failures`` times in a row.
+            UserError: the state holds what a checkpoint cannot.
+        """
+        if self._pending is None or self.checkpointer is None:
+            return None
+        (pending, step, best, before), self._pending = self._pending, None
+        try:
+            path = self.checkpointer.finish(self.backend, pending)
+        except OSError as error:
+            if best:
+                self.progress.best_metric = before
+            self._count_failure(step, error)
+            return None
+        self._note_saved(self.checkpointer, path, best)
+        return path
+
+    def news_of_saving(self) -> float:
+        """1.0 when this rank alone knows how the save under way ended, else 0.0. Not collective."""
+        return 1.0 if self._pending is not None and self._pending[0].has_news() else 0.0
+
+    def abandon_saving(self) -> None:
+        """End the save under way without the other ranks: the run has failed. Not collective."""
+        if self._pending is not None and self.checkpointer is not None:
+            self.checkpointer.abandon(self._pending[0], self.world.rank)
+            self._pending = None
 
     def export_to(self, directory: str) -> str:
         """Write the state as a portable checkpoint into `directory`, which is made when missing.
@@ -177,27 +219,40 @@ class CheckpointingMixin:
         store.prepare(self.backend)
         return store.save(self.backend, self._extra(best=False), {"rng": capture_rng()})
 
-    def _save(self, checkpointer: PortableCheckpointer, best: bool) -> str | None:
+    def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
+        step = self.progress.step
         try:
             self._claim(checkpointer)
-            path = checkpointer.save(self.backend, self._extra(best), {"rng": capture_rng()})
+            begun = checkpointer.begin(self.backend, self._extra(best), {"rng": capture_rng()})
         except OSError as error:
-            self._failures += 1
-            self._say(
-                logging.WARNING,
-                "checkpoint of step %d not saved (failure %d in a row): %s",
-                self.progress.step,
-                self._failures,
-                error,
-            )
-            if self._failures >= MAX_FAILURES:
-                raise
+            if best:
+                self.progress.best_metric = before
+            self._count_failure(step, error)
             return None
+        if isinstance(begun, str):
+            self._note_saved(checkpointer, begun, best)
+            return begun
+        self._pending = (begun, step, best, before)
+        return begun.path if self.config.checkpoint.asynchronous else self.finish_saving()
+
+    def _count_failure(self, step: int, error: OSError) -> None:
+        self._failures += 1
+        self._say(
+            logging.WARNING,
+            "checkpoint of step %d not saved (failure %d in a row): %s",
+            step,
+            self._failures,
+            error,
+        )
+        if self._failures >= self.config.checkpoint.max_failures:
+            raise error
+
+    def _note_saved(self, checkpointer: PortableCheckpointer, path: str, best: bool) -> None:
         self._failures = 0
         self.history.checkpoint = path
         if best:
             self._mark(checkpointer, path)
-        return path
+        self._notify("on_checkpoint", self, path)
 
     def _mark(self, checkpointer: PortableCheckpointer, path: str) -> None:
         try:

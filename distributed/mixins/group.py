@@ -60,7 +60,7 @@ class GroupMixin:
             size=size,
             local_rank=local_rank_of(plan),
             local_size=local_size,
-            node_rank=rank // local_size,
+            node_rank=plan.node_rank,
             num_nodes=plan.num_nodes,
             host=socket.gethostname(),
             device=device,

@@ -48,6 +48,8 @@ class RecordingMixin:
     _start_samples: int
     _notify: Callable[..., None]
     track_metrics: Callable[..., None]
+    news_of_saving: Callable[[], float]
+    finish_saving: Callable[[], str | None]
 
     def begin_interval(self) -> None:
         """Start an epoch's records."""
@@ -108,12 +110,12 @@ class RecordingMixin:
         slots = [0.0] * (len(_SENT) * self.world.size)
         begin = self.world.rank * len(_SENT)
         slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
-        wish = [1.0 if self._stop_reason else 0.0]
+        wish = [self.news_of_saving(), 1.0 if self._stop_reason else 0.0]
         reduced = self.backend.all_reduce([*sums, *counts, *slots, *wish])
         self._met = perf_counter()
         number = len(sums)
         totals, parts = reduced[:number], reduced[number : 2 * number]
-        slots = reduced[2 * number : -1]
+        slots = reduced[2 * number : -2]
         # A step skipped for its NaN is no part of a mean.
         skips = self.config.on_nan == "skip"
         taken = [pair for pair in zip(totals, parts, strict=True) if math.isfinite(pair[0]) or not skips]
@@ -121,6 +123,8 @@ class RecordingMixin:
         self._epoch_sums[0] += loss
         self._epoch_sums[1] += count
         self._interval_loss = _mean(loss, count)
+        if reduced[-2] > 0:
+            self.finish_saving()
         self._settle_stop(reduced[-1] > 0)
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class ClaimContracts(Suite):
             (claimed.clipping, {"gradient_clipping": 1.0}),
             (claimed.sync_batchnorm, {"sync_batchnorm": True}),
             (claimed.find_unused_parameters, {"find_unused_parameters": True}),
+            (bool(claimed.zero_stages), {"zero_stage": 1}),
             (claimed.checkpoint, {"checkpoint_dir": str(tmp_path)}),
             (claimed.multi_process, {"num_processes": 2}),
             *((name in claimed.precisions, {"mixed_precision": name}) for name in ("bf16", "fp16")),
@@ -37,7 +39,7 @@ class ClaimContracts(Suite):
         for able, fields in needs:
             if not able:
                 trainer = self.trainer(self.bench.model(torch.float32), 1, **fields)
-                with pytest.raises(UserError, match=f"'{self.backend}' cannot"):
+                with pytest.raises(UserError, match=rf"'{re.escape(self.spec.label)}' cannot"):
                     trainer.fit(self.bench.data(*problem(4, torch.float32)), max_steps=1)
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -69,7 +71,7 @@ class ClaimContracts(Suite):
     def _ways(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
         few, many = (self.backend, self.sizes[0]), (self.backend, self.sizes[-1])
         ways = [(many, few), (few, many)] if few != many else [(few, few)]
-        if self.framework == "torch" and self.backend != "serial":
+        if self.spec.framework == "torch" and self.backend != "serial":
             ways += [(many, ("serial", 1)), (("serial", 1), many)]
         return ways
 

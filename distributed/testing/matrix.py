@@ -4,7 +4,8 @@
 
     python -m distributed.testing.matrix > docs/mutants.md
 
-runs every test against every mutant (about ten minutes on two cores) and prints a page.
+runs every test against every mutant (about ten minutes on two idle cores; on busy ones a slow run is
+taken for a hang) and prints a page.
 """
 
 from __future__ import annotations

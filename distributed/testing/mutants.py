@@ -53,7 +53,16 @@ class SumsGradients(Sound):
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         for parameter in self._parameters:
-            parameter.grad *= self.world.size + 1
+            parameter.grad *= self.world.size
+        return super().optimizer_step(max_norm, want_norm)
+
+
+class AveragesTwice(Sound):
+    """C2: divides gradients by the number of ranks, which reduction has done already."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        for parameter in self._parameters:
+            parameter.grad /= self.world.size
         return super().optimizer_step(max_norm, want_norm)
 
 
@@ -339,6 +348,7 @@ _PRECISION = "test_a_claimed_precision_is_used_and_stays_close"
 MUTANTS = [
     Mutant(NeedsTheWholeBatch, "test_c1_global_batch_is_kept_on_any_number_of_ranks"),
     Mutant(SumsGradients, _PARITY, {"accumulation": 1, "length": 24}),
+    Mutant(AveragesTwice, _PARITY, {"accumulation": 1, "length": 24}),
     Mutant(AveragesMicroBatches, _PARITY, {"accumulation": 2, "length": 13}),
     Mutant(ForgetsToReduce, _PARITY, {"accumulation": 1, "length": 24}),
     Mutant(DividesByAccumulationTwice, _PARITY, {"accumulation": 2, "length": 24}),

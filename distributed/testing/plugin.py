@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--distributed-own-launcher",
         action="store_true",
-        help="Let the backend's launcher start ranks for every run, instead of sharing them.",
+        help="Start ranks anew for every run, as a user's does, instead of sharing them.",
     )
 
 

@@ -1,39 +1,50 @@
 """RankPool: ranks that stay alive between runs, so that many checks share one start.
 
 The parent hands over folders; each rank does with a folder exactly what a fresh rank does
-(`worker.run_folder`), except that torch's process group is there already. Run as
-``python -m distributed.testing.pool`` it is such a rank.
+(`worker.run_folder`), except that torch's process group is there already. The ranks are a run
+of their own under the backend's launcher, which runs `serve` in them.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import socket
 import sys
+import threading
 import time
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from distributed.errors import WorkerError
+from distributed.failures import GRACE, error_of
 from distributed.interfaces.launcher import Launcher, RankCommand
-from distributed.launch import Rendezvous, rank_envs
-from distributed.supervisor import Supervisor
-from distributed.worker import run_folder, watch_parent
+from distributed.plugin_manager import load_target
+from distributed.worker import leave, run_folder, watch_parent
 
 if TYPE_CHECKING:
     from distributed.plan import RunPlan
 
-__all__ = ["RankPool"]
+__all__ = ["RankPool", "serve"]
 
 _SOCKET = "DISTRIBUTED_POOL_SOCKET"
+_POLL = 0.5
+"""Seconds between looks at whether the launcher still runs, while ranks start."""
+_END = 30.0
+"""Seconds that the launcher may take to end its ranks."""
 
 
 class RankPool(Launcher):
     """A launcher whose ranks outlive a run. A failed run ends them; the next starts afresh.
+
+    They are started by the launcher of the first plan's backend, and shared by the backends
+    that name the same one.
 
     Args:
         timeout: seconds a run may take before the ranks are given up.
@@ -41,10 +52,10 @@ class RankPool(Launcher):
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._pools: dict[tuple[int, int], _Ranks] = {}
+        self._pools: dict[tuple[str, int, int], _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        key = (plan.world_size, plan.num_replicas)
+        key = plan.spec.launcher, plan.world_size, plan.num_replicas
         ranks = self._pools.get(key)
         if ranks is None:
             ranks = self._pools[key] = _Ranks(plan)
@@ -65,45 +76,82 @@ class _Ranks:
 
     def __init__(self, plan: RunPlan) -> None:
         self._stack = ExitStack()
-        home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
-        listener = self._stack.enter_context(Listener(str(home / "socket"), "AF_UNIX"))
-        meeting = self._stack.enter_context(Rendezvous("127.0.0.1", 0, plan.world_size))
-        command = RankCommand(
-            [sys.executable, "-m", "distributed.testing.pool"], home, {_SOCKET: str(home / "socket")}
-        )
-        envs = rank_envs(plan, command, "127.0.0.1", meeting.port)
-        self._supervisor = Supervisor(command.argv, envs, home)
-        self._stack.callback(self._supervisor.stop)
-        self._supervisor.start()
+        self._error: BaseException | None = None
         self._ranks: dict[Connection, int] = {}
-        for _ in envs:
-            connection = self._stack.enter_context(listener.accept())
-            self._ranks[connection] = connection.recv()
+        home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
+        (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
+        command = RankCommand(
+            [sys.executable, "-m", "distributed.testing.pool"],
+            home,
+            {_SOCKET: str(home / "socket")},
+            "distributed.testing.pool:serve",
+        )
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(command.env[_SOCKET])
+        listener.listen(plan.world_size)
+        listener.settimeout(_POLL)
+        self._thread = threading.Thread(target=self._launch, args=(plan, command), daemon=True)
+        self._thread.start()
+        self._stack.callback(self._thread.join, _END)
+        try:
+            while len(self._ranks) < plan.world_size:
+                self._accept(listener)
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, plan: RunPlan, command: RankCommand) -> None:
+        try:
+            load_target(plan.spec.launcher)().run(plan, command)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the ranks
+            self._error = error
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection = Connection(listener.accept()[0].detach())
+        except TimeoutError:
+            if not self._thread.is_alive():
+                raise self._error or RuntimeError("the ranks of a pool ended before they began") from None
+            return
+        self._ranks[self._stack.enter_context(connection)] = connection.recv()
 
     def run(self, folder: Path, timeout: float) -> None:
-        self._supervisor.folder = folder
         for connection in self._ranks:
             connection.send(str(folder))
         waiting, deadline = dict(self._ranks), time.monotonic() + timeout
-        while waiting:
-            ready = [
-                c
-                for c in wait(list(waiting), max(0.0, deadline - time.monotonic()))
-                if isinstance(c, Connection)
-            ]
+        failed: dict[int, dict[str, Any] | None] = {}
+        while waiting and not any(report and not report["second_hand"] for report in failed.values()):
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = ", ".join(str(rank) for rank in sorted(waiting.values()))
-                raise WorkerError(
-                    f"rank {late} did not end within {timeout:g} s",
-                    rank=min(waiting.values()),
-                    host="localhost",
-                    exc_type="Timeout",
-                )
-            failed = [waiting[c] for c in ready if not _succeeded(c)]
-            if failed:
-                self._supervisor.raise_reported(failed)
-            for connection in ready:
-                del waiting[connection]
+                break
+            for ended in ready:
+                assert isinstance(ended, Connection)
+                rank = waiting.pop(ended)
+                if not _succeeded(ended):
+                    failed[rank] = _report(folder, rank)
+                    # It may have lost another rank, which has a better cause.
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failed:
+            raise self._cause(failed)
+        if waiting:
+            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+            raise WorkerError(
+                f"rank {late} did not end within {timeout:g} s",
+                rank=min(waiting.values()),
+                host="localhost",
+                exc_type="Timeout",
+            )
+
+    def _cause(self, failed: dict[int, dict[str, Any] | None]) -> BaseException:
+        """The first that failed by itself; else what the launcher says of one that is gone."""
+        reports = [report for report in failed.values() if report]
+        first = min(reports, key=lambda r: (r["second_hand"], r["time"]), default=None)
+        if first is None or (first["second_hand"] and None in failed.values()):
+            self._thread.join(_END)
+            if self._error is not None:
+                return self._error
+        assert first is not None
+        return error_of(first, sorted(set(failed) - {first["rank"]}))
 
     def close(self) -> None:
         self._stack.close()
@@ -112,24 +160,51 @@ class _Ranks:
 def _succeeded(connection: Connection) -> bool:
     try:
         return bool(connection.recv() == 0)
-    except EOFError:
+    except (EOFError, ConnectionError):
         return False
 
 
-def _serve() -> None:
-    """Take folders until the parent goes."""
-    watch_parent()
+def _report(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank had to say; None for one that is gone."""
+    path = folder / f"error_{rank}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def serve(home: Path) -> int:
+    """Be a rank of a pool: take folders until the pool goes, and end at once when it does.
+
+    Args:
+        home: the pool's own folder; not needed.
+    """
     # Runs share the group: taking one down is slow, and right after a collective unsafe.
     dist.init_process_group("gloo")
+    folders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    busy = threading.Event()
     with Client(os.environ[_SOCKET], "AF_UNIX") as connection:
         connection.send(int(os.environ["RANK"]))
-        while True:
-            try:
-                folder = connection.recv()
-            except EOFError:
-                return
-            connection.send(run_folder(Path(folder)))
+        threading.Thread(target=_listen, args=(connection, folders, busy), daemon=True).start()
+        while (folder := folders.get()) is not None:
+            status = run_folder(Path(folder))
+            busy.clear()
+            connection.send(status)
+    return 0
+
+
+def _listen(connection: Connection, folders: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
+    while True:
+        try:
+            folder = connection.recv()
+            busy.set()
+            folders.put(folder)
+        except (EOFError, OSError):
+            if busy.is_set():
+                os._exit(1)  # it may wait in a collective for a rank that failed
+            folders.put(None)
+            return
 
 
 if __name__ == "__main__":
-    _serve()
+    watch_parent()
+    from distributed.testing import pool  # what a run pickles by name is then the same module
+
+    leave(pool.serve(Path(os.environ["DISTRIBUTED_RUN_DIR"])))

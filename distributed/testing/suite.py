@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from distributed import Trainer
 from distributed.config import load
-from distributed.interfaces.backend import Capabilities
+from distributed.interfaces.backend import BackendSpec, Capabilities
 from distributed.interfaces.history import History
+from distributed.plan import chosen_backend
 from distributed.plugin_manager import get_catalog
 from distributed.testing.oracle import OracleResult, oracle_fit
 from distributed.testing.pool import RankPool
@@ -73,7 +74,7 @@ class Suite:
         options: configuration that every trainer of these tests gets, e.g. ``{"zero_stage": 2}``.
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
         pooled: ranks are shared by all tests, in a process group over gloo that is there already;
-            False lets the backend's own launcher start ranks for every `fit`, which is slower.
+            False starts them anew for every `fit`, as a user's does, which is slower.
     """
 
     backend: str = ""
@@ -87,28 +88,27 @@ class Suite:
         self.pool = rank_pool
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the backend claims; what it does not claim is not asked of it."""
-        return get_catalog().backend(self.backend).capabilities
+    def spec(self) -> BackendSpec:
+        """The backend as `options` make it: of one that only starts ranks, what they run."""
+        return chosen_backend(load(overrides={"backend": self.backend, **self.options}), get_catalog())
 
     @property
-    def framework(self) -> str:
-        """The framework that the backend drives."""
-        return get_catalog().backend(self.backend).framework
+    def capabilities(self) -> Capabilities:
+        """What the backend claims; what it does not claim is not asked of it."""
+        return self.spec.capabilities
 
     @cached_property
     def bench(self) -> Workbench:
         """Builds what is trained."""
         if self.workbench is not None:
             return self.workbench()
-        return find_workbench(self.framework)
+        return find_workbench(self.spec.framework)
 
     def slices(self, ranks: int) -> int:
         """Into how many slices `ranks` ranks cut a global batch; fewer where they share a model."""
-        size = get_catalog().backend(self.backend).data_parallel_size
-        if size is None:
-            return ranks
-        return size(load(overrides={"backend": self.backend, **self.options}), ranks)
+        size = self.spec.data_parallel_size
+        config = load(overrides={"backend": self.backend, **self.options})
+        return ranks if size is None else size(config, ranks)
 
     def trainer(self, model: Any, ranks: int, **given: Any) -> Trainer:
         """A trainer of `model` on `ranks` CPU ranks. `options` are this backend's alone: with

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from distributed.interfaces.state import StateReader
 from distributed.testing.problem import OPTIMIZERS, small_model
 from distributed.testing.workbench import Workbench
 
@@ -23,6 +24,11 @@ class TorchWorkbench(Workbench):
 
     def weights(self, model: nn.Module) -> list[Tensor]:
         return [p.detach().to("cpu", torch.float64, copy=True) for p in model.parameters()]
+
+    def saved_weights(self, reader: StateReader) -> list[Tensor] | None:
+        shapes = reader.tensors()
+        names = [name for name, _ in small_model().named_parameters()]
+        return [reader.read("model", name).double().view(shapes["model", name]) for name in names]
 
     def memory_model(self, length: int) -> nn.Module:
         return _Memory(length)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distributed.errors import UserError
+from distributed.interfaces.state import StateReader
 from distributed.plugin_manager import load_target
 
 __all__ = ["WORKBENCHES", "Workbench", "find_workbench"]
@@ -68,6 +69,11 @@ class Workbench(ABC):
     def halving_schedule(self) -> Any:
         """A scheduler as users of the framework write it, as `Trainer` takes it: halves the
         learning rate at each of its steps."""
+
+    def saved_weights(self, reader: StateReader) -> list[Tensor] | None:
+        """As `weights`, of a portable checkpoint of `model`. None, unless overridden: the framework
+        names its parameters in its own way."""
+        return None
 
     def data(self, *columns: Tensor) -> Any:
         """What `Trainer.fit` is given for these tensors, batch first."""

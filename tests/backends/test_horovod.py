@@ -28,7 +28,6 @@ from distributed.testing.pool import RankPool
 
 @pytest.fixture
 def pool(rank_pool: RankPool) -> RankPool:
-    pytest.importorskip("horovod.torch", reason="make horovod builds it")
     return rank_pool
 
 

@@ -16,8 +16,6 @@ import pytest
 from distributed import UserError
 from distributed.joined import detect
 
-pytest.importorskip("horovod", reason="make horovod builds it")
-
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
 RANK_1_OF_4 = {
     "HOROVOD_RANK": "3",
@@ -190,7 +188,51 @@ def test_horovodruns_variables_are_read() -> None:
     place = (found.launcher, found.rank, found.size, found.local_rank, found.local_size)
     assert place == ("horovodrun", 3, 4, 1, 2)
     assert (found.node_rank, found.num_nodes, found.master_addr) == (1, 2, "10.0.0.1")
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1"}
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert detect({**RANK_1_OF_4, **torchrun}) == detect(torchrun)
     with pytest.raises(UserError, match="HOROVOD_LOCAL_RANK"):
         detect({**RANK_1_OF_4, "HOROVOD_LOCAL_RANK": "one"})
+
+
+@pytest.mark.parametrize(
+    ("left_over", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1, HOROVOD_SIZE=4"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "RANK=1, HOROVOD_RANK=3"),
+    ],
+)
+def test_two_launchers_that_contradict_each_other_are_refused(left_over: dict[str, str], said: str) -> None:
+    """torch's ranks and Horovod's would wait for each other for ever."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(UserError, match=said):
+        detect({**RANK_1_OF_4, **left_over, **meeting})
+    started_by_us = {**RANK_1_OF_4, **left_over, **meeting, "DISTRIBUTED_RUN_DIR": "/run"}
+    assert detect(started_by_us) == detect({**left_over, **meeting, "DISTRIBUTED_RUN_DIR": "/run"})
+
+
+FUNCTION = """
+import json, os, pathlib, sys
+import horovod
+
+def train():
+    import torch
+    from distributed import HorovodTrainer
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(0)
+    trainer = HorovodTrainer(torch.nn.Linear(4, 2), optimizer="sgd", learning_rate=0.1, batch_size=4)
+    history = trainer.fit((x, (x.sum(dim=1) > 0).long()), epochs=4)
+    return history.world_size, trainer.model.weight.flatten().tolist()
+
+if __name__ == "__main__":
+    print(json.dumps(horovod.run(train, np=2)))
+"""
+
+
+def test_horovod_run_starts_a_function_that_fits(tmp_path: Path) -> None:
+    """`horovod.run`: the function's ranks are joined, and its results come back."""
+    script = tmp_path / "run.py"
+    script.write_text(FUNCTION)
+    (line,) = [line for line in run(sys.executable, str(script)).splitlines() if line.startswith("[[")]
+    first, second = json.loads(line)
+    assert first[0] == 2
+    assert first == second

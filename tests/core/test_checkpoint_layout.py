@@ -348,7 +348,7 @@ def test_a_fault_at_any_file_operation_leaves_a_good_checkpoint(tmp_path: Path) 
         else:
             pytest.fail("the fault points never ended")
     assert {name for rank, name in seen if rank == 0} == set(FaultyLayer.OPERATIONS)
-    assert {name for rank, name in seen if rank == 1} == {"open", "write", "fsync"}
+    assert {name for rank, name in seen if rank == 1} == {"open", "write", "fsync", "rename"}
 
 
 def flip(path: Path, offset: int) -> None:

@@ -101,6 +101,7 @@ class Run(CheckpointingMixin):
             end = self.step()
             metrics = {"val_accuracy": accuracies.pop(0), "val_loss": 1.0} if end and accuracies else None
             saved.append(self.save_if_due(epoch_end=end, metrics=metrics))
+        self.finish_saving()
         return saved
 
     def snapshot(self) -> Any:
@@ -190,6 +191,7 @@ def test_what_counts_as_best(section: Any, series: Any, best: int | None, tmp_pa
     for metrics in series:
         run.step()
         run.save_if_due(epoch_end=True, metrics=metrics)
+    run.finish_saving()
     expected = None if best is None else str(tmp_path / f"step_{best + 1:08d}")
     assert run.history.best_checkpoint == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from distributed import hookspecs
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.hookspecs import hookimpl
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend import Backend, BackendSpec, Capabilities
+from distributed.interfaces.callback import Callback
 from distributed.interfaces.tracker import TrackerSpec
-from distributed.plugin_manager import build_catalog, missing_modules, require
+from distributed.plugin_manager import GROUPS, build_catalog, missing_modules, require
 
 TESTS = Path(__file__).parent.parent
 HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
@@ -194,3 +196,49 @@ def test_every_hook_is_documented_and_implemented_in_some_test(hook: str) -> Non
     assert len(inspect.getdoc(getattr(hookspecs, hook)) or "") > 30
     sources = (path.read_text() for path in TESTS.rglob("*.py"))
     assert any(f"def {hook}(" in source for source in sources)
+
+
+TAKES_A_NAME = """
+from distributed.hookspecs import hookimpl
+from distributed.interfaces.backend import BackendSpec
+
+@hookimpl
+def register_backends():
+    return [BackendSpec(name="serial", target="acme_thief:Backend")]
+"""
+
+
+def test_nobody_takes_a_built_in_backends_name(
+    make_distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is found first."""
+    points = "[distributed.backends]\nthief = acme_thief\n"
+    site = make_distribution("acme-thief", {"acme_thief": TAKES_A_NAME}, points)
+    monkeypatch.syspath_prepend(site)
+    catalog = build_catalog()
+    assert catalog.backends["serial"].target == "distributed.torch_backend:TorchBackend"
+    (thief,) = [plugin for plugin in catalog.broken if plugin.name == "thief"]
+    assert thief.origin == "acme-thief 1.2 (acme_thief)"
+    assert thief.error.startswith("backend 'serial' is already registered by distributed-trainer ")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_in_the_guide(hook: str) -> None:
+    """With its arguments as they are."""
+    page = (TESTS.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+    arguments = ", ".join(inspect.signature(getattr(hookspecs, hook)).parameters)
+    assert f"| `{hook}({arguments})` |" in page
+    assert f"def {hook}(" in page
+
+
+def test_every_capability_and_entry_point_group_is_in_the_guide() -> None:
+    page = (TESTS.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+    assert [field.name for field in fields(Capabilities) if f"| `{field.name}` |" not in page] == []
+    assert [group for group in GROUPS if f"| `{group}` |" not in page] == []
+
+
+def test_every_call_of_a_backends_life_is_in_the_guide() -> None:
+    page = (TESTS.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+    assert [name for name in Backend.__abstractmethods__ if f"`{name}" not in page] == []
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    assert [name for name in events if f"`{name}`" not in page] == []

@@ -1,0 +1,213 @@
+"""DeepSpeed's engine, built for the one loop: its options, its accelerator, its process groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.comm import comm as deepspeed_comm
+from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups, logger
+from torch import nn
+
+if TYPE_CHECKING:
+    from distributed.batch import BatchPlan
+    from distributed.config import DistributedConfig
+
+__all__ = ["Root", "build_engine", "engine_options", "meet"]
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+_LARGEST_BUCKET = 500_000_000
+"""Elements; DeepSpeed's own default, which it allocates whatever the model's size."""
+
+
+class Root(nn.Module):
+    """What a function called through this finds is gathered as its forward would find it: so
+    that a training step may do with the model what it likes, not only call it.
+
+    Args:
+        model: the user's.
+        autocast: the context of a forward pass, entered inside: DeepSpeed switches off what
+            surrounds it.
+    """
+
+    def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.model = model
+        self._autocast = autocast
+        self.linear = nn.functional.linear
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        before, nn.functional.linear = nn.functional.linear, self.linear  # type: ignore[assignment]
+        try:
+            with self._autocast():
+                return function(*args)
+        finally:
+            nn.functional.linear = before
+
+
+class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+    """Ranks that we started have the same weights already, and a parameter without a dimension
+    cannot travel as bytes, as DeepSpeed would send it."""
+
+    def _broadcast_model(self) -> None:
+        return None
+
+
+class _WideEngine(_Engine):
+    """For float64 weights, which DeepSpeed would reduce and step in float32, or not at all."""
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        if not self.zero_optimization():  # the optimizer is left alone only where this says float32
+            return torch.float32, torch.float32
+        return torch.float64, torch.float64
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return torch.float64
+
+    def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
+        group = groups._get_sequence_data_parallel_group()
+        self.allreduce_no_retain(grads, group, elements_per_buffer, self.dp_world_size)
+
+
+def engine_options(
+    config: DistributedConfig, batch: BatchPlan, stage: int, weights: torch.dtype, numel: int
+) -> dict[str, Any]:
+    """What DeepSpeed is told: the user's own configuration, and ours where ours decides.
+
+    Args:
+        config: the run's.
+        batch: the batch identity.
+        stage: of ZeRO.
+        weights: dtype of the parameters that the engine holds.
+        numel: how many elements the trainable parameters have.
+    """
+    options: dict[str, Any] = _without_auto(deepcopy(config.deepspeed_config or {}))
+    for name in ("optimizer", "gradient_clipping", "fp16", "bf16"):
+        options.pop(name, None)
+    zero = options.setdefault("zero_optimization", {})
+    zero["stage"] = stage
+    zero.setdefault("reduce_bucket_size", max(1, min(_LARGEST_BUCKET, numel)))
+    for key, where in (
+        ("offload_optimizer", config.zero.offload_optimizer),
+        ("offload_param", config.zero.offload_parameters),
+    ):
+        if where != "none":
+            # Page-locked memory speeds up copies to a GPU; without one there is none to be had.
+            pinned = config.device != "cpu" and torch.cuda.is_available()
+            zero[key] = {"pin_memory": pinned, **zero.get(key, {}), "device": where}
+    if weights is torch.float64:
+        zero["reduce_scatter"] = False  # DeepSpeed's own takes nothing wider than float32
+    elif weights in (torch.bfloat16, torch.float16):
+        options["bf16" if weights is torch.bfloat16 else "fp16"] = {"enabled": True}
+        if weights is torch.float16:
+            options["fp16"]["loss_scale"] = 1  # the loop's scaler scales
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **options,
+        "train_batch_size": batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "gradient_clipping": 0.0,  # said anew at each step
+    }
+
+
+def _without_auto(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_auto(value) for key, value in tree.items() if value != "auto"}
+    return tree
+
+
+def build_engine(
+    root: Root, optimizer: torch.optim.Optimizer, options: dict[str, Any], device: str, weights: torch.dtype
+) -> Any:
+    """DeepSpeed's engine around `root`; `optimizer` stays the object that holds the groups."""
+    wide = weights is torch.float64
+    linear = nn.functional.linear
+    # Where to compute is decided already; DeepSpeed would take the launcher's LOCAL_RANK for it.
+    place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
+    logger.addFilter(_not_about_optimizers)
+    try:
+        with _wide_masters() if wide else nullcontext():
+            engine: Any = (_WideEngine if wide else _Engine)(
+                args=place,
+                model=root,
+                optimizer=optimizer,
+                dist_init_required=False,
+                config=options,
+                config_class=DeepSpeedConfig(options),
+                dont_change_device=True,
+            )
+        # ZeRO-3 replaces it for the whole process; the root does so while it runs.
+        root.linear = nn.functional.linear
+    finally:
+        nn.functional.linear = linear
+        logger.removeFilter(_not_about_optimizers)
+    return engine
+
+
+def _not_about_optimizers(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns of each optimizer that is not its own; which will do is checked already."""
+    return "untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def _wide_masters() -> Iterator[None]:
+    """Let the weights that a ZeRO optimizer steps be float64: DeepSpeed knows no such option."""
+    choose = ZeROOptimizer._configure_master_weights
+    ZeROOptimizer._configure_master_weights = lambda *args, **options: (
+        choose(*args, **options) and torch.float64
+    )
+    try:
+        yield
+    finally:
+        ZeROOptimizer._configure_master_weights = choose
+
+
+def meet(device: str) -> None:
+    """Let DeepSpeed use `device` and the process group that is there.
+
+    A group that was there before may be another one than DeepSpeed remembers.
+    """
+    kind = device.partition(":")[0]
+    if get_accelerator().device_name() != kind:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CPU_Accelerator() if kind == "cpu" else CUDA_Accelerator())
+    if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+        _forget_groups()
+    # A kernel for inference, which would be compiled now.
+    usable = __compatible_ops__.get(_SHARED_MEMORY)
+    __compatible_ops__[_SHARED_MEMORY] = False
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    finally:
+        __compatible_ops__[_SHARED_MEMORY] = usable
+
+
+def _forget_groups() -> None:
+    """Drop what DeepSpeed remembers of process groups that were destroyed."""
+    deepspeed_comm.cdb = None
+    groups._WORLD_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    for table in (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._ALL_TO_ALL_GROUP,
+    ):
+        table.clear()

@@ -1,0 +1,107 @@
+"""What the configuration and the task mean for DeepSpeed, decided before it is imported."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+
+__all__ = ["check_weights", "native_optimizer", "stage_of", "weights_dtype"]
+
+_DEFAULT_STAGE = 2
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# They look at a whole matrix, at all parameters at once, or at which gradients are sparse.
+_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+# How DeepSpeed's own kernels run, not what they compute.
+_KERNELS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "lr"}
+
+
+def stage_of(config: DistributedConfig) -> int:
+    """The ZeRO stage; 2 where nothing says one."""
+    return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
+
+
+def native_optimizer(config: DistributedConfig) -> Any:
+    """The optimizer that the DeepSpeed configuration describes, None when it describes none.
+
+    Raises:
+        UserError: it has an option that torch's optimizer lacks.
+    """
+    section = (config.deepspeed_config or {}).get("optimizer") or {}
+    given = {k: v for k, v in section.get("params", {}).items() if k not in _KERNELS and v != "auto"}
+    if section.get("type") in (None, "auto"):
+        return None
+    kind, options = _KINDS[config.optimizer], {"weight_decay": config.weight_decay, **given}
+    if config.optimizer == "sgd":
+        options.setdefault("momentum", config.momentum)
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **options)
+    except TypeError as error:
+        raise UserError(
+            f"torch's {kind.__name__} cannot be built with them: {error}",
+            field="deepspeed_config.optimizer.params",
+            got=sorted(given),
+            remedy="Give the Trainer the optimizer's class with what you need",
+        ) from None
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return partial(kind, **options)
+
+
+def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> torch.dtype:
+    """Of the parameters that the engine holds: 16 bits where the DeepSpeed configuration asks for
+    them, else the model's own."""
+    own = next(p.dtype for p in model.parameters() if p.requires_grad)
+    for name, dtype in _HALVES.items():
+        section = (config.deepspeed_config or {}).get(name) or {}
+        enabled = section.get("enabled")
+        if stage and (enabled is True or (enabled == "auto" and config.mixed_precision == name)):
+            return dtype
+    return own
+
+
+def check_weights(optimizer: torch.optim.Optimizer, model: nn.Module, stage: int) -> None:
+    """Refuse what ZeRO cannot cut into flat ranges.
+
+    Raises:
+        UserError: several dtypes, a group without trainable parameters, or an optimizer that does
+            not treat every element by itself.
+    """
+    if stage == 0:
+        return
+    kind = type(optimizer).__name__
+    if kind in _WHOLE:
+        raise UserError(
+            "ZeRO cuts parameters into flat ranges, and this optimizer looks at more than single elements",
+            field="optimizer",
+            got=kind,
+            allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
+            remedy="Use zero_stage=0, or backend='fsdp'",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group["params"] and not any(p.requires_grad for p in group["params"]):
+            raise UserError(
+                f"parameter group {number} holds frozen parameters alone, which ZeRO cannot step",
+                field="optimizer",
+                remedy="Leave the group out",
+            )
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        raise UserError(
+            f"ZeRO keeps parameters side by side, and these differ in dtype: {', '.join(sorted(dtypes))}",
+            field="zero_stage",
+            got=stage,
+            remedy="Use one dtype, or zero_stage=0",
+        )

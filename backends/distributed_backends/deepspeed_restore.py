@@ -1,0 +1,61 @@
+"""What a model was before DeepSpeed, which leaves hooks, dictionaries and attributes behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Before"]
+
+
+class Before:
+    """The state of `model`'s modules and parameters, to go back to.
+
+    Args:
+        model: as the user gave it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(m, type(m), dict(vars(m)), _tables(m)) for m in model.modules()]
+        self._parameters = [(p, set(vars(p)), p.dtype, p.device) for p in model.parameters()]
+        self._buffers = [
+            (m, n, b.device) for m in model.modules() for n, b in m._buffers.items() if b is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self, whole: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
+        """The same objects, as they were; parameters hold what `whole` says, one by one."""
+        places = {p: (dtype, device) for p, _, dtype, device in self._parameters}
+        data = {}
+        for parameter, value in whole:
+            dtype, device = places[parameter]
+            data[parameter] = value.to(device, dtype)
+        for module, kind, values, tables in self._modules:
+            module.__class__ = kind
+            for key in set(vars(module)) - set(values):
+                del vars(module)[key]
+            # ZeRO-3 puts its own dictionary of parameters in the place of torch's.
+            vars(module)["_parameters"] = values["_parameters"]
+            for name, entries in tables.items():
+                table = vars(module)[name]
+                for key in [key for key in table if key not in entries]:
+                    del table[key]
+        for parameter, keys, _, device in self._parameters:
+            for key in set(vars(parameter)) - keys:
+                delattr(parameter, key)
+            parameter.data = data[parameter] if parameter in data else parameter.data.to(device)
+            parameter.grad = None
+        for module, name, device in self._buffers:
+            module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+
+
+def _tables(module: nn.Module) -> dict[str, set[Any]]:
+    """Which hooks `module` has, by table."""
+    return {
+        name: set(table)
+        for name, table in vars(module).items()
+        if "_hooks" in name and hasattr(table, "keys")
+    }

@@ -1,0 +1,62 @@
+"""Figures for Ray: to Ray Train from its workers, to Ray Tune from a trial that trains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray.train
+from ray.tune.trainable.trainable_fn_utils import _in_tune_session
+
+from distributed.interfaces.callback import Band, Callback, Context
+
+__all__ = ["RayReport", "in_trial", "in_worker", "reporter"]
+
+
+def in_worker() -> bool:
+    """Whether this process is a worker of Ray Train."""
+    from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+    try:
+        return bool(get_train_fn_utils().is_distributed())
+    except RuntimeError:
+        return False
+
+
+def in_trial() -> bool:
+    """Whether this process runs a function trial of Ray Tune."""
+    return bool(_in_tune_session())
+
+
+def reporter(ours: bool) -> RayReport | None:
+    """The callback for this process.
+
+    Args:
+        ours: the run's backend is ``ray``. A trial hears of no other run: its function may train
+            several things.
+    """
+    if in_worker():
+        return RayReport(ray.train.report)
+    if ours and in_trial():
+        from ray import tune
+
+        return RayReport(tune.report)
+    return None
+
+
+class RayReport(Callback):
+    """Hands every epoch's figures on. Ray Train waits until all ranks have.
+
+    Args:
+        report: takes ``{name: number}``.
+    """
+
+    band = Band.TRACK
+    all_ranks = True
+
+    def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
+        self.report = report
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """Report the epoch's training and validation figures, equal on all ranks."""
+        self.report(dict(metrics))

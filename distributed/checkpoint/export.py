@@ -1,0 +1,143 @@
+"""Weights of a checkpoint as safetensors, in the layout that Hugging Face's loaders read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from distributed.checkpoint.chunks import ITEM_SIZES
+from distributed.checkpoint.files import FileLayer
+from distributed.checkpoint.reader import PortableReader
+from distributed.errors import UserError
+
+__all__ = ["DTYPES", "bytes_of", "export_safetensors"]
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Names of what weights may be converted to -> torch's."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def bytes_of(text: str) -> int:
+    """``5GB``, ``500MB``, ``2GiB`` or a plain number, in bytes.
+
+    Raises:
+        UserError: none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise UserError("not a size", field="--max-shard-size", got=text, allowed="such as 5GB, 500MB, 2GiB")
+    return size
+
+
+def export_safetensors(
+    path: str, output: str, *, dtype: str | None = None, max_shard_size: int = 5 * 10**9
+) -> list[str]:
+    """Write the weights of the checkpoint at `path` into the directory `output`.
+
+    One file ``model.safetensors``, or several with ``model.safetensors.index.json`` where they
+    are larger. Tied tensors are stored once; the files' metadata name the others, as
+    ``safetensors.torch.load_model`` reads them. Every byte read is checked.
+
+    Args:
+        path: a committed checkpoint.
+        output: a directory, made when missing.
+        dtype: ``fp32``, ``bf16`` or ``fp16`` for floating-point weights; None keeps theirs.
+        max_shard_size: bytes per file; a larger tensor has a file of its own.
+
+    Returns:
+        The paths written, the index last.
+
+    Raises:
+        UserError: the checkpoint is damaged, or `output` holds such files already.
+        OSError: a file cannot be written; none of the new names exists then.
+    """
+    reader, files = PortableReader(path), FileLayer()
+    shards = list(_shards(reader, dtype, max_shard_size))
+    names = _names(len(shards))
+    files.make_directories(output)
+    taken = [name for name in [*names, _INDEX] if os.path.exists(os.path.join(output, name))]
+    if taken:
+        raise UserError(
+            "it holds exported weights already",
+            field="--output",
+            got=os.path.join(output, taken[0]),
+            remedy="Choose another directory, or remove them",
+        )
+    staging = os.path.join(output, f".tmp-export-{secrets.token_hex(8)}")
+    files.make_directory(staging)
+    try:
+        for name, tensors in zip(names, shards, strict=True):
+            _write(files, reader, os.path.join(staging, name), tensors, dtype)
+        if len(shards) > 1:
+            files.write_file(os.path.join(staging, _INDEX), _index(reader, names, shards, dtype))
+            names.append(_INDEX)
+        for name in names:
+            files.rename(os.path.join(staging, name), os.path.join(output, name))
+        files.fsync_directory(output)
+    finally:
+        files.remove(staging)
+        reader.close()
+    return [os.path.join(output, name) for name in names]
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _shards(reader: PortableReader, dtype: str | None, limit: int) -> Iterator[list[str]]:
+    shard: list[str] = []
+    size = 0
+    for key, name in reader.tensors():
+        if key != "model":
+            continue
+        added = _size(reader, name, dtype)
+        if shard and size + added > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += added
+    yield shard
+
+
+def _target(reader: PortableReader, name: str, dtype: str | None) -> str:
+    """Torch's name of the dtype in which a weight is written."""
+    saved = reader.dtype("model", name)
+    return DTYPES[dtype] if dtype and saved in (*DTYPES.values(), "float64") else saved
+
+
+def _size(reader: PortableReader, name: str, dtype: str | None) -> int:
+    return prod(reader.tensors()["model", name]) * ITEM_SIZES[_target(reader, name, dtype)]
+
+
+def _write(files: FileLayer, reader: PortableReader, path: str, names: list[str], dtype: str | None) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = {}
+    for name in names:
+        values = reader.read("model", name).reshape(reader.tensors()["model", name])
+        tensors[name] = values.to(getattr(torch, _target(reader, name, dtype)))
+    tied = {alias: owner for alias, owner in reader.aliases.items() if owner in tensors}
+    with files.open(path):
+        pass  # Made first, so that it is its owner's alone from the beginning.
+    save_file(tensors, path, metadata={**tied, "format": "pt"})
+    with open(path, "rb+") as file:
+        files.fsync(file)
+
+
+def _index(reader: PortableReader, names: list[str], shards: list[list[str]], dtype: str | None) -> bytes:
+    weights = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    total = sum(_size(reader, tensor, dtype) for tensor in weights)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()

@@ -1,0 +1,189 @@
+"""``parity``: trains two backends on the same data and names the first divergence."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distributed.commands.tables import print_json, print_table
+from distributed.config import parse_assignments
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.testing.diagnosis import Divergence, Row
+    from distributed.testing.parity import Exercise, Record
+
+__all__ = ["add_arguments", "run"]
+
+_DTYPES = ("float64", "float32", "bf16")
+_OPTIMIZERS = ("sgd", "momentum", "adamw")
+_EPILOG = """
+A backend may carry configuration of its own: deepspeed:zero_stage=2,seed=3. One that is a single process runs
+on one rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a mistake in what was given.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``parity``."""
+    parser.usage = f"{parser.prog} A B [flags], or {parser.prog} --table [BACKEND ...] [flags]"
+    parser.epilog = _EPILOG
+    parser.add_argument("backends", nargs="*", metavar="BACKEND", help="Backends to compare.")
+    parser.add_argument("--ranks", default=None, metavar="N", help="Ranks of both. Default: 2.")
+    parser.add_argument("--ranks-a", default=None, metavar="N", help="Ranks of A.")
+    parser.add_argument("--ranks-b", default=None, metavar="N", help="Ranks of B.")
+    parser.add_argument("--steps", default="20", metavar="N", help="Optimizer steps. Default: 20.")
+    parser.add_argument("--accumulation", default="1", metavar="N", help="Micro-batches a step. Default: 1.")
+    parser.add_argument(
+        "--global-batch-size", default="24", metavar="N", help="Samples a step over all ranks. Default: 24."
+    )
+    parser.add_argument("--samples", default="101", metavar="N", help="Length of the data. Default: 101.")
+    parser.add_argument(
+        "--dtype",
+        default="float64",
+        metavar="{float64,float32,bf16}",
+        help="Of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
+    )
+    parser.add_argument(
+        "--optimizer", default="sgd", metavar="{sgd,momentum,adamw}", help="Default: sgd; adamw has eps=1e-4."
+    )
+    parser.add_argument("--learning-rate", default="0.1", metavar="X", help="Default: 0.1.")
+    parser.add_argument(
+        "--tolerance", default=None, metavar="X", help="Largest difference. Default: by dtype and optimizer."
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="Configuration of both. Repeatable."
+    )
+    parser.add_argument(
+        "--final-weights",
+        action="store_true",
+        help="Compare weights at the end alone, without a checkpoint of every step.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="Print a Markdown table of how far each backend ends from serial, on --ranks 1,2,4.",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and compare.
+
+    Raises:
+        UserError: a wrong argument, or a backend that cannot do what is asked.
+        WorkerError: a rank failed.
+    """
+    exercise = _exercise(args)
+    return _run_table(args, exercise) if args.table else _run_pair(args, exercise)
+
+
+def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
+    from distributed.testing.diagnosis import TOLERANCES, compare, first_divergence
+    from distributed.testing.parity import parse_side, record
+
+    if len(args.backends) != 2:
+        raise UserError(
+            "parity compares two backends", got=" ".join(args.backends) or "none", remedy="parity serial fsdp"
+        )
+    ranks = [_whole(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
+    sides = [parse_side(text, number) for text, number in zip(args.backends, ranks, strict=True)]
+    tolerance = TOLERANCES[exercise.dtype, exercise.optimizer]
+    if args.tolerance is not None:
+        tolerance = _number(args.tolerance, "--tolerance")
+    a, b = (record(side, exercise, every_step=not args.final_weights) for side in sides)
+    rows, found = compare(a, b), first_divergence(a, b, exercise, tolerance)
+    if args.json:
+        print_json(_as_json(a, b, rows, found, tolerance))
+    else:
+        _print(a, b, rows, found, tolerance)
+    return 0 if found is None else 1
+
+
+def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
+    from distributed.testing.parity_table import default_backends, measure, render
+
+    ranks = [_whole(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
+    rows = measure(
+        args.backends or default_backends(), ranks, exercise, say=lambda text: print(text, file=sys.stderr)
+    )
+    lines = []
+    for line in render(rows):
+        print(line, flush=True)
+        lines.append(line)
+    return int(any("**" in line for line in lines))
+
+
+def _exercise(args: argparse.Namespace) -> Exercise:
+    from distributed.testing.parity import Exercise
+
+    return Exercise(
+        steps=_whole(args.steps, "--steps"),
+        global_batch_size=_whole(args.global_batch_size, "--global-batch-size"),
+        accumulation=_whole(args.accumulation, "--accumulation"),
+        samples=_whole(args.samples, "--samples"),
+        dtype=_one_of(args.dtype, "--dtype", _DTYPES),
+        optimizer=_one_of(args.optimizer, "--optimizer", _OPTIMIZERS),
+        learning_rate=_number(args.learning_rate, "--learning-rate"),
+        options=parse_assignments(args.set),
+    )
+
+
+def _print(a: Record, b: Record, rows: Sequence[Row], found: Divergence | None, tolerance: float) -> None:
+    heads = ["step", "loss A", "loss B", "norm A", "norm B", "weights apart"]
+    print_table(heads, [_cells(row) for row in rows], [_style(row, found) for row in rows])
+    if found is None:
+        print(f"{_place(a)} and {_place(b)} agree within {tolerance:g} over {len(rows)} steps")
+        return
+    first, second = found.values
+    print(f"A = {_place(a)}, B = {_place(b)}")
+    print(f"first divergence: step {found.step}, {found.figure}: {first:.10g} and {second:.10g}")
+    for cause in found.causes:
+        print(f"likely cause: {cause}")
+
+
+def _cells(row: Row) -> list[str]:
+    figures = [f"{value:.10g}" for value in (*row.loss, *row.norm)]
+    return [str(row.step), *figures, "" if row.distance is None else f"{row.distance:.1e}"]
+
+
+def _style(row: Row, found: Divergence | None) -> str:
+    return "bold" if found is not None and row.step == found.step else ""
+
+
+def _place(side: Record) -> str:
+    ranks = "1 rank" if side.side.ranks == 1 else f"{side.side.ranks} ranks"
+    return f"{side.side} on {ranks}"
+
+
+def _as_json(
+    a: Record, b: Record, rows: Sequence[Row], found: Divergence | None, tolerance: float
+) -> dict[str, Any]:
+    return {
+        "a": {"backend": str(a.side), "ranks": a.side.ranks},
+        "b": {"backend": str(b.side), "ranks": b.side.ranks},
+        "tolerance": tolerance,
+        "steps": [asdict(row) for row in rows],
+        "divergence": None if found is None else asdict(found),
+    }
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+    return int(text)
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError("not a number", field=flag, got=text, allowed="e.g. 1e-6") from None
+
+
+def _one_of(text: str, flag: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise UserError("not one of them", field=flag, got=text, allowed=", ".join(allowed))
+    return text

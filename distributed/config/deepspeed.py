@@ -1,0 +1,251 @@
+"""A DeepSpeed configuration beside ours: what ours owns is taken from it, never contradicted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import UserError, did_you_mean
+
+__all__ = ["NATIVE", "take_native"]
+
+NATIVE = "deepspeed_config"
+"""The field, and the origin of values that come from it."""
+
+_AUTO = "auto"
+_FIELDS = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "train_batch_size": "global_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
+    "zero_optimization.offload_param.device": "zero.offload_parameters",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.momentum": "momentum",
+    "fp16.loss_scale_window": "scaler_growth_interval",
+}
+_PASSED = frozenset(
+    "zero_optimization optimizer fp16 bf16 bfloat16 gradient_clipping communication_data_type"
+    " prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown"
+    " dump_state flops_profiler comms_logger activation_checkpointing tensorboard wandb csv_monitor comet"
+    " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer log_level disable_python_gc".split()
+)
+_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
+_REMEDIES = {
+    "scheduler": "Say scheduler, warmup_steps and min_lr_ratio, or give the Trainer a scheduler",
+    "amp": "Say mixed_precision=fp16",
+    "torch_autocast": "Say mixed_precision=bf16 or fp16, which is autocast",
+    "data_efficiency": "Give the Trainer a DataLoader with your own sampler",
+    "checkpoint": "Checkpoints are written in the portable format; see the section checkpoint",
+    "managed_gradient_accumulation": "Leave it out: the loop says where a window ends",
+    "gradient_allreduce_op": "Leave it out: the loop makes the mean over the global batch",
+    "elasticity": "Say global_batch_size; it is kept on any number of ranks",
+}
+_ZERO_REFUSED = {
+    "zenflow": "it changes which gradients a step uses",
+    "round_robin_gradients": "its order of parameters is not in the portable checkpoints",
+    "zero_hpz_partition_size": "its second partitions are not in the portable checkpoints",
+    "zero_quantized_weights": "it changes the training",
+    "zero_quantized_gradients": "it changes the training",
+    "zero_quantized_nontrainable_weights": "it changes the training",
+    "mics_shard_size": "its partitions are not in the portable checkpoints",
+    "cpu_offload": "DeepSpeed replaced it by offload_optimizer",
+    "cpu_offload_param": "DeepSpeed replaced it by offload_param",
+}
+
+
+def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read ``deepspeed_config`` among the values of a configuration.
+
+    Args:
+        values: nested, as they were given.
+
+    Returns:
+        (the values with those that the native configuration alone gives, native as a plain
+        dict; the dotted names of these -> ``deepspeed_config``).
+
+    Raises:
+        UserError: it cannot be read, sets what we do not support, or contradicts `values`.
+    """
+    found = dict(values)
+    native = _read(values.get(NATIVE))
+    if native is None:
+        return found, {}
+    _check_names(native)
+    found[NATIVE] = native
+    origins: dict[str, str] = {}
+    for path, name, value in _owned(native):
+        if _settle(found, path, name, value):
+            origins[name] = NATIVE
+    return found, origins
+
+
+def _read(value: Any) -> dict[str, Any] | None:
+    """A copy of what was given: a mapping, the path of a JSON file, or DeepSpeed's own object."""
+    value = getattr(value, "_param_dict", value)
+    if value is None:
+        return None
+    if isinstance(value, (str, os.PathLike)):
+        value = _read_file(Path(value))
+    if isinstance(value, Mapping):
+        try:
+            copied: dict[str, Any] = json.loads(json.dumps(dict(value)))
+        except TypeError as error:
+            raise UserError(f"not a DeepSpeed configuration: {error}", field=NATIVE) from None
+        return copied
+    raise UserError(
+        "not a DeepSpeed configuration",
+        field=NATIVE,
+        got=type(value).__name__,
+        allowed="a mapping, the path of a JSON file, or a deepspeed.DeepSpeedConfig",
+    )
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be read: {error.strerror}",
+            field=NATIVE,
+            got=str(path),
+            remedy="Check the path",
+        ) from None
+    except ValueError as error:
+        raise UserError(f"the file is not JSON: {error}", field=NATIVE, got=str(path)) from None
+
+
+def _check_names(native: Mapping[str, Any]) -> None:
+    known = _PASSED | {name.partition(".")[0] for name in _FIELDS}
+    for name in native:
+        if name not in known:
+            raise UserError(
+                f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
+                field=f"{NATIVE}.{name}",
+                allowed=", ".join(sorted(known)),
+                remedy=_REMEDIES.get(name),
+            )
+    for name, reason in _ZERO_REFUSED.items():
+        value = native.get("zero_optimization", {}).get(name)
+        if value not in (None, False, 1, -1):
+            raise UserError(
+                f"not supported: {reason}",
+                field=f"{NATIVE}.zero_optimization.{name}",
+                got=value,
+                remedy="Leave it out",
+            )
+    if _get(native, "zero_optimization.compute_grad_norm") is False:
+        raise UserError(
+            "clipping and the log need the norm of the gradient",
+            field=f"{NATIVE}.zero_optimization.compute_grad_norm",
+            got=False,
+            remedy="Leave it out",
+        )
+
+
+def _owned(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(native name, our name, value in our terms) of everything that is ours to decide."""
+    for path, name in _FIELDS.items():
+        value = _get(native, path)
+        if value not in (None, _AUTO):
+            yield path, name, value
+    if _get(native, "zero_optimization.stage") is None:
+        yield "zero_optimization.stage", "zero_stage", None
+    clipping = native.get("gradient_clipping")
+    if clipping not in (None, _AUTO):
+        yield "gradient_clipping", "gradient_clipping", clipping or None
+    yield from _precision(native)
+    kind = _get(native, "optimizer.type")
+    if kind not in (None, _AUTO):
+        yield "optimizer.type", "optimizer", _optimizer(kind, _get(native, "optimizer.params") or {})
+
+
+def _precision(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    if "bfloat16" in native:
+        native["bf16"] = native.pop("bfloat16")
+    for name in ("bf16", "fp16"):
+        enabled = _get(native, f"{name}.enabled")
+        if enabled not in (None, _AUTO):
+            yield f"{name}.enabled", "mixed_precision", (name, bool(enabled))
+    scale = _get(native, "fp16.loss_scale")
+    if scale not in (None, _AUTO, 0):
+        raise UserError(
+            "a fixed loss scale is not supported: the loop's scaler finds its own",
+            field=f"{NATIVE}.fp16.loss_scale",
+            got=scale,
+            allowed="0 (dynamic)",
+        )
+    power = _get(native, "fp16.initial_scale_power")
+    if power not in (None, _AUTO):
+        yield "fp16.initial_scale_power", "scaler_init_scale", 2.0**power
+
+
+def _optimizer(kind: Any, parameters: Mapping[str, Any]) -> str:
+    name = _OPTIMIZERS.get(str(kind).lower())
+    if name is None:
+        raise UserError(
+            "not an optimizer that a configuration can build here",
+            field=f"{NATIVE}.optimizer.type",
+            got=kind,
+            allowed="Adam, AdamW, SGD",
+            remedy="Give the Trainer the optimizer itself, its class, or a function from the model to it",
+        )
+    # DeepSpeed's Adam decouples the weight decay unless told not to.
+    return "adamw" if name == "adam" and parameters.get("adam_w_mode", True) else name
+
+
+def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
+    """Whether the native value becomes ours, because nobody gave one; equal ones are fine."""
+    given = _get(found, name)
+    if name == "mixed_precision":
+        precision, enabled = value
+        if given is None:
+            if enabled:
+                found[name] = precision
+            return enabled
+        if (enabled and given in (True, precision)) or (not enabled and given != precision):
+            return False
+        value = precision if enabled else f"not {precision}"
+    elif name == "zero_stage" and value is None:
+        if given is None:
+            found[name] = 0
+        return given is None
+    elif given is None:
+        _put(found, name, value)
+        return True
+    elif _same(given, value):
+        return False
+    raise UserError(
+        f"{NATIVE} contradicts it: {path} says {value!r}",
+        field=name,
+        got=given,
+        allowed=f"the same in both, or '{_AUTO}' in {NATIVE}",
+        remedy=f"Say it once: leave {path} out of {NATIVE}, or {name} out here",
+    )
+
+
+def _same(given: Any, value: Any) -> bool:
+    try:
+        return bool(given == value or float(given) == float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _get(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else getattr(tree, part, None)
+    return tree
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        inner = tree.get(part)
+        if inner is not None and not isinstance(inner, dict):
+            inner = inner.model_dump(exclude_unset=True)
+        tree[part] = tree = dict(inner or {})
+    tree[leaf] = value

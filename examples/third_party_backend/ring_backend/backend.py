@@ -1,0 +1,103 @@
+"""RingBackend: every rank holds the whole model; gradients travel around a ring.
+
+`ProcessGroupBackend` brings the ranks together and does what every data-parallel backend does alike:
+windows of micro-batches, the loss's scale, unscaling, clipping, state. What is left is the one thing
+that makes a backend: how gradients are exchanged.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.interfaces.backend import StepResult
+from distributed.process_group import ProcessGroupBackend
+from distributed.torch_backend import StepModule, alike
+
+__all__ = ["RingBackend", "ring_all_reduce"]
+
+
+class RingBackend(ProcessGroupBackend):
+    """Averages gradients once per optimizer step, after the last micro-batch's backward.
+
+    Nothing overlaps with backward here, as it does under DDP: that is what its hooks and buckets are
+    for. BatchNorm statistics stay per rank while training; before validation all take rank 0's.
+    """
+
+    _waited = 0.0
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        """Begin alike: ranks that a launcher started may have built different weights."""
+        if self.world.size > 1:
+            for tensor in (*step.parameters(), *step.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+        return step
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        """Average first: the norm that clipping uses is that of the whole global batch (C6), and
+        what is not finite on one rank is finite on none, so that all skip the step alike (C8)."""
+        start = perf_counter()
+        if self.world.size > 1:
+            self._average()
+        self._waited = perf_counter() - start
+        return super().optimizer_step(max_norm, want_norm)
+
+    def _average(self) -> None:
+        # `step_module` holds the model and, where only the ranks together know how many tokens
+        # counted, a parameter whose gradient is that count: it has to travel too (C2).
+        parameters = [p for p in self.step_module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # a rank that sent less than its neighbours expect would hang
+                parameter.grad = torch.zeros_like(parameter)
+        for gradients in alike([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            ring_all_reduce(flat, self.world.rank, self.world.size)
+            flat /= self.world.size
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def set_training(self, training: bool) -> None:
+        """Validate with rank 0's buffers, which are those that are saved."""
+        super().set_training(training)
+        if not training and self.world.size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def communication_seconds(self) -> float:
+        """What the last step's exchange took; it is waited for in full."""
+        return self._waited
+
+
+def ring_all_reduce(flat: Tensor, rank: int, size: int) -> None:
+    """Sum `flat`, 1-dimensional, over all ranks, in place.
+
+    Two rounds of ``size - 1`` messages to the right, a `size`-th of the tensor each: in the first a
+    piece gathers the sum as it goes round, in the second the finished pieces go round. Every rank
+    sends ``2 (size - 1) / size`` of the tensor, however many there are, and all end with the same
+    bits, for each piece was summed in one place (Patarasuk and Yuan, 2009).
+    """
+    pieces = flat.tensor_split(size)
+    inbox = torch.empty_like(pieces[0])  # the first is of the largest
+    for turn in range(size - 1):
+        mine, theirs = pieces[(rank - turn) % size], pieces[(rank - turn - 1) % size]
+        received = inbox[: theirs.numel()]
+        _pass_on(mine, received, rank, size)
+        theirs += received
+    for turn in range(size - 1):
+        _pass_on(pieces[(rank + 1 - turn) % size], pieces[(rank - turn) % size], rank, size)
+
+
+def _pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
+    """Send to the right and receive from the left at once; in turns, a ring of senders would wait
+    for ever."""
+    messages = []
+    if outgoing.numel():
+        messages.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % size))
+    if incoming.numel():
+        messages.append(dist.P2POp(dist.irecv, incoming, (rank - 1) % size))
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
