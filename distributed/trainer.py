@@ -18,7 +18,7 @@ from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
 from distributed.joined import Joined, detect
 from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import Catalog, get_catalog, load_target, require
+from distributed.plugin_manager import Catalog, get_catalog, load_target
 
 if TYPE_CHECKING:
     from distributed.data import Source
@@ -104,8 +104,7 @@ class Trainer:
         Raises:
             UserError: no such backend, or what it needs is not installed.
         """
-        spec = get_catalog().backend(self.config.backend)
-        require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+        spec = chosen_backend(self.config, get_catalog())
         found: Framework = load_target(spec.objects)()
         return found
 

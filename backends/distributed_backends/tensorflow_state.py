@@ -157,7 +157,7 @@ def import_keras(reader: StateReader, model: Any, holder: Any) -> None:
     """
     named = named_variables(model)
     stored = stored_names(reader, named, {})
-    check_shapes(reader, named, stored, {})
+    check_shapes(reader, named, stored, {}, {})
     group = _saved_group(reader, holder.keras)
     _fill(reader, named, stored)
     names = {id(variable): stored[name] for name, variable in named.items()}
@@ -185,7 +185,7 @@ def fill_model(reader: StateReader, model: Any) -> None:
     """
     named = named_variables(model)
     stored = stored_names(reader, named, {})
-    check_shapes(reader, named, stored, {})
+    check_shapes(reader, named, stored, {}, {})
     _fill(reader, named, stored)
 
 

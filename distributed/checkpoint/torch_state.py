@@ -265,7 +265,8 @@ def _range(name: str, key: str, part: Part) -> list[Chunk]:
 
 
 def _shape(tensor: Tensor, parts: Parts) -> tuple[int, ...]:
-    return parts[tensor].shape if tensor in parts else tuple(tensor.shape)
+    # Other frameworks' variables have a shape and no hash.
+    return parts[tensor].shape if parts and tensor in parts else tuple(tensor.shape)
 
 
 def _optimizer_names(tensors: Mapping[str, Tensor], pieces: Pieces) -> tuple[dict[int, str], dict[str, int]]:
