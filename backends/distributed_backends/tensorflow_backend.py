@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import distributed_backends.tensorflow_quiet  # noqa: F401 - before TensorFlow itself
+
+# isort: split
 import math
 from time import perf_counter
 from typing import TYPE_CHECKING, Any

@@ -66,8 +66,8 @@ def build_keras_model() -> Any:
 def choose_model() -> Any:
     """A model, or a function that builds one, for the framework of the backend on the command line."""
     script = active()
-    config = load_layers(script.layers if script else [])
-    if get_catalog().backend(config.backend).framework == "tensorflow":
+    spec = get_catalog().backend(load_layers(script.layers if script else []).backend)
+    if spec.framework == "tensorflow":
         return build_keras_model
     torch.manual_seed(0)
     return build_model()
