@@ -215,7 +215,8 @@ class ReportsOneRanksLoss(Sound):
     def all_reduce(self, values: Any) -> list[float]:
         own = list(values)
         reduced: list[float] = super().all_reduce(values)
-        return [*own[:-1], reduced[-1]] if self.module.training and len(own) > 1 else reduced
+        # The last two are what the ranks agree by, or they would wait for each other.
+        return [*own[:-2], *reduced[-2:]] if self.module.training and len(own) > 2 else reduced
 
 
 class ClipsBeforeReduction(Sound):

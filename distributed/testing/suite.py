@@ -73,6 +73,8 @@ class Suite:
         sizes: numbers of ranks to try; 1 alone for a backend that is one process.
         options: configuration that every trainer of these tests gets, e.g. ``{"zero_stage": 2}``.
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
+        lengths: of validation sets to try. A backend that is slow to start may try fewer: from 13 on
+            they repeat what 3 ranks and batches of 2 can be left with.
         pooled: ranks are shared by all tests, in a process group over gloo that is there already;
             False starts them anew for every `fit`, as a user's does, which is slower.
     """
@@ -81,6 +83,7 @@ class Suite:
     sizes: tuple[int, ...] = (1, 2, 3)
     options: Mapping[str, Any] = MappingProxyType({})
     workbench: type[Workbench] | None = None
+    lengths: range = range(1, 51)
     pooled: bool = True
 
     @pytest.fixture(autouse=True)

@@ -88,6 +88,6 @@ def test_a_claim_that_the_plan_ignores_is_caught(
     monkeypatch.setitem(catalog.backends, "modest", modest_spec)
     suite.backend, suite.sizes, suite.pool = "modest", (1,), rank_pool
     suite.test_what_is_not_claimed_is_refused(tmp_path)
-    monkeypatch.setattr("distributed.plan._check_capabilities", lambda *arguments: None)
+    monkeypatch.setattr("distributed.plan.check_capabilities", lambda *arguments: None)
     with pytest.raises(pytest.fail.Exception):
         suite.test_what_is_not_claimed_is_refused(tmp_path)
