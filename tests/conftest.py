@@ -17,9 +17,9 @@ def _own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    """A Ray cluster on this host for all tests that want one, its CPUs enough for several runs."""
+    """A Ray cluster on this host for a module's tests, its CPUs enough for several runs."""
     import logging
 
     import ray
