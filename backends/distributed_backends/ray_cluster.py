@@ -83,7 +83,12 @@ def _start(num_cpus: int) -> None:
 def _join(address: str) -> None:
     tried = _await_answer(address)
     try:
-        ray.init(address=address, **_QUIET)
+        try:
+            ray.init(address=address, **_QUIET)
+        except ConnectionAbortedError:
+            # The client server answers, and what it starts for each client was not there in time: on
+            # a busy node it is when asked again.
+            ray.init(address=address, **_QUIET)
     except Exception as error:  # noqa: BLE001
         # Ray raises whatever its parts raise: ConnectionError, RuntimeError (another version), ...
         raise _unanswered(address, f"{tried}: {type(error).__name__}: {error}") from None
