@@ -84,6 +84,7 @@ def torch_loop(model: nn.Module, optimizer: Any, args: Arguments, tick: Tick) ->
 
 
 def deepspeed(args: Arguments, ready: Callable[[], Tick]) -> None:
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed as ds
 
     model = make_model(args.width, args.depth)
