@@ -81,15 +81,11 @@ class PendingSave:
 
         Raises:
             OSError, UserError, RuntimeError: a rank could not write, or rank 0 not commit; the
-                same on every rank. Nothing is left behind.
+                same on every rank, which then has to `give_up`.
         """
-        try:
-            agree(ranks, self._wait_for_files)
-            self._deadline = time.monotonic() + _VISIBLE
-            on_rank_zero(ranks, self._wait_for_commit)
-        except BaseException:
-            self.give_up()
-            raise
+        agree(ranks, self._wait_for_files)
+        self._deadline = time.monotonic() + _VISIBLE
+        on_rank_zero(ranks, self._wait_for_commit)
         return self.path
 
     def give_up(self) -> None:
@@ -100,12 +96,14 @@ class PendingSave:
 
     def _wait_for_files(self) -> None:
         self._written.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def _wait_for_commit(self) -> None:
         if self._thread is not None:
             self._thread.join()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = _action(actions, "show", _show, one, "Progress, configuration and tensors of a checkpoint.")
     show.add_argument("--json", action="store_true", help="As JSON.")
     _action(
-        actions, "verify", _verify, f"{one[:29]}, or a directory: all of them",
+        actions, "verify", _verify, "a checkpoint (step_NNNNNNNN), or a directory of them: all",
         "Read checkpoints through and compare every checksum; exit code 1 when one is damaged.",
     )  # fmt: skip
     export = _action(actions, "export", _export, one, "Write the weights as safetensors.")

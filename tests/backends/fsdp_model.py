@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed import Trainer
+from distributed import Callback, Trainer
+from distributed.checkpoint.reader import PortableReader
+from distributed.interfaces.callback import Context
 from distributed.testing.pool import RankPool
 
 WORDS, WIDTH = 11, 7
@@ -97,3 +99,28 @@ def trainer_of(
     trainer = Trainer(tiny() if model is None else model, **fields)
     trainer.launcher = pool
     return trainer
+
+
+class HoldsWhatWasSaved(Callback):
+    """Fails where a rank, having loaded a checkpoint, would save other bits or not all of it."""
+
+    all_ranks = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_run_start(self, context: Context) -> None:
+        backend: Any = context.backend  # type: ignore[attr-defined]
+        reader, state = PortableReader(self.path), backend.export_state()
+        sizes: dict[str, int] = {}
+        for chunk in state.chunks:
+            stored = reader.read(chunk.key, chunk.name, chunk.start, len(chunk.data))
+            assert torch.equal(stored, chunk.data), (chunk.key, chunk.name)
+            assert reader.tensors()[chunk.key, chunk.name] == chunk.shape
+            sizes[f"{chunk.key} {chunk.name}"] = sizes.get(f"{chunk.key} {chunk.name}", 0) + len(chunk.data)
+        ranks = backend.gather_objects((sizes, state.scalars))
+        for (key, name), shape in reader.tensors().items():
+            found = sum(part.get(f"{key} {name}", 0) for part, _ in ranks)
+            assert found == torch.Size(shape).numel(), (key, name)
+        assert ranks[0][1] == reader.scalars
+        assert [group["names"] for group in state.groups] == [group["names"] for group in reader.groups]

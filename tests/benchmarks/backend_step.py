@@ -31,7 +31,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from step_overhead import BATCH, RANK, Turns, interval, make_data, make_model
+from step_overhead import BATCH, RANK, Turns, interval, make_data, make_model, torch_loop
 
 RATE = 1e-3
 Arguments = argparse.Namespace
@@ -68,19 +68,6 @@ def horovod(args: Arguments, ready: Callable[[], Tick]) -> None:
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     torch_loop(model, optimizer, args, ready())
-
-
-def torch_loop(model: nn.Module, optimizer: Any, args: Arguments, tick: Tick) -> None:
-    """The loop that everybody writes."""
-    loader = make_data(args.data, args.width)
-    while True:
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            if tick():
-                return
 
 
 def deepspeed(args: Arguments, ready: Callable[[], Tick]) -> None:
@@ -220,7 +207,6 @@ def in_ray(args: Arguments) -> dict[str, Any]:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    found: dict[str, Any] = {}
     # Ray's workers read the result's file: nothing else comes back from a function but metrics.
     path = Path(os.environ.get("TMPDIR", "/tmp"), f"ray-step-{os.getpid()}.json")
     inner = argparse.Namespace(**{**vars(args), "backend": "pytorch-ddp"})
@@ -230,7 +216,7 @@ def in_ray(args: Arguments) -> dict[str, Any]:
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     TorchTrainer(train, scaling_config=ScalingConfig(num_workers=1)).fit()
-    found = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
     path.unlink()
     ray.shutdown()
     return found

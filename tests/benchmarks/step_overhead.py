@@ -107,8 +107,12 @@ def raw(turns: Turns, who: int, args: argparse.Namespace) -> None:
     if not args.no_ddp:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch_loop(model, optimizer, args, turns.clock(who))
+
+
+def torch_loop(model: nn.Module, optimizer: Any, args: argparse.Namespace, tick: Callable[[], bool]) -> None:
+    """Steps until `tick` has enough."""
     loader = make_data(args.data, args.width)
-    tick = turns.clock(who)
     while True:
         for x, y in loader:
             optimizer.zero_grad()

@@ -49,28 +49,25 @@ class TestHorovod(OwnRanks):
     backend = "horovod"
 
 
-class TestDeepSpeed0(BackendConformance):
+class OnDeepSpeed(BackendConformance):
     backend = "deepspeed"
+    lengths = FEWER
+
+
+class TestDeepSpeed0(OnDeepSpeed):
     options: ClassVar = {"zero_stage": 0}
-    lengths = FEWER
 
 
-class TestDeepSpeed1(BackendConformance):
-    backend = "deepspeed"
+class TestDeepSpeed1(OnDeepSpeed):
     options: ClassVar = {"zero_stage": 1}
-    lengths = FEWER
 
 
-class TestDeepSpeed2(BackendConformance):
-    backend = "deepspeed"
+class TestDeepSpeed2(OnDeepSpeed):
     options: ClassVar = {"zero_stage": 2}
-    lengths = FEWER
 
 
-class TestDeepSpeed3(BackendConformance):
-    backend = "deepspeed"
+class TestDeepSpeed3(OnDeepSpeed):
     options: ClassVar = {"zero_stage": 3}
-    lengths = FEWER
 
 
 class TestRay(BackendConformance):
