@@ -105,7 +105,8 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     from distributed.plugin_manager import get_catalog
 
     plan = resolve(
-        config.with_values({"launch": "spawn"}, "per-rank"),
+        # What such a script does about checkpoints and signals is its own.
+        config.with_values({"launch": "spawn", "checkpoint_dir": None}, "per-rank"),
         get_catalog(),
         Facts(),
         Resources(visible_gpus() if config.device != "cpu" else 0),
@@ -124,7 +125,8 @@ class LocalLauncher(Launcher):
             host, port = _endpoint(plan)
             if plan.node_rank == 0:
                 port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
-            Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder).run()
+            envs = rank_envs(plan, command, host, port)
+            Supervisor(command.argv, envs, command.folder, plan.config.heeds_signals).run()
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:

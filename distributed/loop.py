@@ -10,6 +10,7 @@
             cursor moves                                 # a sample counts once its step is taken (C4)
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
             every checkpoint.every_n_steps: save
+            about once a second: agree whether a signal asks to save and go
         validate: every sample once (C5)
         decide best, step the epoch's scheduler, save
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -38,6 +39,7 @@ from distributed.mixins.recording import RecordingMixin
 from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
 from distributed.optim import build_scheduler
+from distributed.preemption import hearing
 from distributed.seeding import seed_streams
 
 if TYPE_CHECKING:
@@ -91,11 +93,12 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         """Train as planned and return the record. Collective."""
         status = "failed"
         try:
-            self._start()
-            started = perf_counter()
-            with _frozen_heap():
-                self._train()
-            self.finish_saving()
+            with hearing() if self.config.heeds_signals else nullcontext():
+                self._start()
+                started = perf_counter()
+                with _frozen_heap():
+                    self._train()
+                self.finish_saving()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
             self._track_history()
@@ -111,11 +114,14 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         while not self._done():
             metrics = self._train_epoch(self.progress.epoch)
             complete = not self._done_midway
+            if self.history.preempted:
+                break
             figures = self.validate()
             if figures:
                 self._notify("on_validation_end", self, figures)
             metrics |= figures
             self._end_epoch(metrics, complete)
+        self.save_when_preempted()
 
     def _train_epoch(self, epoch: int) -> dict[str, float]:
         """The rest of one epoch; returns its training figures."""
@@ -141,6 +147,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
                 self._notify("on_step_end", self)
             if logs:
                 self.end_interval(result.norm)
+            elif progress.step >= self.next_ask and progress.step != until_step:
+                self.agree_to_go()
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
                 mark = perf_counter()
                 self.save_if_due(epoch_end=False, metrics=None)
@@ -201,14 +209,15 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
             self._take_up(task.run_state, rates)
+        self._gather_callbacks()
         self.setup_checkpointing()
         if task.state_dir is not None:
             self.load_state(task.state_dir)
         elif task.progress is None:
             self.resume()
-        self._start_samples = self.progress.total_samples
+        self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
+        self.next_ask = self.progress.step + 1
         self._report_place()
-        self._gather_callbacks()
         self.setup_tracking(
             {
                 **self.plan.batch.as_dict(),
@@ -252,11 +261,13 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         return min(by_epochs, self.until_step)
 
     def _done(self) -> bool:
+        return self.reached_goal() or bool(self.history.stop_reason)
+
+    def reached_goal(self) -> bool:
+        """Whether all the epochs or steps asked for are behind us."""
         progress = self.progress
-        return (
-            progress.epoch >= self.until_epoch
-            or bool(self.history.stop_reason)
-            or (self.until_step is not None and progress.step >= self.until_step)
+        return progress.epoch >= self.until_epoch or (
+            self.until_step is not None and progress.step >= self.until_step
         )
 
     def _at_epoch_end(self) -> bool:
@@ -315,6 +326,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             "optimizer": self.optimizer,
             "rng": capture_rng(),
             "lineage": self._lineage,
+            "records": self.record_state(),
             "best_checkpoint": self.history.best_checkpoint,
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": self.backend.scaler_state(),
@@ -323,6 +335,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
     def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
         """Go on from what an earlier `fit` in this process left."""
         self._lineage, self._origin_step = left["lineage"], self.progress.step
+        self.restore_records([left["records"]] * self.world.size)
         self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
         if self.scheduler is not None and left["scheduler"] is not None:
@@ -335,6 +348,20 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
 
     def request_stop(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason
+
+    def callback_states(self) -> list[list[Any]]:
+        """``[class, state]`` of each callback that has any."""
+        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.callbacks]
+        return [entry for entry in states if entry[1]]
+
+    def restore_callbacks(self, states: list[list[Any]]) -> None:
+        """Give each callback the next state of its class. Ranks have different callbacks."""
+        left = list(states)
+        for callback in self.callbacks:
+            found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
 
     def _gather_callbacks(self) -> None:
         found: list[Callback] = list(self.task.callbacks)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
 from distributed.interfaces.backend import World
+from distributed.preemption import listen
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -93,7 +94,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.transport import write_private
 
-    if plan.config.return_weights != "none":
+    if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
             loop.export_result(str(folder / "state"))
         else:
@@ -124,6 +125,8 @@ def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
 def main() -> int:
     """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
     watch_parent()
+    if os.environ.get("DISTRIBUTED_HEEDS_SIGNALS"):
+        listen()
     if len(sys.argv) > 1:
         del sys.argv[0]
         sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))

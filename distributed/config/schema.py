@@ -230,6 +230,11 @@ class DistributedConfig(BaseModel):
         return self.mlflow_tracking or self.tracking.mlflow_experiment is not None
 
     @property
+    def heeds_signals(self) -> bool:
+        """Whether SIGTERM and SIGUSR1 save and end the run."""
+        return self.checkpoint_dir is not None and self.checkpoint.on_signal
+
+    @property
     def wants_zero(self) -> bool:
         """Whether the backend has to be one that implements ZeRO."""
         return self.zero_stage is not None or self.deepspeed_config is not None

@@ -85,6 +85,11 @@ class CheckpointSection(Section):
     max_failures: PositiveInt = Field(
         3, description="Saves that may fail in a row before the run is stopped; 1 stops at the first."
     )
+    on_signal: bool = Field(
+        True,
+        description="SIGTERM and SIGUSR1 save at the same step on every rank and end the run with exit code"
+        " 75; false, and a run without `checkpoint_dir`, leave them their usual meaning.",
+    )
     metric: str | None = Field(
         None,
         description="Metric that decides `best`: a name of a validation figure. None takes"

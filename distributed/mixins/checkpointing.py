@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -59,6 +59,20 @@ class CheckpointingMixin:
 
     def _notify(self, event: str, *args: Any) -> None:
         """Tell the callbacks; without any, nobody."""
+
+    def callback_states(self) -> list[list[Any]]:
+        """``[class, state]`` of each callback that has any."""
+        return []
+
+    def restore_callbacks(self, states: list[list[Any]]) -> None:
+        """The inverse of `callback_states`."""
+
+    def record_state(self) -> dict[str, Any]:
+        """This rank's records of the epoch under way."""
+        return {}
+
+    def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the records of all ranks that saved."""
 
     def setup_checkpointing(self) -> None:
         """Make the checkpointer, and find out before training whether saving can work.
@@ -173,6 +187,19 @@ class CheckpointingMixin:
         path = self._save(self.checkpointer, False, self.progress.best_metric)
         return self.finish_saving() if self._pending else path
 
+    def save_when_preempted(self) -> None:
+        """When a signal asked the run to go: save at this step, whatever the frequency.
+
+        Raises:
+            OSError: it cannot be saved.
+        """
+        signal = self.history.preempted
+        if signal is not None and self.save_now() is None:
+            raise OSError(
+                f"{signal} asked the run to go and step {self.progress.step} could not be saved in"
+                f" {self.config.checkpoint_dir}; an earlier step is in {self.history.checkpoint}"
+            )
+
     def finish_saving(self) -> str | None:
         """Wait until the save under way is committed, if there is one.
 
@@ -217,13 +244,13 @@ class CheckpointingMixin:
         """
         store = PortableCheckpointer(directory, keep_last=None)
         store.prepare(self.backend)
-        return store.save(self.backend, self._extra(best=False), {"rng": capture_rng()})
+        return store.save(self.backend, self._extra(best=False), self._rank_extra())
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
         step = self.progress.step
         try:
             self._claim(checkpointer)
-            begun = checkpointer.begin(self.backend, self._extra(best), {"rng": capture_rng()})
+            begun = checkpointer.begin(self.backend, self._extra(best), self._rank_extra())
         except OSError as error:
             if best:
                 self.progress.best_metric = before
@@ -289,7 +316,11 @@ class CheckpointingMixin:
             "config": self.config.model_dump(mode="json"),
             "best": best,
             "lineage": self._own_lineage(),
+            "callbacks": self.callback_states(),
         }
+
+    def _rank_extra(self) -> dict[str, Any]:
+        return {"rng": capture_rng(), "records": self.record_state()}
 
     def _scheduler_state(self) -> Any:
         return None if self.scheduler is None else self.scheduler.state_dict()
@@ -329,6 +360,10 @@ class CheckpointingMixin:
                 had,
                 has,
             )
+        self.restore_callbacks(saved.get("callbacks", []))
+        extras = [reader.rank_extra(rank) or {} for rank in range(reader.world_size)]
+        if all("records" in extra for extra in extras):
+            self.restore_records([extra["records"] for extra in extras])
         # Last, since what comes before may draw random numbers.
         own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None
         if own is not None and "rng" in own:
