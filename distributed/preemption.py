@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SIGNALS", "ask", "asked", "hearing", "listen"]
+__all__ = ["SIGNALS", "ask", "asked", "hearing", "held_back", "listen"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What Slurm, Kubernetes and cloud machines send before they take a machine away."""
@@ -42,8 +42,20 @@ def ask(name: str) -> None:
 
 
 def listen() -> None:
-    """Hear signals from now on, for the rest of this process."""
+    """Hear signals from now on, for the rest of this process, and those that `held_back` kept."""
     _install(lambda number, frame: ask(signal.Signals(number).name))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes started meanwhile get no signal before they `listen`: an interpreter needs a while
+    until it can, and would die of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed.failures import GRACE, error_of
-from distributed.preemption import hearing
+from distributed.preemption import hearing, held_back
 
 __all__ = ["Supervisor"]
 
@@ -44,7 +44,12 @@ class Supervisor:
         folder: where ranks leave ``error_<rank>.json``.
         heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
             themselves and leave a result.
+
+    Attributes:
+        heard: the signal that this process was sent, None without.
     """
+
+    heard: str | None = None
 
     def __init__(
         self,
@@ -70,12 +75,16 @@ class Supervisor:
         Raises:
             WorkerError, UserError: as `Launcher.run`.
         """
-        with hearing(self.ask_to_go) if self.heeds_signals else nullcontext():
+        with hearing(self._hear) if self.heeds_signals else nullcontext():
             try:
                 self.start()
                 self.wait()
             finally:
                 self.stop()
+
+    def _hear(self, name: str) -> None:
+        self.heard = name
+        self.ask_to_go(name)
 
     def ask_to_go(self, name: str = "SIGUSR1") -> None:
         """Ask every rank to save at its next step and end; `wait` returns when they have.
@@ -94,15 +103,16 @@ class Supervisor:
         for rank, env in self.envs.items():
             inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
             target: Any = None if inherit else subprocess.PIPE
-            process = subprocess.Popen(
-                self.argv,
-                env={**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
-                pass_fds=[self._pipe[0]],
-                stdin=subprocess.DEVNULL,
-                stdout=target,
-                stderr=None if inherit else subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with held_back() if self.heeds_signals else nullcontext():
+                process = subprocess.Popen(
+                    self.argv,
+                    env={**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                    pass_fds=[self._pipe[0]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=target,
+                    stderr=None if inherit else subprocess.STDOUT,
+                    start_new_session=True,
+                )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
             entry.watcher = _thread(self._watch, entry)

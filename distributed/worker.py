@@ -152,15 +152,15 @@ def run_folder(folder: Path) -> int:
 
 
 def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
-    """`plan`, where this rank has come to be: a remote launcher only knows once it has started."""
-    if not plan.spec.remote:
+    """`plan`, where this rank has come to be: remote launchers and elastic runs only know by then."""
+    from distributed.plan import rescale
+
+    if not plan.spec.remote and not plan.counts:
         return plan
-    return replace(
-        plan,
-        local_size=int(env["LOCAL_WORLD_SIZE"]),
-        node_rank=int(env["GROUP_RANK"]),
-        num_nodes=int(env["GROUP_WORLD_SIZE"]),
-    )
+    nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    world_size = int(env["WORLD_SIZE"])
+    placed = rescale(plan, 1, world_size) if world_size != plan.world_size else plan
+    return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
 
 
 def _caller_path(folder: Path) -> list[str]:

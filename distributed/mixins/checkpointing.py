@@ -104,7 +104,11 @@ class CheckpointingMixin:
         Raises:
             UserError: the path given is no checkpoint or a damaged one, or is of another model.
         """
-        source = self.config.resume_from_checkpoint
+        source: bool | str = self.config.resume_from_checkpoint
+        if self.config.is_elastic and self.checkpointer is not None:
+            # Before the first round other runs' checkpoints were moved out of the directory.
+            own = self.checkpointer
+            source = source if on_rank_zero(self.backend, own.latest) is None else True
         if source is False or (source is True and self.checkpointer is None):
             return False
         explicit = None if source is True else os.path.abspath(str(source))
