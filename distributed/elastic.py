@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from distributed.plan import RunPlan
     from distributed.supervisor import Supervisor
 
-__all__ = ["Alone", "Elastic", "Membership", "Place", "claim_directory", "restarts_of", "served"]
+__all__ = [
+    "Alone",
+    "Elastic",
+    "Membership",
+    "Place",
+    "claim_directory",
+    "note_restarts",
+    "restarts_of",
+    "served",
+]
 
 Supervise = Callable[["RunPlan", str, int], "Supervisor"]
 """``(plan, host, port) -> Supervisor`` of this host's ranks, which meet there."""
@@ -44,8 +53,8 @@ class Place:
 
     Attributes:
         node_rank: its index among the hosts.
-        num_nodes: hosts of the round.
-        local_size: ranks that it starts.
+        num_nodes: hosts with ranks in the round; those behind stand by.
+        local_size: ranks that a host starts.
     """
 
     node_rank: int
@@ -64,6 +73,13 @@ class Membership(Protocol):
 
     def watch(self, newcomer: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `newcomer` when another host wants to take part."""
+
+    def stand_by(self) -> None:
+        """Return when the round has ended without this host, which has no ranks in it.
+
+        Raises:
+            SystemExit: the run has ended.
+        """
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
         """A round failed; `checkpoint` is the newest good one."""
@@ -91,6 +107,9 @@ class Alone:
 
     def watch(self, newcomer: Callable[[], None]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def stand_by(self) -> None:
+        raise AssertionError("a host alone takes part in every round")
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
         """A rank that fails twice without a step saved in between has lost its device, perhaps:
@@ -139,6 +158,9 @@ class Elastic:
         while True:
             self._clear()
             place = self.members.meet()
+            if place.node_rank >= place.num_nodes:
+                self.members.stand_by()
+                continue
             plan = self.rescale(self.plan, place.num_nodes, place.local_size, place.node_rank)
             if size:
                 self._announce(size, plan)
@@ -190,7 +212,12 @@ class Elastic:
         folder = self.command.folder
         for path in (*folder.glob("error_*.json"), *folder.glob("result.json")):
             path.unlink()
-        (folder / _RESTARTS).write_text(json.dumps(self.restarts), encoding="utf-8")
+        note_restarts(folder, self.restarts)
+
+
+def note_restarts(folder: Path, reasons: list[str]) -> None:
+    """Leave for `restarts_of` why the run in `folder` was started again."""
+    (folder / _RESTARTS).write_text(json.dumps(reasons), encoding="utf-8")
 
 
 def restarts_of(folder: Path) -> list[str]:

@@ -88,8 +88,6 @@ def run(
         path = Path(folder.name)
         job.task = load_target(plan.spec.objects)().pack(task)
         _save(job, path / "task.bin")
-        if plan.config.is_elastic:
-            claim_directory(plan)
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
@@ -145,6 +143,7 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
 
 def _members(plan: RunPlan) -> Membership:
     if plan.num_nodes == 1:
+        claim_directory(plan)
         return Alone(list(plan.counts))
     from distributed.membership import Hosts
 

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from distributed.elastic import Place, served
+from distributed.elastic import Place, claim_directory, served
 from distributed.errors import UserError, WorkerError
 from distributed.rendezvous import connect, is_loopback, is_own_address, listen, serve
 
@@ -58,7 +58,7 @@ class Hosts:
         self.plan, self.endpoint = plan, endpoint
         # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.serves, self._store = _meeting(*endpoint)
+        self.serves, self._store = _meeting(plan, *endpoint)
         section = plan.config.elastic
         self.min_nodes = plan.counts[-1] // plan.local_size
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -72,7 +72,7 @@ class Hosts:
             keep_alive_interval=_ALIVE,
         )
         self._round: Any = None
-        self._lock = threading.Lock()
+        self._num_nodes = 0
 
     def meet(self) -> Place:
         """Wait for the hosts of the next round.
@@ -88,8 +88,7 @@ class Hosts:
         try:
             self._round = self._handler.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            print("the run was over before this host could take part in it", flush=True)
-            raise SystemExit(0) from None
+            raise _over() from None
         except RendezvousTimeoutError:
             raise UserError(
                 f"fewer than {self.min_nodes} hosts came within {_JOIN.total_seconds():.0f} s",
@@ -101,7 +100,11 @@ class Hosts:
             raise self._gone(error) from None
         finally:
             reminder.cancel()
-        return Place(self._round.rank, self._round.world_size, self.plan.local_size)
+        here = self._round.world_size * self.plan.local_size
+        # The largest number that keeps the global batch.
+        size = next(count for count in self.plan.counts if count <= here)
+        self._num_nodes = size // self.plan.local_size
+        return Place(self._round.rank, self._num_nodes, self.plan.local_size)
 
     @contextmanager
     def store(self, size: int) -> Iterator[tuple[str, int]]:
@@ -138,18 +141,44 @@ class Hosts:
             ended.set()
             thread.join()
 
+    def stand_by(self) -> None:
+        """Return when the others leave this round, or another host came.
+
+        Raises:
+            WorkerError: the host that serves the meeting is gone.
+            SystemExit: the run has ended.
+        """
+        print(
+            f"this host stands by: a global batch of {self.plan.batch.global_batch_size} has no equal"
+            f" shares for {self._round.world_size * self.plan.local_size} ranks",
+            flush=True,
+        )
+        try:
+            while self._handler.num_nodes_waiting() == 0:
+                with suppress(dist.DistStoreError):
+                    self._round.store.wait(["all done"], timedelta(seconds=_LOOK))
+                    self.finish_serving()
+                    raise _over()
+        except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
+            raise self._gone(error) from None
+
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
         """Whoever still lives comes to the next round."""
 
     def finish(self) -> None:
         """Tell the others; the host that serves the meeting leaves last."""
         with suppress(dist.DistError):
-            store, number = self._round.store, self._round.world_size
+            store, number = self._round.store, self._num_nodes
             if store.add("done", 1) == number:
                 store.set("all done", "1")
             if self.serves:
                 store.wait(["all done"], _FAREWELL)
-                self._handler.shutdown()
+            self.finish_serving()
+
+    def finish_serving(self) -> None:
+        """Let hosts that come too late know; only who serves the meeting."""
+        if self.serves:
+            self._handler.shutdown()
 
     def _own_address(self) -> str:
         """How the other hosts reach this one: the address from which it reaches the meeting."""
@@ -176,10 +205,18 @@ class Hosts:
         )
 
 
-def _meeting(host: str, port: int) -> tuple[bool, dist.Store]:
-    """Whether this process serves the meeting, and its store."""
+def _over() -> SystemExit:
+    print("the run has ended, and this host had no part in its last round", flush=True)
+    return SystemExit(0)
+
+
+def _meeting(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
+    """Whether this process serves the meeting, and its store. Who does claims the checkpoint directory
+    before anybody can meet; who comes later must not."""
     timeout = timedelta(seconds=60)
     if is_own_address(host):
         with suppress(OSError):  # another process of this host was first
-            return True, serve(listen(host, port), host, 1, timeout)
+            listener = listen(host, port)
+            claim_directory(plan)
+            return True, serve(listener, host, 1, timeout)
     return False, connect(host, port, 1, timeout)

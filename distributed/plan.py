@@ -179,8 +179,8 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
     """Numbers of ranks that keep the global batch and suit the backend, from most to fewest.
 
     Raises:
-        UserError: the fewest asked for do not, or on several hosts any number in between; a launcher
-            started the ranks, or the backend cannot have its ranks started.
+        UserError: the fewest asked for do not (under Ray, which takes what there is room for: any of
+            them); a launcher started the ranks, or the backend cannot have its ranks started.
     """
     section, size = plan.config.elastic, plan.world_size
     if plan.mode != "spawn":
@@ -197,14 +197,14 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
     found, refused = [], dict[int, UserError]()
     for count in range(size, fewest - 1, -step):
         try:
-            nodes = count // step if step > 1 else plan.num_nodes if plan.spec.remote else 1
+            nodes = count // step if plan.num_nodes > 1 and not plan.spec.remote else 1
             other = rescale(plan, nodes, count // nodes)
             check_accumulation(other.batch.gradient_accumulation_steps, plan.spec, catalog)
             catalog.manager.hook.check_plan(plan=other)
             found.append(count)
         except UserError as error:
             refused[count] = error
-    if found[-1] != fewest or (plan.num_nodes > 1 and refused):
+    if found[-1] != fewest or (plan.spec.remote and refused):
         why = min(refused.items()) if refused else (fewest, f"each host has {step} of them")
         raise UserError(
             f"the run cannot go on with {why[0]} ranks: {getattr(why[1], 'message', why[1])}",

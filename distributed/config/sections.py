@@ -241,11 +241,6 @@ class RaySection(Section):
     start_timeout: PositiveFloat = Field(
         300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
     )
-    max_failures: int = Field(
-        0,
-        ge=-1,
-        description="How often Ray starts all ranks anew when one fails (FailureConfig); -1: always.",
-    )
     storage_path: str | None = Field(
         None, description="Where Ray Train keeps its own record of the run; None keeps none."
     )
