@@ -58,7 +58,7 @@ def words(length: int = 26) -> tuple[Tensor, Tensor]:
 def _adamw(model: nn.Module, *, eps: float = 1e-8) -> torch.optim.Optimizer:
     """Another rate and no weight decay for parameters of one dimension or none."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.dim() > 1]},
         {"params": [p for p in trainable if p.dim() < 2], "lr": 0.02, "weight_decay": 0.0},
     ]
@@ -71,8 +71,7 @@ def _four_groups(model: nn.Module) -> torch.optim.Optimizer:
     groups: dict[float, list[nn.Parameter]] = {rate: [] for rate in (*own.values(), 0.03)}
     for name, p in model.named_parameters():
         groups[own.get(name.split(".")[0], 0.03)].append(p)
-    rates = ({"params": params, "lr": rate, "weight_decay": rate} for rate, params in groups.items())
-    return torch.optim.AdamW(list(rates))
+    return torch.optim.AdamW([{"params": p, "lr": rate, "weight_decay": rate} for rate, p in groups.items()])
 
 
 def _sgd(model: nn.Module, *, momentum: float) -> torch.optim.Optimizer:
@@ -82,6 +81,11 @@ def _sgd(model: nn.Module, *, momentum: float) -> torch.optim.Optimizer:
 
 def _adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes matrices alone; the others keep their first values."""
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ _OFFLOAD = {f"deepspeed-{stage}": {"zero.offload_optimizer": "cpu"} for stage in
 VARIANTS = [
     Case("SGD, momentum", partial(_sgd, momentum=0.9)),
     Case("Adafactor", _adafactor),
+    # It orthogonalises in bfloat16, whatever the dtype of the weights.
+    Case("Muon", _muon, TOLERANCES["bf16", "sgd"]),
     Case("tied parameters", _adamw, tied=True),
     Case("frozen parameters", _adamw, frozen=True),
     Case("tied and frozen, SGD", partial(_sgd, momentum=0.9), tied=True, frozen=True),

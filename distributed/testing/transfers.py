@@ -118,7 +118,7 @@ class Transfers:
         """
         if (case.name, place) not in self._saved:
             folder = Path(self.folder, f"saved-{len(self._saved)}")
-            trainer = self._trainer(case, place, case.model(), checkpoint_dir=str(folder))
+            trainer = self.trainer(case, place, case.model(), checkpoint_dir=str(folder))
             path = _fit(trainer, _BEFORE)
             assert path is not None
             self._saved[case.name, place] = path
@@ -131,20 +131,22 @@ class Transfers:
             UserError: the loader's backend cannot do it, or the saver's.
         """
         path, model = self.save(case, saver), case.model()
-        trainer = self._trainer(case, loader, model, resume_from_checkpoint=path)
+        trainer = self.trainer(case, loader, model, resume_from_checkpoint=path)
         with TemporaryDirectory(dir=self.folder) as loaded:
             trainer.callbacks = [ExportOnLoad(loaded)]
             _fit(trainer, _BEFORE + _AFTER)
             differences = state_differences(path, str(Path(loaded, Path(path).name)))
-        return Found(differences, distance(model, self._reference(case)), case.tolerance)
+        return Found(differences, self.distance(case, model), case.tolerance)
 
-    def _reference(self, case: Case) -> nn.Module:
+    def distance(self, case: Case, model: nn.Module) -> float:
+        """Largest between any weight of `model` and the uninterrupted run's at its end."""
         if case.name not in self._references:
-            model = self._references[case.name] = case.model()
-            _fit(self._trainer(case, Place("serial", 1), model), _BEFORE + _AFTER)
-        return self._references[case.name]
+            reference = self._references[case.name] = case.model()
+            _fit(self.trainer(case, Place("serial", 1), reference), _BEFORE + _AFTER)
+        return distance(model, self._references[case.name])
 
-    def _trainer(self, case: Case, place: Place, model: nn.Module, **given: Any) -> Trainer:
+    def trainer(self, case: Case, place: Place, model: nn.Module, **given: Any) -> Trainer:
+        """A trainer of `model` at `place`; `given` are further configuration fields."""
         fields = {
             "device": "cpu",
             "tracking.progress": "off",
@@ -196,20 +198,21 @@ def ring(names: Sequence[str]) -> list[Place]:
 
 def go_round(
     transfers: Transfers, case: Case, places: Sequence[Place]
-) -> tuple[dict[tuple[Place, Place], Found], dict[Place, str]]:
+) -> tuple[dict[tuple[Place, Place], Found], dict[str, str]]:
     """Each place loads what the one before it saved, the first the last's; who refuses to train the
-    case is left out.
+    case is left out, whatever its number of ranks.
 
     Returns:
-        (what was found by (saver, loader), what was said in refusing).
+        (what was found by (saver, loader), what was said in refusing by name).
     """
-    refused: dict[Place, str] = {}
+    refused: dict[str, str] = {}
     for place in places:
-        try:
-            transfers.save(case, place)
-        except UserError as error:
-            refused[place] = str(error)
-    able = [place for place in places if place not in refused]
+        if place.name not in refused:
+            try:
+                transfers.save(case, place)
+            except UserError as error:
+                refused[place.name] = str(error)
+    able = [place for place in places if place.name not in refused]
     pairs = zip([able[-1], *able[:-1]], able, strict=True)
     return {pair: transfers.transfer(case, *pair) for pair in pairs}, refused
 
@@ -231,7 +234,7 @@ def render_pairs(found: Mapping[tuple[Place, Place], Found]) -> Iterator[str]:
 
 
 def render_variants(
-    rows: Mapping[str, tuple[Mapping[tuple[Place, Place], Found], Mapping[Place, str]]], names: Sequence[str]
+    rows: Mapping[str, tuple[Mapping[tuple[Place, Place], Found], Mapping[str, str]]], names: Sequence[str]
 ) -> Iterator[str]:
     """Lines of a table: a row per variant, a column per loader; then what was said in refusing."""
     reasons: dict[str, int] = {}
@@ -240,13 +243,13 @@ def render_variants(
     for title, (found, refused) in rows.items():
         cells = []
         for name in names:
-            results = [result for (_, loader), result in found.items() if loader.name == name]
-            said = {words for place, words in refused.items() if place.name == name}
-            numbers = sorted(reasons.setdefault(words, len(reasons) + 1) for words in said)
-            cells.append(" ".join([*([_worst(results)] if results else []), *(f"refused [{n}]" for n in numbers)]))
+            if name in refused:
+                cells.append(f"refused [{reasons.setdefault(refused[name], len(reasons) + 1)}]")
+            else:
+                cells.append(_worst([r for (_, loader), r in found.items() if loader.name == name]))
         yield _line([title, *cells])
-    for words, number in reasons.items():
-        yield f"\n[{number}] refused: {words}"
+    for reason, number in reasons.items():
+        yield f"\n[{number}] refused: {reason}"
 
 
 def _worst(results: Sequence[Found]) -> str:
@@ -277,7 +280,7 @@ def _every_way(transfers: Transfers, places: Sequence[Place]) -> dict[tuple[Plac
     for place in places:
         _say(f"{place.name} on {place.ranks} saves")
         transfers.save(BASE, place)
-    found = {}
+    found: dict[tuple[Place, Place], Found] = {}
     for loader in places:  # by loader, so that its ranks do the same work again
         _say(f"{loader.name} on {loader.ranks} loads")
         found |= {(saver, loader): transfers.transfer(BASE, saver, loader) for saver in places}
@@ -292,8 +295,8 @@ def _conclude(tables: Sequence[Mapping[tuple[Place, Place], Found]]) -> int:
             for difference in result.differences:
                 _say(f"{saver} to {loader}: {difference}")
     worst = max(result.distance for result in tables[0].values())
-    print(f"\n{sum(map(len, tables))} transfers, {wrong} of them wrong; largest distance of the first", end="")
-    print(f" table's {len(tables[0])}: {worst:.1e}.")
+    print(f"\n{sum(map(len, tables))} transfers, {wrong} of them wrong.")
+    print(f"The largest distance among the first table's {len(tables[0])} is {worst:.1e}.")
     return int(wrong > 0)
 
 
