@@ -66,7 +66,7 @@ def _adamw(model: nn.Module, *, eps: float = 1e-8) -> torch.optim.Optimizer:
 
 
 def _four_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """A group per dimension and one for the head, which stands last, though the model has it before."""
+    """A group each for three layers, and then the rest: another order than the model's."""
     own = {"embed": 0.01, "enter": 0.02, "head": 0.04}
     groups: dict[float, list[nn.Parameter]] = {rate: [] for rate in (*own.values(), 0.03)}
     for name, p in model.named_parameters():
