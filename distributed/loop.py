@@ -40,7 +40,7 @@ from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
 from distributed.optim import build_scheduler
 from distributed.preemption import hearing
-from distributed.seeding import seed_streams
+from distributed.seeding import isolated_rng, seed_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -217,16 +217,29 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             self.resume()
         self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
         self.next_ask = self.progress.step + 1
+        # What a tracker or callback imports or sets up may draw, and would again after every restart.
+        with isolated_rng() if config.deterministic else nullcontext():
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell the user, the trackers and the callbacks that the run begins here."""
         self._report_place()
         self.setup_tracking(
             {
                 **self.plan.batch.as_dict(),
-                "world_size": world.size,
+                "world_size": self.world.size,
                 "precision": self.plan.precision,
                 "learning_rate": self.plan.learning_rate,
             }
         )
         self._notify("on_run_start", self)
+
+    def warm_up(self, step: int) -> None:
+        """Let the engine be as after a run's first step, on that step's samples, before a later
+        state is loaded: under ``deterministic`` a run goes on with the same bits (C10)."""
+        if self.config.deterministic and step > 0:
+            with isolated_rng():
+                self.backend.warm_up(self.feed.windows(0))
 
     def _make_feed(self, source: Any, batch_size: int, accumulation: int, evaluation: bool = False) -> Feed:
         config, world, backend = self.config, self.world, self.backend
@@ -336,6 +349,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         """Go on from what an earlier `fit` in this process left."""
         self._lineage, self._origin_step = left["lineage"], self.progress.step
         self.restore_records([left["records"]] * self.world.size)
+        self.warm_up(self.progress.step)
         self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
         if self.scheduler is not None and left["scheduler"] is not None:

@@ -74,6 +74,9 @@ class CheckpointingMixin:
     def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the records of all ranks that saved."""
 
+    def warm_up(self, step: int) -> None:
+        """Before the state after `step` optimizer steps is loaded. Collective."""
+
     def setup_checkpointing(self) -> None:
         """Make the checkpointer, and find out before training whether saving can work.
 
@@ -336,6 +339,7 @@ class CheckpointingMixin:
 
     def _restore(self, path: str) -> None:
         reader = PortableReader(path)
+        self.warm_up(reader.step)
         agree(self.backend, lambda: self.backend.import_state(reader))
         agree(self.backend, lambda: self._restore_extra(reader))
         reader.close()

@@ -317,6 +317,23 @@ class RoundsWhatItLoads(Sound):
             value.copy_(value.float())
 
 
+class DrawsAfterResuming(Sound):
+    """C10: tries a restored model out, and so goes on with other random numbers than were saved."""
+
+    _tried = True
+
+    def import_state(self, reader: Any) -> None:
+        super().import_state(reader)
+        self._tried = False
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        if not self._tried:
+            self._tried = True
+            with torch.no_grad():
+                self.module(self.to_device(window.micro_batches[0].batch)[0])
+        return super().run_window(window)
+
+
 class ComputesInFullPrecision(Sound):
     """claims: says that it can compute in half precision, and does not."""
 
@@ -384,6 +401,7 @@ MUTANTS = [
     Mutant(StopsAlone, "test_c8_one_ranks_wish_to_stop_stops_all"),
     Mutant(SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
     Mutant(RoundsWhatItLoads, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
+    Mutant(DrawsAfterResuming, "test_c10_a_killed_run_ends_with_the_same_bits"),
     Mutant(ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]
 """Every mutant with its test."""
