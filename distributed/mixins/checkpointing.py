@@ -13,10 +13,11 @@ from typing import Any
 from distributed.checkpoint.agreement import agree, on_rank_zero
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.names import MANIFEST
+from distributed.checkpoint.objects import located
 from distributed.checkpoint.pending import PendingSave
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.checkpoint.rng import capture_rng, restore_rng
-from distributed.checkpoint.store import MANIFEST
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, World
@@ -70,8 +71,12 @@ class CheckpointingMixin:
         if self.config.checkpoint_dir is None:
             return
         encode(self._scheduler_state(), "scheduler")
-        keep_last = self.config.checkpoint.keep_last
-        self.checkpointer = PortableCheckpointer(self.config.checkpoint_dir, keep_last=keep_last)
+        section = self.config.checkpoint
+        self.checkpointer = PortableCheckpointer(
+            self.config.checkpoint_dir,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every_n_steps,
+        )
         try:
             self.checkpointer.prepare(self.backend)
         except OSError as error:
@@ -93,9 +98,9 @@ class CheckpointingMixin:
         source = self.config.resume_from_checkpoint
         if source is False or (source is True and self.checkpointer is None):
             return False
-        explicit = None if source is True else os.path.abspath(str(source))
-        directory = explicit or os.path.abspath(str(self.config.checkpoint_dir))
-        if explicit and on_rank_zero(self.backend, lambda: os.path.isfile(os.path.join(explicit, MANIFEST))):
+        files, directory = located(str(self.config.checkpoint_dir if source is True else source))
+        explicit = None if source is True else directory
+        if explicit and on_rank_zero(self.backend, lambda: files.exists(os.path.join(explicit, MANIFEST))):
             self.load_state(explicit)
             return True
         store = PortableCheckpointer(directory, keep_last=None)

@@ -18,7 +18,8 @@ from distributed.checkpoint.files import FileLayer
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.interfaces.callback import Context
-from tests.core.test_checkpoint_mixin import Run, configured, on_ranks, started
+from distributed.testing.thread_ranks import on_ranks
+from tests.core.test_checkpoint_mixin import Run, configured, started
 
 
 class HeldLayer(FileLayer):
