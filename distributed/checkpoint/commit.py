@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from distributed.checkpoint.files import FileLayer, unseal
 from distributed.checkpoint.names import LEFTOVER, MANIFEST, STEP
 from distributed.checkpoint.objects import ObjectLayer
+from distributed.checkpoint.reader import verify
 
 __all__ = ["Commits", "commits_of"]
 
@@ -141,17 +142,22 @@ class ManifestCommits(Commits):
 
     def commit(self, staging: str, final: str, manifest: bytes) -> None:
         target = os.path.join(final, MANIFEST)
-        if self.files.exists(target):
-            self.files.remove(target)
         try:
             self.files.put(target, manifest, True)
         except FileExistsError:
             # A put that was answered too late is tried again, and then meets itself.
             if self.files.read(target) != manifest:
-                raise
+                self._replace(target, final, manifest)
         for name in self.files.names(final):
             if name.startswith(_ATTEMPT) and name != os.path.basename(staging):
                 self.discard(os.path.join(final, name))
+
+    def _replace(self, target: str, final: str, manifest: bytes) -> None:
+        """Put `manifest` where another one is, unless that one is good: someone else was first."""
+        if not verify(final):
+            raise FileExistsError(f"another process has committed {final}")
+        self.files.remove(target)
+        self.files.put(target, manifest, True)
 
     def names(self) -> list[str]:
         return [
