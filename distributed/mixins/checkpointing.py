@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from distributed.checkpoint.agreement import agree, on_rank_zero
+from distributed.checkpoint.best import larger_is_better, metric_name
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.names import MANIFEST
@@ -222,13 +223,13 @@ class CheckpointingMixin:
         """
         store = PortableCheckpointer(directory, keep_last=None)
         store.prepare(self.backend)
-        return store.save(self.backend, self._extra(best=False), {"rng": capture_rng()})
+        return store.save(self.backend, self._extra(best=False), self._rank_extra())
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
         step = self.progress.step
         try:
             self._claim(checkpointer)
-            begun = checkpointer.begin(self.backend, self._extra(best), {"rng": capture_rng()})
+            begun = checkpointer.begin(self.backend, self._extra(best), self._rank_extra())
         except OSError as error:
             if best:
                 self.progress.best_metric = before
@@ -296,6 +297,15 @@ class CheckpointingMixin:
             "lineage": self._own_lineage(),
         }
 
+    def _rank_extra(self) -> dict[str, Any]:
+        return {"rng": capture_rng(), "stream": self._stream_state()}
+
+    def _stream_state(self) -> Any:
+        """What the data needs besides the cursor; without a feed, nothing."""
+
+    def _restore_stream(self, reader: PortableReader) -> None:
+        """Put the data back to its place; without a feed, nothing."""
+
     def _scheduler_state(self) -> Any:
         return None if self.scheduler is None else self.scheduler.state_dict()
 
@@ -334,6 +344,7 @@ class CheckpointingMixin:
                 had,
                 has,
             )
+        self._restore_stream(reader)
         # Last, since what comes before may draw random numbers.
         own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None
         if own is not None and "rng" in own:
@@ -367,33 +378,15 @@ class CheckpointingMixin:
 
     def _decide_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether this epoch beats all before; notes its value if so. Rank 0 decides for all (C8)."""
-        name, before = self._metric_name(metrics), self.progress.best_metric
+        name, before = metric_name(self.config.checkpoint.metric, metrics), self.progress.best_metric
         if name is None:
             return False
         value = float(self.backend.broadcast_object(float(metrics[name])))
-        larger = self._larger_is_better(name)
+        larger = larger_is_better(self.config.checkpoint.mode, name)
         best = not math.isnan(value) and (before is None or (value > before if larger else value < before))
         if best:
             self.progress.best_metric = value
         return best
-
-    def _metric_name(self, metrics: Mapping[str, float]) -> str | None:
-        wanted = self.config.checkpoint.metric
-        if wanted is None:
-            return next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        found = next((name for name in (wanted, f"val_{wanted}") if name in metrics), None)
-        if found is None:
-            raise UserError(
-                "no figure of this epoch has that name",
-                field="checkpoint.metric",
-                got=wanted,
-                allowed=", ".join(sorted(metrics)),
-            )
-        return found
-
-    def _larger_is_better(self, name: str) -> bool:
-        mode = self.config.checkpoint.mode
-        return mode == "max" or (mode == "auto" and not ("loss" in name or "error" in name))
 
     def _say(self, level: int, message: str, *values: Any) -> None:
         if self.world.rank == 0:
