@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from abc import ABC, abstractmethod
 
@@ -21,7 +22,7 @@ __all__ = ["Commits", "commits_of"]
 
 logger = logging.getLogger("distributed")
 
-_ATTEMPT = "attempt-"
+_ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
 
 class Commits(ABC):
@@ -135,7 +136,7 @@ class ManifestCommits(Commits):
         self.files: ObjectLayer = files
 
     def staging(self, final: str) -> str:
-        return os.path.join(final, f"{_ATTEMPT}{secrets.token_hex(8)}")
+        return os.path.join(final, f"attempt-{secrets.token_hex(8)}")
 
     def folder(self, staging: str) -> str:
         return os.path.basename(staging)
@@ -148,16 +149,17 @@ class ManifestCommits(Commits):
             # A put that was answered too late is tried again, and then meets itself.
             if self.files.read(target) != manifest:
                 self._replace(target, final, manifest)
-        for name in self.files.names(final):
-            if name.startswith(_ATTEMPT) and name != os.path.basename(staging):
-                self.discard(os.path.join(final, name))
 
     def _replace(self, target: str, final: str, manifest: bytes) -> None:
         """Put `manifest` where another one is, unless that one is good: someone else was first."""
         if not verify(final):
             raise FileExistsError(f"another process has committed {final}")
+        # Other folders may be those of a process that is still writing: they are left to the sweep.
+        old = self._folder_of(final)
         self.files.remove(target)
         self.files.put(target, manifest, True)
+        if old:
+            self.discard(os.path.join(final, old))
 
     def names(self) -> list[str]:
         return [
@@ -203,14 +205,22 @@ class ManifestCommits(Commits):
 
     def _attempts(self, path: str) -> list[str]:
         """Folders of a checkpoint that its manifest does not name; none when it cannot be read."""
-        try:
-            own = str(unseal(self.files.read(os.path.join(path, MANIFEST))).get("folder"))
-        except FileNotFoundError:
-            own = ""
-        except ValueError:
+        own = self._folder_of(path)
+        if own is None:
             return []
-        names = [name for name in self.files.names(path) if name.startswith(_ATTEMPT) and name != own]
+        names = [name for name in self.files.names(path) if _ATTEMPT.fullmatch(name) and name != own]
         return [os.path.join(path, name) for name in names]
+
+    def _folder_of(self, path: str) -> str | None:
+        """The folder that a checkpoint's manifest names; empty without a manifest, None when it
+        cannot be read."""
+        try:
+            name = str(unseal(self.files.read(os.path.join(path, MANIFEST))).get("folder"))
+        except FileNotFoundError:
+            return ""
+        except ValueError:
+            return None
+        return name if _ATTEMPT.fullmatch(name) else None
 
 
 def commits_of(files: FileLayer, directory: str) -> Commits:

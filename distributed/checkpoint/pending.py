@@ -72,6 +72,10 @@ class PendingSave:
             return self._thread is None or not self._thread.is_alive()
         return self._failure is not None
 
+    def is_writing(self) -> bool:
+        """Whether what was exported for it is still needed."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finish(self, ranks: Ranks) -> str:
         """Wait for the end; collective.
 

@@ -77,6 +77,7 @@ class CheckpointingMixin:
             self.config.checkpoint_dir,
             keep_last=section.keep_last,
             keep_every=section.keep_every_n_steps,
+            keep_buffers=section.asynchronous,
         )
         try:
             self.checkpointer.prepare(self.backend)
