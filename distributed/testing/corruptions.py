@@ -10,18 +10,23 @@ import argparse
 import logging
 import os
 import random
+import secrets
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import fsspec
+
+from distributed.checkpoint.files import FileLayer
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
-from distributed.testing.faults import FaultyLayer, FaultyObjects, end_process
-from distributed.testing.thread_ranks import Meeting, SliceRank, holds_step, latest, save
+from distributed.testing.faults import CountedLayer, FaultyLayer, FaultyObjects, UnsyncedLayer, end_process
+from distributed.testing.thread_ranks import holds_step, latest, save
 
 __all__ = [
     "KINDS",
@@ -161,31 +166,47 @@ def _is_refused(path: str) -> bool:
     return False
 
 
-def torn_saves(folder: Path) -> list[tuple[str, int, int, int, int]]:
+def torn_saves(folder: Path) -> list[tuple[str, str, int, int, int, int]]:
     """Cut the save of step 3 at each of its operations, steps 1 and 2 being there.
 
-    On a disk the process ends there, as by ``kill -9``; of a store, here fsspec's in memory, every
-    further operation fails. A write ends when half of its bytes are written.
+    On a disk the process ends there, as by ``kill -9``, or power is lost and with it half of what was
+    not synced; of a store, here fsspec's in memory, every further operation fails. A write ends when
+    half of its bytes are written.
 
     Returns:
-        (where, operations, loaded next: the previous one, the new one, anything else).
+        (where, operation, times cut, loaded next: the previous one, the new one, anything else).
     """
+    store = fsspec.filesystem("memory")
+    home = str(folder / "torn")
+    places: list[tuple[str, str, CountedLayer, Callable[[str, int], None]]] = [
+        ("disk, `kill -9`", f"{home}-killed", FaultyLayer(_NEVER), partial(_die, end_process)),
+        ("disk, power lost", f"{home}-dark", FaultyLayer(_NEVER), partial(_die, None)),
+        ("object store", f"memory://torn-{secrets.token_hex(8)}", FaultyObjects(_NEVER, store), _fall_silent),
+    ]
     rows = []
-    for where, home, cut in (
-        ("disk", str(folder / "torn"), _killed),
-        ("object store", "memory://torn-saves", _cut_off),
-    ):
-        outcomes: list[str] = []
-        for fail_at in range(1000):
-            directory = f"{home}-{fail_at}"
-            for step in (1, 2):
-                save(directory, step)
-            if not cut(directory, fail_at):
-                break
-            outcomes.append(_loaded(directory))
-        count = Counter(outcomes)
-        rows.append((where, len(outcomes), count["previous"], count["new"], count["other"]))
-    return rows
+    for where, place, counting, cut in places:
+        _prepared(f"{place}-counting", counting)
+        outcomes = Counter[tuple[str, str]]()
+        for fail_at, name in enumerate(counting.done):
+            directory = f"{place}-{fail_at}"
+            _prepared(directory, None)
+            cut(directory, fail_at)
+            outcomes[name, _loaded(directory)] += 1
+        for name in dict.fromkeys(counting.done):
+            found = [outcomes[name, loaded] for loaded in ("previous", "new", "other")]
+            rows.append((where, name, sum(found), *found))
+    return rows  # type: ignore[return-value]
+
+
+_NEVER = 1_000_000
+
+
+def _prepared(directory: str, counting: FileLayer | None) -> None:
+    """Steps 1 and 2, and step 3 where its operations are counted."""
+    for step in (1, 2):
+        save(directory, step)
+    if counting is not None:
+        save(directory, 3, keep_last=2, layers={0: counting})
 
 
 def _loaded(directory: str) -> str:
@@ -198,26 +219,23 @@ def _loaded(directory: str) -> str:
     return "previous" if found[2] else "new" if found[3] else "other"
 
 
-def _killed(directory: str, fail_at: int) -> bool:
+def _die(fault: Callable[[str], None] | None, directory: str, fail_at: int) -> None:
+    """Save step 3 in a process that ends at operation `fail_at`."""
     child = os.fork()
     if child == 0:
-        layer = FaultyLayer(fail_at, fault=end_process)
-        store = PortableCheckpointer(directory, keep_last=2, files=layer)
-        store.save(_only_rank(3), {"progress": {"step": 3}}, {})  # type: ignore[arg-type]
+        layer = FaultyLayer(fail_at, fault=fault) if fault else UnsyncedLayer(fail_at)
+        save(directory, 3, keep_last=2, layers={0: layer})
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 9:
+        raise RuntimeError(f"the save in {directory} was not cut")
 
 
-def _cut_off(directory: str, fail_at: int) -> bool:
-    import fsspec
-
+def _fall_silent(directory: str, fail_at: int) -> None:
+    """Save step 3 in a store that fails from operation `fail_at` on."""
     layer = FaultyObjects(fail_at, fsspec.filesystem("memory"), lasting=True)
     save(directory, 3, keep_last=2, layers={0: layer})
-    return bool(layer.failed)
-
-
-def _only_rank(step: int) -> SliceRank:
-    return SliceRank(0, Meeting(1), step)
+    if not layer.failed:
+        raise RuntimeError(f"the save in {directory} was not cut")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -234,8 +252,8 @@ def main(words: list[str] | None = None) -> int:
     total = ("**all**", tried, refused, loaded)
     _table(("damage", "tried", "refused", "previous good one loaded"), [*damage, total])
     print()
-    _table(("save cut on a", "operations cut", "then loaded: the previous", "the new", "other"), torn)
-    accepted = not tried == refused == loaded or any(row[4] for row in torn)
+    _table(("save cut on a", "at", "times", "then loaded: the previous", "the new", "other"), torn)
+    accepted = not tried == refused == loaded or any(row[5] for row in torn)
     return 1 if accepted else 0
 
 

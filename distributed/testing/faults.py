@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from distributed.checkpoint.files import FileLayer
 from distributed.checkpoint.objects import ObjectLayer
 
-__all__ = ["FaultyLayer", "FaultyObjects", "end_process", "no_space"]
+__all__ = ["CountedLayer", "FaultyLayer", "FaultyObjects", "UnsyncedLayer", "end_process", "no_space"]
 
 
 def no_space(path: str) -> None:
@@ -23,7 +23,7 @@ def end_process(path: str) -> None:
     os._exit(9)
 
 
-class _Counted(FileLayer):
+class CountedLayer(FileLayer):
     """Counts the operations that write; the one numbered `fail_at` fails instead.
 
     A `write` fails when half of its bytes are written.
@@ -32,6 +32,10 @@ class _Counted(FileLayer):
         fail_at: from 0; beyond the last one, nothing fails.
         fault: what happens there; given the path, or the file's description.
         lasting: all later ones fail, too, as if the process or the store were gone.
+
+    Attributes:
+        done: the operations so far, by name.
+        failed: the one that failed first, if any.
     """
 
     OPERATIONS: ClassVar[tuple[str, ...]] = ()
@@ -42,6 +46,7 @@ class _Counted(FileLayer):
         super().__init__(*args)
         self.fail_at, self.fault, self.lasting = fail_at, fault, lasting
         self.count, self.failed = 0, ""
+        self.done: list[str] = []
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -50,6 +55,7 @@ class _Counted(FileLayer):
 
         def counted(*args: Any) -> Any:
             number, self.count = self.count, self.count + 1
+            self.done.append(name)
             if number == self.fail_at or (self.lasting and number > self.fail_at):
                 self.failed = self.failed or name
                 if name == "write":
@@ -61,13 +67,38 @@ class _Counted(FileLayer):
         return counted
 
 
-class FaultyLayer(_Counted):
+class FaultyLayer(CountedLayer):
     """A disk with a fault."""
 
     OPERATIONS = ("make_directory", "open", "write", "fsync", "fsync_directory", "rename", "remove")
 
 
-class FaultyObjects(_Counted, ObjectLayer):
+class UnsyncedLayer(FaultyLayer):
+    """A disk that loses power: of files that were not synced, half of what the system has is lost,
+    and the process ends."""
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__(fail_at, fault=self._lose_power)
+        self._unsynced: dict[int, str] = {}
+
+    def open(self, path: str) -> BinaryIO:
+        """As `FileLayer.open`."""
+        file = super().open(path)
+        self._unsynced[file.fileno()] = path
+        return file
+
+    def fsync(self, file: BinaryIO) -> None:
+        """As `FileLayer.fsync`."""
+        super().fsync(file)
+        self._unsynced.pop(file.fileno(), None)
+
+    def _lose_power(self, path: str) -> None:
+        for name in filter(os.path.exists, self._unsynced.values()):
+            os.truncate(name, os.stat(name).st_size // 2)
+        os._exit(9)
+
+
+class FaultyObjects(CountedLayer, ObjectLayer):
     """A store with a fault."""
 
     OPERATIONS = ("open", "write", "put", "copy", "remove")

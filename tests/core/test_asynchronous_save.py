@@ -172,8 +172,8 @@ def test_the_memory_of_a_save_serves_the_next_one_and_never_two_at_a_time(tmp_pa
     layer.go.set()
     run.finish_saving()
     assert exported(run) == first
-    run.model.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))  # another dtype, another buffer
-    assert len(set(exported(run)) - set(first)) == 1
+    run.model.double()  # another dtype, other buffers: of weight and bias
+    assert len(set(exported(run)) - set(first)) == 2
 
 
 # -- in a whole run --------------------------------------------------------------------------------
