@@ -39,10 +39,10 @@ class HostBuffers:
     def copy(self, tensor: Any) -> Any:
         """A copy of a 1-dimensional tensor in the next buffer."""
         buffer = self._kept[self._used] if self._used < len(self._kept) else None
-        if buffer is None or buffer.dtype != tensor.dtype or len(buffer) != len(tensor):
+        if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() != tensor.numel():
             import torch
 
-            buffer = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._kept[self._used : self._used + 1] = [buffer]
         self._used += 1
         self._queued = self._queued or tensor.is_cuda

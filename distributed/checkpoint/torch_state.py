@@ -248,7 +248,7 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
             allowed="dense tensors that hold data",
         )
     data = to_host(tensor.detach().reshape(-1)[start:end])
-    return [Chunk(name, key, shape, first + start, data)] if count == 0 or len(data) else []
+    return [Chunk(name, key, shape, first + start, data)] if count == 0 or end > start else []
 
 
 def _range(name: str, key: str, part: Part) -> list[Chunk]:

@@ -5,7 +5,8 @@
 Model and AdamW state of the given size, float32. For an asynchronous save the time counts in which the
 training loop does nothing else: copying the state, and learning how the save before ended. The
 three are measured in turn in one process, every one to the same folder; a save begins when the one
-before is on the disk. Bytes are those of the checkpoint's files over those of its tensors.
+before is on the disk. Each figure is wall time and, in brackets, processor time of the training thread,
+which other programs do not stretch. Bytes are those of the checkpoint's files over its tensors'.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -45,29 +46,45 @@ class Stack(nn.Module):
         return hidden[:, :2]
 
 
+def now() -> list[float]:
+    return [perf_counter(), thread_time()]
+
+
+def since(start: list[float]) -> list[float]:
+    return [end - begin for begin, end in zip(start, now(), strict=True)]
+
+
+def typical(times: list[list[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def shown(times: list[float]) -> str:
+    return f"{times[0] * 1e3:.0f} ms ({times[1] * 1e3:.0f})"
+
+
 class Clock(Callback):
     """Times what the loop spends on saving, and beside it a `torch.save` of the same state."""
 
     def __init__(self, folder: str, plain: bool) -> None:
         self.folder, self.plain = folder, plain
-        self.saves: list[float] = []
-        self.torch_saves: list[float] = []
+        self.saves: list[list[float]] = []
+        self.torch_saves: list[list[float]] = []
 
     def on_run_start(self, context: Any) -> None:
-        self._depth, self._spent = 0, 0.0
+        self._depth, self._spent = 0, [0.0, 0.0]
         for name in ("save_if_due", "finish_saving"):
             setattr(context, name, self._timed(getattr(context, name)))
 
     def _timed(self, method: Any) -> Any:
         def timed(*args: Any, **given: Any) -> Any:
-            start = perf_counter()
+            start = now()
             self._depth += 1
             try:
                 return method(*args, **given)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self._spent += perf_counter() - start
+                    self._spent = [a + b for a, b in zip(self._spent, since(start), strict=True)]
 
         return timed
 
@@ -80,14 +97,14 @@ class Clock(Callback):
             context.finish_saving()
         if step > 1:
             self.saves.append(self._spent)
-        self._spent = 0.0
+        self._spent = [0.0, 0.0]
         if self.plain:
             path = os.path.join(self.folder, "plain.pt")
-            start = perf_counter()
+            start = now()
             torch.save(
                 {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}, path
             )
-            self.torch_saves.append(perf_counter() - start)
+            self.torch_saves.append(since(start))
             os.unlink(path)
 
     def on_run_end(self, context: Any, status: str) -> None:
@@ -139,12 +156,11 @@ def main() -> None:
     for gigabytes in args.gigabytes:
         later = measure(gigabytes, args.saves, args.ranks, asynchronous=True)
         waited = measure(gigabytes, args.saves, args.ranks, asynchronous=False)
-        plain = statistics.median(later["torch"] + waited["torch"])
-        stall = statistics.median(later["saves"][1:])
-        synchronous = statistics.median(waited["saves"])
+        plain, stall = typical(later["torch"] + waited["torch"]), typical(later["saves"][1:])
+        ratios = [ours / theirs for ours, theirs in zip(stall, plain, strict=True)]
         print(
-            f"| {later['gigabytes']:.2f} GB | {plain * 1e3:.0f} ms | {synchronous * 1e3:.0f} ms"
-            f" | {later['saves'][0] * 1e3:.0f} ms | {stall * 1e3:.0f} ms | {stall / plain:.1%}"
+            f"| {later['gigabytes']:.2f} GB | {shown(plain)} | {shown(typical(waited['saves']))}"
+            f" | {shown(later['saves'][0])} | {shown(stall)} | {ratios[0]:.1%} ({ratios[1]:.1%})"
             f" | {later['bytes']:.4f} |",
             flush=True,
         )
