@@ -243,6 +243,7 @@ def claim_directory(plan: RunPlan) -> None:
         UserError: something cannot be moved.
     """
     from distributed.checkpoint.layout import PortableCheckpointer
+    from distributed.checkpoint.objects import located
     from distributed.checkpoint.reader import read_manifest
 
     directory, source = plan.config.checkpoint_dir, plan.config.resume_from_checkpoint
@@ -251,7 +252,7 @@ def claim_directory(plan: RunPlan) -> None:
     store = PortableCheckpointer(directory, keep_last=None)
     lineage, step = "", -1
     if isinstance(source, str):
-        path = os.path.abspath(source)
+        _, path = located(source)
         if path == store.directory:
             return
         if os.path.dirname(path) == store.directory:

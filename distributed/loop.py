@@ -36,6 +36,7 @@ from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
 from distributed.mixins.checkpointing import CheckpointingMixin
 from distributed.mixins.recording import RecordingMixin
+from distributed.mixins.streams import StreamsMixin
 from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
 from distributed.optim import build_scheduler
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingLoop"]
 
 
-class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, TrackingMixin, Context):
+class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, TrackingMixin, Context):
     """One rank's training. Also the `Context` that callbacks see.
 
     Args:
@@ -317,6 +318,10 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         place = self.progress
         if place.step:
             print(f"continues at epoch {place.epoch}, sample {place.samples}, step {place.step}", flush=True)
+            if place.samples and self.feed.rereads:
+                print(
+                    f"the stream has no state_dict: reads its first {place.samples} samples again", flush=True
+                )
         elif self.config.resume_from_checkpoint:
             print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
 
@@ -338,6 +343,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         return {
             "optimizer": self.optimizer,
             "rng": capture_rng(),
+            "data": self.feed.state,
             "lineage": self._lineage,
             "records": self.record_state(),
             "best_checkpoint": self.history.best_checkpoint,
@@ -352,6 +358,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self.warm_up(self.progress.step)
         self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
+        self.feed.restore(left["data"])
         if self.scheduler is not None and left["scheduler"] is not None:
             self.scheduler.load_state_dict(left["scheduler"])
             # Building a scheduler sets the rate of its first step.

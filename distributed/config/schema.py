@@ -146,10 +146,12 @@ class DistributedConfig(BaseModel):
     )
 
     # Checkpointing
-    checkpoint_dir: str | None = Field(None, description="Where checkpoints go; None saves none.")
+    checkpoint_dir: str | None = Field(
+        None, description="Where checkpoints go: a path, or a URL such as s3://bucket/run; None saves none."
+    )
     checkpoint_frequency: PositiveInt = Field(1, description="Epochs between checkpoints.")
     resume_from_checkpoint: bool | str = Field(
-        False, description="True: newest good checkpoint in `checkpoint_dir`, if any; or a path."
+        False, description="True: newest good checkpoint in `checkpoint_dir`, if any; or a path or URL."
     )
     return_weights: Literal["auto", "full", "none"] = Field(
         "auto", description="Whether `fit` puts the trained weights into the caller's model."

@@ -78,6 +78,9 @@ class CheckpointSection(Section):
         None, description="Also save every n optimizer steps. None saves by `checkpoint_frequency` alone."
     )
     keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
+    keep_every_n_steps: PositiveInt | None = Field(
+        None, description="Keep also the checkpoints of steps that n divides; None keeps none of them."
+    )
     keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
     asynchronous: bool = Field(
         True,

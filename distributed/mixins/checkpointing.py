@@ -11,12 +11,14 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from distributed.checkpoint.agreement import agree, on_rank_zero
+from distributed.checkpoint.best import larger_is_better, metric_name
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.names import MANIFEST
+from distributed.checkpoint.objects import located
 from distributed.checkpoint.pending import PendingSave
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.checkpoint.rng import capture_rng, restore_rng
-from distributed.checkpoint.store import MANIFEST
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, World
@@ -87,8 +89,13 @@ class CheckpointingMixin:
         if self.config.checkpoint_dir is None:
             return
         encode(self._scheduler_state(), "scheduler")
-        keep_last = self.config.checkpoint.keep_last
-        self.checkpointer = PortableCheckpointer(self.config.checkpoint_dir, keep_last=keep_last)
+        section = self.config.checkpoint
+        self.checkpointer = PortableCheckpointer(
+            self.config.checkpoint_dir,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every_n_steps,
+            keep_buffers=section.asynchronous,
+        )
         try:
             self.checkpointer.prepare(self.backend)
         except OSError as error:
@@ -114,9 +121,9 @@ class CheckpointingMixin:
             source = source if on_rank_zero(self.backend, own.latest) is None else True
         if source is False or (source is True and self.checkpointer is None):
             return False
-        explicit = None if source is True else os.path.abspath(str(source))
-        directory = explicit or os.path.abspath(str(self.config.checkpoint_dir))
-        if explicit and on_rank_zero(self.backend, lambda: os.path.isfile(os.path.join(explicit, MANIFEST))):
+        files, directory = located(str(self.config.checkpoint_dir if source is True else source))
+        explicit = None if source is True else directory
+        if explicit and on_rank_zero(self.backend, lambda: files.exists(os.path.join(explicit, MANIFEST))):
             self.load_state(explicit)
             return True
         store = PortableCheckpointer(directory, keep_last=None)
@@ -327,7 +334,13 @@ class CheckpointingMixin:
         }
 
     def _rank_extra(self) -> dict[str, Any]:
-        return {"rng": capture_rng(), "records": self.record_state()}
+        return {"rng": capture_rng(), "records": self.record_state(), "stream": self._stream_state()}
+
+    def _stream_state(self) -> Any:
+        """What the data needs besides the cursor; without a feed, nothing."""
+
+    def _restore_stream(self, reader: PortableReader) -> None:
+        """Put the data back to its place; without a feed, nothing."""
 
     def _scheduler_state(self) -> Any:
         return None if self.scheduler is None else self.scheduler.state_dict()
@@ -372,6 +385,7 @@ class CheckpointingMixin:
         extras = [reader.rank_extra(rank) or {} for rank in range(reader.world_size)]
         if all("records" in extra for extra in extras):
             self.restore_records([extra["records"] for extra in extras])
+        self._restore_stream(reader)
         # Last, since what comes before may draw random numbers.
         own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None
         if own is not None and "rng" in own:
@@ -405,33 +419,15 @@ class CheckpointingMixin:
 
     def _decide_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether this epoch beats all before; notes its value if so. Rank 0 decides for all (C8)."""
-        name, before = self._metric_name(metrics), self.progress.best_metric
+        name, before = metric_name(self.config.checkpoint.metric, metrics), self.progress.best_metric
         if name is None:
             return False
         value = float(self.backend.broadcast_object(float(metrics[name])))
-        larger = self._larger_is_better(name)
+        larger = larger_is_better(self.config.checkpoint.mode, name)
         best = not math.isnan(value) and (before is None or (value > before if larger else value < before))
         if best:
             self.progress.best_metric = value
         return best
-
-    def _metric_name(self, metrics: Mapping[str, float]) -> str | None:
-        wanted = self.config.checkpoint.metric
-        if wanted is None:
-            return next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        found = next((name for name in (wanted, f"val_{wanted}") if name in metrics), None)
-        if found is None:
-            raise UserError(
-                "no figure of this epoch has that name",
-                field="checkpoint.metric",
-                got=wanted,
-                allowed=", ".join(sorted(metrics)),
-            )
-        return found
-
-    def _larger_is_better(self, name: str) -> bool:
-        mode = self.config.checkpoint.mode
-        return mode == "max" or (mode == "auto" and not ("loss" in name or "error" in name))
 
     def _say(self, level: int, message: str, *values: Any) -> None:
         if self.world.rank == 0:
