@@ -21,6 +21,7 @@ from distributed.rendezvous import Rendezvous, is_loopback, loopback_interface
 from distributed.seeding import isolated_rng
 from distributed.supervisor import Supervisor
 from distributed.transport import save_task, write_private
+from distributed.watch import Limits, Watch
 from distributed.worker import RankJob, run_here
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class LocalLauncher(Launcher):
             host, port = _endpoint(plan)
             if plan.node_rank == 0:
                 port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
-            Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder).run()
+            watch = Watch(command.folder, Limits.of(plan))
+            Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder, watch).run()
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:

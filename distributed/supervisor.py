@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed.failures import GRACE, error_of
+from distributed.watch import WATCHED, Watch
 
 __all__ = ["Supervisor"]
 
@@ -40,10 +41,17 @@ class Supervisor:
         argv: the command of every rank.
         envs: rank -> environment.
         folder: where ranks leave ``error_<rank>.json``.
+        watch: looks whether they move, and explains why they failed; None waits in silence.
     """
 
-    def __init__(self, argv: Sequence[str], envs: Mapping[int, Mapping[str, str]], folder: Path) -> None:
-        self.argv, self.envs, self.folder = list(argv), envs, folder
+    def __init__(
+        self,
+        argv: Sequence[str],
+        envs: Mapping[int, Mapping[str, str]],
+        folder: Path,
+        watch: Watch | None = None,
+    ) -> None:
+        self.argv, self.envs, self.folder, self.watch = list(argv), envs, folder, watch
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
@@ -74,7 +82,11 @@ class Supervisor:
             target: Any = None if inherit else subprocess.PIPE
             process = subprocess.Popen(
                 self.argv,
-                env={**env, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                env={
+                    **env,
+                    "DISTRIBUTED_PARENT_FD": str(self._pipe[0]),
+                    WATCHED: str(int(self.watch is not None)),
+                },
                 pass_fds=[self._pipe[0]],
                 stdin=subprocess.DEVNULL,
                 stdout=target,
@@ -91,11 +103,20 @@ class Supervisor:
         """Block until every rank has ended, or one has failed."""
         running = len(self._ranks)
         while running:
-            entry = self.ended.get()
+            entry = self._next_end()
             running -= 1
             if entry.status != 0:
                 self._collect_failures(running)
                 self._raise_first()
+
+    def _next_end(self) -> _Rank:
+        """The next rank that ends; looks meanwhile whether the others move."""
+        while self.watch is not None:
+            try:
+                return self.ended.get(timeout=self.watch.period)
+            except queue.Empty:
+                self.watch.look({e.rank: e.process.pid for e in self._ranks if e.status is None})
+        return self.ended.get()
 
     def stop(self) -> None:
         """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL."""
@@ -149,6 +170,9 @@ class Supervisor:
         failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
         # What a rank says of a lost connection is second-hand while another has a cause.
         first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+        if self.watch is not None:
+            pids = {entry.rank: entry.process.pid for entry in self._ranks}
+            first = self.watch.explain(first, [f["rank"] for f in failures], pids)
         raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:

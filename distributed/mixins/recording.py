@@ -72,6 +72,7 @@ class RecordingMixin:
 
     def end_interval(self, norm: Any = None) -> None:
         """Reduce, remember and report what happened since the last log step. Collective."""
+        self.timers.enter("record")
         seconds = max(perf_counter() - self._interval_start, 1e-9)
         losses, phases = self._reduce_interval()
         first = self.progress.step - len(losses) + 1
@@ -132,6 +133,7 @@ class RecordingMixin:
 
     def end_epoch_record(self) -> dict[str, float]:
         """Close the last interval; returns the epoch's training figures. Collective."""
+        self.timers.enter("epoch end")
         if self._steps:
             self.end_interval()
         total, count = self._epoch_sums
