@@ -146,6 +146,8 @@ def crashed(
         folder: where ranks leave their stacks.
         oom: processes that the kernel ended for lack of memory since the start.
     """
+    if report.get("summary"):
+        return {**report, "account": ""}  # it was told whole where it was found
     by_rank = {seen.rank: seen for seen in ranks}
     own = by_rank.get(report["rank"])
     if own is None or own.entry is None:
@@ -190,11 +192,9 @@ def _blame(
         what = f"did not come for {culprit.age:.0f} s; {said}"
     entry = culprit.entry
     assert entry is not None
-    traceback = (
-        "\n".join(_stack_lines(f"rank {culprit.rank}", culprit.stack))
-        if culprit.stack
-        else report.get("traceback", "")
-    )
+    shown = f"rank {report['rank']}:\n{report['traceback']}" if report.get("traceback") else ""
+    if culprit.stack and culprit.rank != report["rank"]:
+        shown = "\n".join(_stack_lines(f"rank {culprit.rank}", culprit.stack))
     return {
         **report,
         "rank": culprit.rank,
@@ -203,7 +203,8 @@ def _blame(
         "what": what,
         "exc_type": "OutOfStep" if verdict.kind == "apart" else "Hang",
         "second_hand": False,
-        "traceback": traceback,
+        "blamed": True,
+        "traceback": shown,
         "account": f"It was in {where}. {_advice(culprit, verdict)}",
         "phase": entry.outer if entry.phase == "communication" else entry.phase,
         "step": entry.step,
@@ -239,19 +240,18 @@ def _places(ranks: Sequence[Seen], but: set[int]) -> str:
 def _cause(report: dict[str, Any], oom: int) -> str:
     """What is known of the cause, and what to try; empty where the traceback says it all."""
     text = f"{report['exc_type']} {report['what']}".lower()
-    killed = report["exc_type"] == "SIGKILL"
-    if killed and oom > 0:
-        return f"the kernel ended a process of this job for lack of memory. Try: {_TRY['memory']}"
+    if report["exc_type"] == "SIGKILL":
+        if oom > 0:
+            return f"the kernel ended a process of this job for lack of memory. Try: {_TRY['memory']}"
+        return (
+            "try: see who sent it, in the batch system's log, or in the kernel's (dmesg) for a lack of"
+            f" memory; then {_TRY['memory']}"
+        )
     if any(word in text for word in _MEMORY):
         limit = (
             f" within its limit of {report['memory_limit']} (ulimit -v)" if report.get("memory_limit") else ""
         )
         return f"it ran out of memory{limit}. Try: {_TRY['memory']}"
-    if killed:
-        return (
-            "try: see who sent it, in the batch system's log, or in the kernel's (dmesg) for a lack of"
-            f" memory; then {_TRY['memory']}"
-        )
     if worker := re.search(r"DataLoader worker \(pid[^)]*\) [^.\n]*", report["what"]):
         ways = f"{_TRY['memory']}; for a bus error, {_TRY['SIGBUS']}"
         return f"a loader worker was lost ({worker[0]}). Try: {ways}"
@@ -268,9 +268,8 @@ def _name(seen: Seen) -> str:
 
 def as_text(report: dict[str, Any]) -> str:
     """A failure's report as it is written to a file."""
-    head = (
-        f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}. {report['account']}"
-    )
+    what = f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
+    head = f"{report.get('summary') or what}. {report['account']}".rstrip(". ") + "."
     return "\n\n".join(part for part in (head, report.get("traceback", "")) if part)
 
 

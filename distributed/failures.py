@@ -106,7 +106,7 @@ def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError
     )
     if report["second_hand"]:
         summary += " - it lost another rank, whose own output holds the cause"
-    if others:
+    if others and not report.get("blamed"):
         summary += f" (then rank {', '.join(map(str, others))})"
     if report.get("account"):
         summary += f". {report['account']}"

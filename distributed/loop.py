@@ -149,6 +149,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
             if self._step_callbacks:
                 self._notify("on_step_end", self)
             if logs:
+                enter("record")
                 self.end_interval(result.norm)
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
                 mark = perf_counter()

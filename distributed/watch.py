@@ -152,7 +152,8 @@ class Watch:
                 workers = [_worker(child, path) for child in list(stacks.children(pid))[:_WORKERS]]
         age = time.perf_counter() - entry.since if entry else 0.0
         track = self._tracks.get(rank, _Track())
-        busy = track.share > _BUSY
+        loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
+        busy = track.share > _BUSY or loads
         return Seen(rank, self.host, pid, entry, age, process.state, busy, stack, workers)
 
     # -- telling ---------------------------------------------------------------------
@@ -208,7 +209,7 @@ class Watch:
         told = accounts.crashed(dict(report), ranks, gone, self.folder, accounts.oom_kills() - self._kills)
         written = write_report(self.limits.folder, accounts.as_text(told))
         if written:
-            told["account"] += f" This report is in {written}."
+            told["account"] = f"{told['account']} This report is in {written}.".lstrip()
         return told
 
 

@@ -6,9 +6,10 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.divergence import trained
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule
 
@@ -45,6 +46,9 @@ class DDPBackend(ProcessGroupBackend):
         if not training and self.world.size > 1:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, 0)
+
+    def replicated(self) -> dict[str, Tensor]:
+        return trained(self.module)
 
     def communication_seconds(self) -> float:
         if self.world.size == 1:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.errors import UserError
+from distributed.divergence import checksum, explain_divergence
+from distributed.errors import UserError, WorkerError
 from distributed.mixins.timing import PHASES, find_straggler, gpu_utilisation, memory_metrics
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ __all__ = ["RecordingMixin", "not_finite"]
 
 logger = logging.getLogger("distributed")
 
-_SENT = (*PHASES, "other")
+_SENT = (*PHASES, "other", "checksum")
 _TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 
 
@@ -45,6 +46,8 @@ class RecordingMixin:
     _stop_reason: str | None
     _met: float | None = None
     _suspect: int | None = None
+    _compared = 0
+    _differed = False
     _start_samples: int
     _notify: Callable[..., None]
     track_metrics: Callable[..., None]
@@ -72,7 +75,6 @@ class RecordingMixin:
 
     def end_interval(self, norm: Any = None) -> None:
         """Reduce, remember and report what happened since the last log step. Collective."""
-        self.timers.enter("record")
         seconds = max(perf_counter() - self._interval_start, 1e-9)
         losses, phases = self._reduce_interval()
         first = self.progress.step - len(losses) + 1
@@ -108,6 +110,7 @@ class RecordingMixin:
         seconds = self.timers.snapshot_and_reset()
         seconds["communication"] = self.backend.communication_seconds() * len(sums)
         seconds["other"] = perf_counter() - (self._met or 0.0) - sum(seconds[phase] for phase in _TIMED)
+        seconds["checksum"] = self._checksum()
         slots = [0.0] * (len(_SENT) * self.world.size)
         begin = self.world.rank * len(_SENT)
         slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
@@ -129,11 +132,32 @@ class RecordingMixin:
         self._settle_stop(reduced[-1] > 0)
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
+        self._compare([phase.pop("checksum") for phase in phases])
         return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
+
+    def _checksum(self) -> float:
+        """Of this rank's replica, when it is time to compare; else 0. It costs one pass over the
+        parameters and travels with what is reduced anyway."""
+        every, step = self.config.divergence_check_steps, self.progress.step
+        if every is None or self.world.size == 1 or step - self._compared < every:
+            return 0.0
+        self._compared = step
+        return checksum(self.backend.replicated() or {})
+
+    def _compare(self, checksums: list[float]) -> None:
+        """Stop when replicas differ. Every rank sees the same numbers."""
+        if len(set(checksums)) == 1:
+            return
+        found = explain_divergence(self.backend, self.progress.step)
+        if isinstance(found, WorkerError):
+            raise found
+        if self.world.rank == 0 and not self._differed:
+            logger.warning("%s", found)
+        self._differed = True
 
     def end_epoch_record(self) -> dict[str, float]:
         """Close the last interval; returns the epoch's training figures. Collective."""
-        self.timers.enter("epoch end")
+        self.timers.enter("epoch end", self.progress.step)
         if self._steps:
             self.end_interval()
         total, count = self._epoch_sums
