@@ -18,12 +18,13 @@ _FRAMES = 8
 _MEMORY = ("memoryerror", "outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 _TRY = {
     "setup": "see what this rank's host is busy with: the ranks are only just meeting",
+    "prepare": "see what this rank's host is busy with, and what the model's factory or compilation does",
     "data": "look at what the dataset reads from (a network disk, a lock, a connection opened before the"
     " ranks started), or try data loaders with num_workers=0",
     "callback": "let a callback wait for nothing that one rank alone must do, or do it on rank 0 in a thread",
     "save": "check that the file system of checkpoint_dir answers",
     "validation": "look at the validation data and metrics of this rank",
-    "forward": "look at the line above; a lock, an input that never ends or a device that does not answer"
+    "forward": "look at the stack below: a lock, an input that never ends or a device that does not answer"
     " would do that",
     "apart": "let every rank make the same collectives in the same order: none inside `if rank == 0`,"
     " and the same number of batches on all",

@@ -84,6 +84,7 @@ class Watch:
         self._tracks: dict[int, _Track] = {}
         self._usual: dict[str, float] = {}
         self._told: tuple[int, float] | None = None
+        self._judged = False
         self._kills = accounts.oom_kills()
 
     # -- looking ---------------------------------------------------------------------
@@ -135,10 +136,11 @@ class Watch:
         """Seconds without a move that are worth a report: more than what this run has shown to be
         usual, and after a report twice as long as then."""
         told = self._told[1] if self._told else 0.0
+        judged = self._told is not None and self._judged
         report, end = self.limits.stall_report, self.limits.hang_timeout
         limits = [] if report is None else [2.0 * told or max(report, 2.0 * self._usual.get(phase, 0.0))]
         if end is not None:
-            limits.append(end if told < end else 2.0 * told)
+            limits.append(2.0 * told if judged else end)
         return min(limits, default=None)
 
     def _see(self, rank: int, pid: int, ask: bool) -> Seen:
@@ -159,7 +161,7 @@ class Watch:
     # -- telling ---------------------------------------------------------------------
 
     def _report(self, ranks: list[Seen], hangs: bool) -> None:
-        verdict = judge(ranks)
+        verdict, self._judged = judge(ranks), hangs
         seen = _named(ranks, verdict)
         self._told = (seen.rank, max(seen.age, self.limits.stall_report or 0.0))
         if hangs and _is_stuck(ranks, verdict, self.limits.num_nodes):

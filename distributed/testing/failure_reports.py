@@ -212,7 +212,7 @@ def fail(case: Case, mark: str, **given: Any) -> None:
         WorkerError: what is said of it.
     """
     staged = _Staged(case.fault, mark)
-    fields = {"num_processes": case.ranks, "stall_report": 2.0, "hang_timeout": 5.0, **case.given, **given}
+    fields = {"num_processes": case.ranks, "stall_report": 2.0, "hang_timeout": 4.0, **case.given, **given}
     trainer = Trainer(
         _Model(staged), backend=case.backend, device="cpu", callbacks=[_Act(staged)], epochs=2, **fields
     )
