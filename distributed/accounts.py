@@ -75,7 +75,7 @@ def _stall_sentence(seen: Seen, verdict: Verdict) -> str:
         return f"The ranks are out of step: {name} {verdict.story}; {where}."
     how = {"T": "stopped by a signal (SIGSTOP)", "D": "waiting for a device or disk"}.get(seen.state)
     how = how or ("computing" if seen.busy else "idle")
-    first = seen.busy and seen.entry is not None and seen.entry.step <= 1
+    first = seen.busy and (seen.entry is None or seen.entry.step <= 1)
     remark = "; loading, compiling and a first step may take that long" if first else ""
     line = stacks.own_line(seen.stack)
     where = f"{seen.place}{f', at {line},' if line else ''}"

@@ -62,7 +62,7 @@ class Seen:
     @property
     def place(self) -> str:
         """Where it is, in words."""
-        return self.entry.place() if self.entry else "an unknown place"
+        return self.entry.place() if self.entry else "its start, before it says anything"
 
     @property
     def position(self) -> tuple[int, int, int, int]:

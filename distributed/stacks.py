@@ -150,10 +150,12 @@ class Process:
         state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead;
             empty when there is no such process.
         seconds: CPU time that it has used.
+        age: seconds since it started.
     """
 
     state: str
     seconds: float
+    age: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -168,7 +170,8 @@ def look_at(pid: int) -> Process:
     except OSError:
         return Process("", 0.0)
     fields = text.rpartition(")")[2].split()
-    return Process(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _CLOCK
+    return Process(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK, age)
 
 
 def children(pid: int) -> Iterator[int]:

@@ -27,8 +27,9 @@ __all__ = ["WATCHED", "Limits", "Watch", "write_report"]
 
 WATCHED = "DISTRIBUTED_WATCHED"
 """Set to 1 in a rank whose launcher watches it."""
-_BUSY = 0.2
-"""Share of a core above which a rank computes."""
+_BUSY = 0.02
+"""Share of a core above which a rank computes: on a crowded host it may get no more than that, and one
+that waits uses next to nothing."""
 _WORKERS = 8
 
 
@@ -99,7 +100,7 @@ class Watch:
             WorkerError: the run hangs; names the rank to blame. A report was written.
         """
         entries = {rank: Entry.read(Journal.path(self.folder, rank)) for rank in pids}
-        ages = {rank: self._age(rank, pids[rank], entry) for rank, entry in entries.items() if entry}
+        ages = {rank: self._age(rank, pids[rank], entry) for rank, entry in entries.items()}
         still = {rank: age for rank, age in ages.items() if _counts(entries[rank])}
         if not still:
             return
@@ -116,10 +117,10 @@ class Watch:
         """Every rank of `pids` as it is now; with `ask`, with the stacks of those that run."""
         return [self._see(rank, pid, ask) for rank, pid in sorted(pids.items())]
 
-    def _age(self, rank: int, pid: int, entry: Entry) -> float:
+    def _age(self, rank: int, pid: int, entry: Entry | None) -> float:
         """Seconds since the rank moved; keeps account of its usual pauses and its CPU time."""
         now, track = time.perf_counter(), self._tracks.setdefault(rank, _Track())
-        if track.marks != entry.marks:
+        if entry is not None and track.marks != entry.marks:
             if track.phase:
                 took = entry.since - track.since
                 self._usual[track.phase] = max(self._usual.get(track.phase, 0.0), took)
@@ -130,7 +131,7 @@ class Watch:
         if track.looked:
             track.share = (process.seconds - track.seconds) / max(now - track.looked, 1e-3)
         track.seconds, track.looked = process.seconds, now
-        return now - entry.since
+        return now - entry.since if entry else process.age
 
     def _limit(self, phase: str) -> float | None:
         """Seconds without a move that are worth a report: more than what this run has shown to be
@@ -152,10 +153,10 @@ class Watch:
             stack = stacks.parse(stacks.ask(pid, path), entry.thread)
             if any("/torch/utils/data/" in frame.file for frame in stack):
                 workers = [_worker(child, path) for child in list(stacks.children(pid))[:_WORKERS]]
-        age = time.perf_counter() - entry.since if entry else 0.0
+        age = time.perf_counter() - entry.since if entry else process.age
         track = self._tracks.get(rank, _Track())
         loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
-        busy = track.share > _BUSY or loads
+        busy = track.share > _BUSY or loads or process.state == "R"
         return Seen(rank, self.host, pid, entry, age, process.state, busy, stack, workers)
 
     # -- telling ---------------------------------------------------------------------
@@ -231,7 +232,7 @@ def _is_stuck(ranks: Sequence[Seen], verdict: Verdict, num_nodes: int) -> bool:
     that all wait in one place may wait for another host, which names its own; and loading and
     compiling take as long as they take."""
     culprit = _named(ranks, verdict)
-    if verdict.kind == "alone" or (culprit.entry is not None and culprit.entry.step <= 1):
+    if verdict.kind == "alone" or culprit.entry is None or culprit.entry.step <= 1:
         return not culprit.busy
     return verdict.kind != "together" or num_nodes == 1
 
