@@ -95,13 +95,25 @@ class WorkerError(RuntimeError):
         rank: the first rank that failed, or -1 when the launcher itself gave up.
         host: the host it ran on.
         exc_type: the name of the exception's class, or the signal's name (``SIGKILL``).
-        worker_traceback: the traceback as printed in the rank, empty after a signal.
+        worker_traceback: the traceback as printed in the rank, or of one that hung its stack; empty
+            after a signal.
+        phase: what the rank did (`journal.JOURNAL_PHASES`), None when it kept no journal.
+        step: number of the optimizer step it was in, from 1; 0 before the first; None as above.
     """
 
     def __init__(
-        self, summary: str, *, rank: int, host: str, exc_type: str, worker_traceback: str = ""
+        self,
+        summary: str,
+        *,
+        rank: int,
+        host: str,
+        exc_type: str,
+        worker_traceback: str = "",
+        phase: str | None = None,
+        step: int | None = None,
     ) -> None:
         self.summary, self.rank, self.host = summary, rank, host
         self.exc_type, self.worker_traceback = exc_type, worker_traceback
+        self.phase, self.step = phase, step
         text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
         super().__init__(text.rstrip())

@@ -24,6 +24,7 @@ from distributed.rendezvous import Rendezvous, is_loopback, loopback_interface
 from distributed.seeding import isolated_rng
 from distributed.supervisor import Supervisor
 from distributed.transport import save_task, write_private
+from distributed.watch import Limits, Watch
 from distributed.worker import RankJob, run_here
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ class LocalLauncher(Launcher):
 
 
 def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Supervisor:
-    envs = rank_envs(plan, command, host, port)
-    return Supervisor(command.argv, envs, command.folder, plan.config.heeds_signals)
+    envs, watch = rank_envs(plan, command, host, port), Watch(command.folder, Limits.of(plan))
+    return Supervisor(command.argv, envs, command.folder, watch, plan.config.heeds_signals)
 
 
 def _members(plan: RunPlan) -> Membership:

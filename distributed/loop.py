@@ -34,6 +34,7 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Callback, Context
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
+from distributed.journal import stop_noting
 from distributed.mixins.checkpointing import CheckpointingMixin
 from distributed.mixins.recording import RecordingMixin
 from distributed.mixins.streams import StreamsMixin
@@ -99,10 +100,14 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
                 started = perf_counter()
                 with _frozen_heap():
                     self._train()
+                self.timers.enter("finish")
                 self.finish_saving()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
             self._track_history()
+        except BaseException:
+            stop_noting()  # what the rank did last is where it failed
+            raise
         finally:
             self.abandon_saving()
             self.finish_tracking(status)
@@ -133,31 +138,38 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         backend.set_training(True)
         self.begin_interval()
         self._done_midway = False
+        enter = timers.enter
+        enter("data", progress.step + 1, epoch)
         windows = self.feed.windows(epoch, progress.samples)
         mark = perf_counter()
         for window in windows:
             timers.add("data", perf_counter() - mark)
+            enter("forward")
             loss, count = backend.run_window(window)
             if checks_now and not math.isfinite(loss):
                 self.stop_on_nan(loss, progress.step)
             logs = (progress.step + 1) % every == 0
+            enter("optimizer")
             result = backend.optimizer_step(max_norm, logs)
             self.record_step(loss, count, window.num_samples)
             self._advance(window, result.skipped)
             if self._step_callbacks:
                 self._notify("on_step_end", self)
             if logs:
+                enter("record")
                 self.end_interval(result.norm)
             elif progress.step >= self.next_ask and progress.step != until_step:
                 self.agree_to_go()
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
                 mark = perf_counter()
+                enter("save")
                 self.save_if_due(epoch_end=False, metrics=None)
                 timers.add("save", perf_counter() - mark)
             if progress.step == until_step or self.history.stop_reason:
                 self._done_midway = not self._at_epoch_end()
                 break
             mark = perf_counter()
+            enter("data", progress.step + 1)
         else:
             self._check_not_empty()
         return self.end_epoch_record()
@@ -175,6 +187,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
 
     def _end_epoch(self, metrics: dict[str, float], complete: bool) -> None:
         """Decide on equal figures, step the epoch's scheduler, save, report."""
+        self.timers.enter("epoch end")
         metrics = self.backend.broadcast_object(metrics)
         if complete:
             self.progress.epoch += 1
@@ -185,6 +198,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         self._notify("on_epoch_end", self, metrics)
         self.agree_to_stop()
         self.track_metrics(metrics, self.progress.step)
+        self.timers.enter("save")
         self.save_if_due(epoch_end=True, metrics=metrics)
 
     # -- beginning and end -----------------------------------------------------------
@@ -192,6 +206,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
     def _start(self) -> None:
         """Everything before the first step: model, state, data, schedule, trackers."""
         task, config, world = self.task, self.config, self.world
+        self.timers.enter("prepare")
         self.backend.prepare(task)
         self.model, self.optimizer = self.backend.module, self.backend.optimizer
         self.feed = self._make_feed(
@@ -210,6 +225,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
             self._take_up(task.run_state, rates)
+        self.timers.enter("resume")
         self._gather_callbacks()
         self.setup_checkpointing()
         if task.state_dir is not None:
@@ -398,8 +414,12 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         self._step_callbacks = self._overridden["on_step_end"]
 
     def _notify(self, event: str, *args: Any) -> None:
-        for callback in getattr(self, "_overridden", {}).get(event, ()):
-            getattr(callback, event)(*args)
+        found = getattr(self, "_overridden", {}).get(event)
+        if found:
+            before = self.timers.enter("callback")
+            for callback in found:
+                getattr(callback, event)(*args)
+            self.timers.enter(before)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from distributed.failures import GRACE, error_of
 from distributed.preemption import hearing, held_back
+from distributed.watch import WATCHED, Watch
 
 __all__ = ["Supervisor"]
 
@@ -42,6 +43,7 @@ class Supervisor:
         argv: the command of every rank.
         envs: rank -> environment.
         folder: where ranks leave ``error_<rank>.json``.
+        watch: looks whether they move, and explains why they failed; None waits in silence.
         heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
             themselves and leave a result.
 
@@ -56,9 +58,11 @@ class Supervisor:
         argv: Sequence[str],
         envs: Mapping[int, Mapping[str, str]],
         folder: Path,
+        watch: Watch | None = None,
         heeds_signals: bool = False,
     ) -> None:
-        self.argv, self.envs, self.folder, self.heeds_signals = list(argv), envs, folder, heeds_signals
+        self.argv, self.envs, self.folder = list(argv), envs, folder
+        self.watch, self.heeds_signals = watch, heeds_signals
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
@@ -99,7 +103,9 @@ class Supervisor:
     def start(self) -> None:
         """Start every rank."""
         self._pipe = os.pipe()
-        own = {"DISTRIBUTED_HEEDS_SIGNALS": "1"} if self.heeds_signals else {}
+        own = {WATCHED: str(int(self.watch is not None))}
+        if self.heeds_signals:
+            own["DISTRIBUTED_HEEDS_SIGNALS"] = "1"
         for rank, env in self.envs.items():
             inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
             target: Any = None if inherit else subprocess.PIPE
@@ -123,11 +129,20 @@ class Supervisor:
         """Block until every rank has ended, or one has failed."""
         running = len(self._ranks)
         while running:
-            entry = self.ended.get()
+            entry = self._next_end()
             running -= 1
             if entry.status != 0:
                 self._collect_failures(running)
                 self._raise_first()
+
+    def _next_end(self) -> _Rank:
+        """The next rank that ends; looks meanwhile whether the others move."""
+        while self.watch is not None:
+            try:
+                return self.ended.get(timeout=self.watch.period)
+            except queue.Empty:
+                self.watch.look({e.rank: e.process.pid for e in self._ranks if e.status is None})
+        return self.ended.get()
 
     def stop(self) -> None:
         """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL; SIGKILL at
@@ -182,6 +197,9 @@ class Supervisor:
         failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
         # What a rank says of a lost connection is second-hand while another has a cause.
         first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+        if self.watch is not None:
+            pids = {entry.rank: entry.process.pid for entry in self._ranks}
+            first = self.watch.explain(first, [f["rank"] for f in failures], pids)
         raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
 from distributed.interfaces.backend import World
+from distributed.journal import FAILED, stop_noting
 from distributed.preemption import listen
+from distributed.watcher import Observed
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -64,22 +66,28 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     plan, catalog = job.plan, get_catalog()
     backend = catalog.load_backend(plan.spec)
-    board = None
+    board, observed = None, Observed(plan)
     try:
         backend.setup(plan)
+        observed.joined(backend)
         board = _board(plan, backend)
         loop = TrainingLoop(plan, job.task, backend, catalog, job.tracker_contexts)
         loop.run()
         if result_dir is not None:
             _leave_result(loop, plan, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
-        cause = board.settle(error) if board else error
+        stop_noting()
+        cause = board.settle(error, observed.cause) if board else error
+        if cause is error:
+            observed.tell(error)
         if plan.mode != "spawn":
             # A started rank only has to report and to end, which taking a group down may delay.
             backend.teardown()
         if board and cause is error:
             board.linger()
+        observed.end(FAILED)
         raise cause from (None if cause is error else error)
+    observed.end()
     backend.teardown()
     return loop
 

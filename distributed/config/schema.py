@@ -129,6 +129,21 @@ class DistributedConfig(BaseModel):
     gradient_as_bucket_view: bool = Field(True, description="Gradients live in the reduction buckets.")
     bucket_cap_mb: PositiveFloat = Field(25.0, description="Size of a gradient bucket, in MiB.")
     collective_timeout: PositiveFloat = Field(600.0, description="Seconds a collective may take.")
+    stall_report: PositiveFloat | None = Field(
+        30.0,
+        description="Seconds without a move after which a rank is reported, with phase, step and stack, and"
+        " waited for; None never.",
+    )
+    hang_timeout: PositiveFloat | None = Field(
+        600.0,
+        description="Seconds after which a run that hangs is ended, with that report as its error; None"
+        " never.",
+    )
+    divergence_check_steps: PositiveInt | None = Field(
+        100,
+        description="Optimizer steps after which a log step compares replicated parameters over the ranks;"
+        " None never.",
+    )
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks.")
 
     # ZeRO

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.errors import UserError
+from distributed.divergence import checksum, explain_divergence
+from distributed.errors import UserError, WorkerError
 from distributed.mixins.timing import PHASES, find_straggler, gpu_utilisation, memory_metrics
 from distributed.preemption import asked
 
@@ -25,7 +26,7 @@ __all__ = ["RecordingMixin", "not_finite"]
 
 logger = logging.getLogger("distributed")
 
-_SENT = (*PHASES, "other")
+_SENT = (*PHASES, "other", "checksum")
 _TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 
 
@@ -52,6 +53,8 @@ class RecordingMixin:
     _epoch_sums: list[float]
     _resumed: tuple[list[float], list[tuple[Any, Any, float]]] | None = None
     _suspect: int | None = None
+    _compared = 0
+    _differed = False
     _start_samples: int
     _notify: Callable[..., None]
     track_metrics: Callable[..., None]
@@ -114,6 +117,7 @@ class RecordingMixin:
         seconds = self.timers.snapshot_and_reset()
         seconds["communication"] = self.backend.communication_seconds() * len(sums)
         seconds["other"] = perf_counter() - (self._met or 0.0) - sum(seconds[phase] for phase in _TIMED)
+        seconds["checksum"] = self._checksum()
         slots = [0.0] * (len(_SENT) * self.world.size)
         begin = self.world.rank * len(_SENT)
         slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
@@ -134,13 +138,35 @@ class RecordingMixin:
             self.finish_saving()
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
+        self._compare([phase.pop("checksum") for phase in phases])
         walls = [sum(phase[name] for name in (*_TIMED, "other")) for phase in phases]
         self._pace = max(1, int(number / max(*walls, 1e-9)))
         self._settle(reduced[-2] > 0, reduced[-1] > 0)
         return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
 
+    def _checksum(self) -> float:
+        """Of this rank's replica, when it is time to compare; else 0. It costs one pass over the
+        parameters and travels with what is reduced anyway."""
+        every, step = self.config.divergence_check_steps, self.progress.step
+        if every is None or self.world.size == 1 or step - self._compared < every:
+            return 0.0
+        self._compared = step
+        return checksum(self.backend.replicated() or {})
+
+    def _compare(self, checksums: list[float]) -> None:
+        """Stop when replicas differ. Every rank sees the same numbers."""
+        if len(set(checksums)) == 1:
+            return
+        found = explain_divergence(self.backend, self.progress.step)
+        if isinstance(found, WorkerError):
+            raise found
+        if self.world.rank == 0 and not self._differed:
+            logger.warning("%s", found)
+        self._differed = True
+
     def end_epoch_record(self) -> dict[str, float]:
         """Close the last interval; returns the epoch's training figures. Collective."""
+        self.timers.enter("epoch end", self.progress.step)
         if self._steps and not self.history.preempted:  # The resumed run closes the interval.
             self.end_interval()
         total, count = self._epoch_sums

@@ -47,7 +47,10 @@ class ValidationMixin:
         self.backend.set_training(False)
         sums: dict[str, list[Any]] = {}
         counted = expected = 0
+        enter = self.timers.enter
+        enter("validation")
         for window in self.val_feed.windows(0):
+            enter("validation")
             for name, (total, count) in self.backend.evaluate_window(window).items():
                 pair = sums.setdefault(name, [0.0, 0.0])
                 pair[0], pair[1] = pair[0] + _double(total), pair[1] + _double(count)
