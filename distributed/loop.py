@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.checkpoint.rng import capture_rng, restore_rng
 from distributed.data import Feed, mix
 from distributed.errors import UserError
-from distributed.interfaces.callback import Callback, Context
+from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
 from distributed.journal import stop_noting
 from distributed.mixins.checkpointing import CheckpointingMixin
+from distributed.mixins.events import EventsMixin
 from distributed.mixins.recording import RecordingMixin
 from distributed.mixins.streams import StreamsMixin
 from distributed.mixins.tracking import TrackingMixin
@@ -54,7 +55,9 @@ if TYPE_CHECKING:
 __all__ = ["TrainingLoop"]
 
 
-class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, TrackingMixin, Context):
+class TrainingLoop(
+    EventsMixin, RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, TrackingMixin, Context
+):
     """One rank's training. Also the `Context` that callbacks see.
 
     Args:
@@ -380,46 +383,6 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
             # Building a scheduler sets the rate of its first step.
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-    # -- callbacks -------------------------------------------------------------------
-
-    def request_stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
-
-    def callback_states(self) -> list[list[Any]]:
-        """``[class, state]`` of each callback that has any."""
-        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.callbacks]
-        return [entry for entry in states if entry[1]]
-
-    def restore_callbacks(self, states: list[list[Any]]) -> None:
-        """Give each callback the next state of its class. Ranks have different callbacks."""
-        left = list(states)
-        for callback in self.callbacks:
-            found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
-            if found is not None:
-                left.remove(found)
-                callback.load_state_dict(found[1])
-
-    def _gather_callbacks(self) -> None:
-        found: list[Callback] = list(self.task.callbacks)
-        for registered in self.catalog.manager.hook.register_callbacks(config=self.config):
-            found += registered
-        here = [c for c in found if c.all_ranks or self.world.rank == 0]
-        self.callbacks = sorted(here, key=lambda callback: callback.band)
-        self._overridden = {
-            name: [c for c in self.callbacks if getattr(type(c), name) is not getattr(Callback, name)]
-            for name in vars(Callback)
-            if name.startswith("on_")
-        }
-        self._step_callbacks = self._overridden["on_step_end"]
-
-    def _notify(self, event: str, *args: Any) -> None:
-        found = getattr(self, "_overridden", {}).get(event)
-        if found:
-            before = self.timers.enter("callback")
-            for callback in found:
-                getattr(callback, event)(*args)
-            self.timers.enter(before)
 
 
 @contextmanager
