@@ -2,7 +2,8 @@
 
 A :class:`UserError` is a mistake that the user can mend: it prints as one paragraph and
 exits with 2. A :class:`WorkerError` is a failure of one rank: it keeps the rank's own
-traceback. Nothing else in the project invents an exception hierarchy.
+traceback. `Preempted` is no failure: it ends a run that was asked to make room. Nothing else
+in the project invents an exception hierarchy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UserError", "WorkerError", "did_you_mean"]
+__all__ = ["Preempted", "UserError", "WorkerError", "did_you_mean"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -64,6 +65,27 @@ def _rebuild_user_error(
     message: str, field: str | None, got: object, allowed: str | None, remedy: str | None
 ) -> UserError:
     return UserError(message, field=field, got=got, allowed=allowed, remedy=remedy)
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved: exit code 75 (EX_TEMPFAIL), so that a scheduler that
+    requeues by exit code starts it again.
+
+    Attributes:
+        signal: the name of the signal that asked, ``SIGTERM`` or ``SIGUSR1``.
+        step: optimizer steps taken.
+        checkpoint: path of the checkpoint of that step.
+    """
+
+    def __init__(self, signal: str, step: int, checkpoint: str) -> None:
+        self.signal, self.step, self.checkpoint = signal, step, checkpoint
+        super().__init__(75)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.signal}: step {self.step} is saved in {self.checkpoint};"
+            " the same command with --resume goes on from there"
+        )
 
 
 class WorkerError(RuntimeError):

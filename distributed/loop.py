@@ -10,6 +10,7 @@
             cursor moves                                 # a sample counts once its step is taken (C4)
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
             every checkpoint.every_n_steps: save
+            about once a second: agree whether a signal asks to save and go
         validate: every sample once (C5)
         decide best, step the epoch's scheduler, save
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -39,7 +40,8 @@ from distributed.mixins.streams import StreamsMixin
 from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
 from distributed.optim import build_scheduler
-from distributed.seeding import seed_streams
+from distributed.preemption import hearing
+from distributed.seeding import isolated_rng, seed_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -92,11 +94,12 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         """Train as planned and return the record. Collective."""
         status = "failed"
         try:
-            self._start()
-            started = perf_counter()
-            with _frozen_heap():
-                self._train()
-            self.finish_saving()
+            with hearing() if self.config.heeds_signals else nullcontext():
+                self._start()
+                started = perf_counter()
+                with _frozen_heap():
+                    self._train()
+                self.finish_saving()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
             self._track_history()
@@ -112,11 +115,14 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         while not self._done():
             metrics = self._train_epoch(self.progress.epoch)
             complete = not self._done_midway
+            if self.history.preempted:
+                break
             figures = self.validate()
             if figures:
                 self._notify("on_validation_end", self, figures)
             metrics |= figures
             self._end_epoch(metrics, complete)
+        self.save_when_preempted()
 
     def _train_epoch(self, epoch: int) -> dict[str, float]:
         """The rest of one epoch; returns its training figures."""
@@ -142,6 +148,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
                 self._notify("on_step_end", self)
             if logs:
                 self.end_interval(result.norm)
+            elif progress.step >= self.next_ask and progress.step != until_step:
+                self.agree_to_go()
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
                 mark = perf_counter()
                 self.save_if_due(epoch_end=False, metrics=None)
@@ -202,23 +210,37 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
             self._take_up(task.run_state, rates)
+        self._gather_callbacks()
         self.setup_checkpointing()
         if task.state_dir is not None:
             self.load_state(task.state_dir)
         elif task.progress is None:
             self.resume()
-        self._start_samples = self.progress.total_samples
+        self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
+        self.next_ask = self.progress.step + 1
+        # What a tracker or callback imports or sets up may draw, and would again after every restart.
+        with isolated_rng() if config.deterministic else nullcontext():
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell the user, the trackers and the callbacks that the run begins here."""
         self._report_place()
-        self._gather_callbacks()
         self.setup_tracking(
             {
                 **self.plan.batch.as_dict(),
-                "world_size": world.size,
+                "world_size": self.world.size,
                 "precision": self.plan.precision,
                 "learning_rate": self.plan.learning_rate,
             }
         )
         self._notify("on_run_start", self)
+
+    def warm_up(self, step: int) -> None:
+        """Let the engine be as after a run's first step, on that step's samples, before a later
+        state is loaded: under ``deterministic`` a run goes on with the same bits (C10)."""
+        if self.config.deterministic and step > 0:
+            with isolated_rng():
+                self.backend.warm_up(self.feed.windows(0))
 
     def _make_feed(self, source: Any, batch_size: int, accumulation: int, evaluation: bool = False) -> Feed:
         config, world, backend = self.config, self.world, self.backend
@@ -253,11 +275,13 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
         return min(by_epochs, self.until_step)
 
     def _done(self) -> bool:
+        return self.reached_goal() or bool(self.history.stop_reason)
+
+    def reached_goal(self) -> bool:
+        """Whether all the epochs or steps asked for are behind us."""
         progress = self.progress
-        return (
-            progress.epoch >= self.until_epoch
-            or bool(self.history.stop_reason)
-            or (self.until_step is not None and progress.step >= self.until_step)
+        return progress.epoch >= self.until_epoch or (
+            self.until_step is not None and progress.step >= self.until_step
         )
 
     def _at_epoch_end(self) -> bool:
@@ -321,6 +345,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
             "rng": capture_rng(),
             "data": self.feed.state,
             "lineage": self._lineage,
+            "records": self.record_state(),
             "best_checkpoint": self.history.best_checkpoint,
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": self.backend.scaler_state(),
@@ -329,6 +354,8 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
     def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
         """Go on from what an earlier `fit` in this process left."""
         self._lineage, self._origin_step = left["lineage"], self.progress.step
+        self.restore_records([left["records"]] * self.world.size)
+        self.warm_up(self.progress.step)
         self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
         self.feed.restore(left["data"])
@@ -342,6 +369,20 @@ class TrainingLoop(RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingM
 
     def request_stop(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason
+
+    def callback_states(self) -> list[list[Any]]:
+        """``[class, state]`` of each callback that has any."""
+        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.callbacks]
+        return [entry for entry in states if entry[1]]
+
+    def restore_callbacks(self, states: list[list[Any]]) -> None:
+        """Give each callback the next state of its class. Ranks have different callbacks."""
+        left = list(states)
+        for callback in self.callbacks:
+            found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
 
     def _gather_callbacks(self) -> None:
         found: list[Callback] = list(self.task.callbacks)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
 from distributed.interfaces.backend import World
+from distributed.preemption import listen
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -93,7 +94,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.transport import write_private
 
-    if plan.config.return_weights != "none":
+    if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
             loop.export_result(str(folder / "state"))
         else:
@@ -124,6 +125,8 @@ def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
 def main() -> int:
     """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
     watch_parent()
+    if os.environ.get("DISTRIBUTED_HEEDS_SIGNALS"):
+        listen()
     if len(sys.argv) > 1:
         del sys.argv[0]
         sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
@@ -149,15 +152,15 @@ def run_folder(folder: Path) -> int:
 
 
 def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
-    """`plan`, where this rank has come to be: a remote launcher only knows once it has started."""
-    if not plan.spec.remote:
+    """`plan`, where this rank has come to be: remote launchers and elastic runs only know by then."""
+    from distributed.plan import rescale
+
+    if not plan.spec.remote and not plan.counts:
         return plan
-    return replace(
-        plan,
-        local_size=int(env["LOCAL_WORLD_SIZE"]),
-        node_rank=int(env["GROUP_RANK"]),
-        num_nodes=int(env["GROUP_WORLD_SIZE"]),
-    )
+    nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    world_size = int(env["WORLD_SIZE"])
+    placed = rescale(plan, 1, world_size) if world_size != plan.world_size else plan
+    return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
 
 
 def _caller_path(folder: Path) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.interfaces.backend import Window
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule
 
@@ -39,6 +42,24 @@ class DDPBackend(ProcessGroupBackend):
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             bucket_cap_mb=self.config.bucket_cap_mb,
         )
+
+    def warm_up(self, windows: Iterator[Window]) -> None:
+        """DDP packs its buckets anew before its second forward, by the order in which the first
+        backward made gradients; and where an element lies in a bucket decides in which order gloo and
+        NCCL add three or more ranks' values. A backward now, and the next forward does that
+        (torch 2.13: ``Reducer::rebuild_buckets``, called by ``_pre_forward``)."""
+        if self.world.size < 3 or self.config.find_unused_parameters:  # which never packs anew
+            return
+        window = next(windows, None)
+        if window is None:
+            return
+        before = [buffer.clone() for buffer in self.module.buffers()]
+        self.set_training(True)
+        self.run_window(Window(window.micro_batches[-1:], window.num_samples))
+        self.clear_gradients()
+        with torch.no_grad():
+            for buffer, values in zip(self.module.buffers(), before, strict=True):
+                buffer.copy_(values)
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["capture_rng", "restore_rng", "same_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -35,3 +35,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         numpy.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def same_rng(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two states of `capture_rng` draw the same numbers; None is a state of its own."""
+    if one is None or other is None:
+        return one is other
+    return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

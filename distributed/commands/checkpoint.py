@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions, "verify", _verify, "a checkpoint (step_NNNNNNNN), or a directory of them: all",
         "Read checkpoints through and compare every checksum; exit code 1 when one is damaged.",
     )  # fmt: skip
+    diff = _action(
+        actions, "diff", _diff, one,
+        "Compare two checkpoints bit for bit: weights, optimizer, schedule, progress, random numbers;"
+        " exit code 1 when they differ.",
+    )  # fmt: skip
+    diff.add_argument("other", metavar="OTHER", help=one)
     export = _action(actions, "export", _export, one, "Write the weights as safetensors.")
     export.add_argument("--output", metavar="DIR", required=True, help="Where to; made when missing.")
     export.add_argument(
@@ -149,6 +155,19 @@ def _verify(args: argparse.Namespace) -> int:
         for problem in problems:
             print(f"  {problem}")
     return 1 if damaged else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from distributed.checkpoint.compare import differences
+
+    one, other = _open(args.path), _open(args.other)
+    found = list(differences(one, other))
+    print(f"{one.path}\n{other.path}\n{'differ' if found else 'equal, bit for bit'}")
+    for line in found:
+        print(f"  {line}")
+    if not found:
+        print(_totals(one))
+    return 1 if found else 0
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -201,6 +201,18 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, task: Task) -> None:
         """Take the task's model and optimizer, place and wrap them. Collective."""
+
+    def warm_up(self, windows: Iterator[Window]) -> None:  # noqa: B027 - most engines have no such state
+        """Bring the engine to where it stands after a run's first step, if its later steps are
+        computed in another way than its first. Collective.
+
+        Called under ``deterministic`` after `prepare` and before a saved state is loaded, which then
+        goes on with the same bits as if it had never been interrupted. Gradients, buffers and
+        optimizer have to be on return as they were; the caller sees to random numbers.
+
+        Args:
+            windows: the run's first ones; read as many as needed, on all ranks alike.
+        """
 
     @abstractmethod
     def run_window(self, window: Window) -> tuple[Any, Any]:

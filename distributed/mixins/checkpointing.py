@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -62,6 +62,23 @@ class CheckpointingMixin:
     def _notify(self, event: str, *args: Any) -> None:
         """Tell the callbacks; without any, nobody."""
 
+    def callback_states(self) -> list[list[Any]]:
+        """``[class, state]`` of each callback that has any."""
+        return []
+
+    def restore_callbacks(self, states: list[list[Any]]) -> None:
+        """The inverse of `callback_states`."""
+
+    def record_state(self) -> dict[str, Any]:
+        """This rank's records of the epoch under way."""
+        return {}
+
+    def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the records of all ranks that saved."""
+
+    def warm_up(self, step: int) -> None:
+        """Before the state after `step` optimizer steps is loaded. Collective."""
+
     def setup_checkpointing(self) -> None:
         """Make the checkpointer, and find out before training whether saving can work.
 
@@ -97,7 +114,11 @@ class CheckpointingMixin:
         Raises:
             UserError: the path given is no checkpoint or a damaged one, or is of another model.
         """
-        source = self.config.resume_from_checkpoint
+        source: bool | str = self.config.resume_from_checkpoint
+        if self.config.is_elastic and self.checkpointer is not None:
+            # Before the first round other runs' checkpoints were moved out of the directory.
+            own = self.checkpointer
+            source = source if on_rank_zero(self.backend, own.latest) is None else True
         if source is False or (source is True and self.checkpointer is None):
             return False
         files, directory = located(str(self.config.checkpoint_dir if source is True else source))
@@ -179,6 +200,19 @@ class CheckpointingMixin:
         self.finish_saving()
         path = self._save(self.checkpointer, False, self.progress.best_metric)
         return self.finish_saving() if self._pending else path
+
+    def save_when_preempted(self) -> None:
+        """When a signal asked the run to go: save at this step, whatever the frequency.
+
+        Raises:
+            OSError: it cannot be saved.
+        """
+        signal = self.history.preempted
+        if signal is not None and self.save_now() is None:
+            raise OSError(
+                f"{signal} asked the run to go and step {self.progress.step} could not be saved in"
+                f" {self.config.checkpoint_dir}; an earlier step is in {self.history.checkpoint}"
+            )
 
     def finish_saving(self) -> str | None:
         """Wait until the save under way is committed, if there is one.
@@ -296,10 +330,11 @@ class CheckpointingMixin:
             "config": self.config.model_dump(mode="json"),
             "best": best,
             "lineage": self._own_lineage(),
+            "callbacks": self.callback_states(),
         }
 
     def _rank_extra(self) -> dict[str, Any]:
-        return {"rng": capture_rng(), "stream": self._stream_state()}
+        return {"rng": capture_rng(), "records": self.record_state(), "stream": self._stream_state()}
 
     def _stream_state(self) -> Any:
         """What the data needs besides the cursor; without a feed, nothing."""
@@ -317,6 +352,7 @@ class CheckpointingMixin:
 
     def _restore(self, path: str) -> None:
         reader = PortableReader(path)
+        self.warm_up(reader.step)
         agree(self.backend, lambda: self.backend.import_state(reader))
         agree(self.backend, lambda: self._restore_extra(reader))
         reader.close()
@@ -345,6 +381,10 @@ class CheckpointingMixin:
                 had,
                 has,
             )
+        self.restore_callbacks(saved.get("callbacks", []))
+        extras = [reader.rank_extra(rank) or {} for rank in range(reader.world_size)]
+        if all("records" in extra for extra in extras):
+            self.restore_records([extra["records"] for extra in extras])
         self._restore_stream(reader)
         # Last, since what comes before may draw random numbers.
         own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None

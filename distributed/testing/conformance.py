@@ -14,6 +14,7 @@ one's own: ``pytest --pyargs distributed.testing --distributed-backend mine``.
 from __future__ import annotations
 
 from distributed.testing.claim_contracts import ClaimContracts
+from distributed.testing.failure_contracts import FailureContracts
 from distributed.testing.problem import distance, problem, small_model
 from distributed.testing.run_contracts import RunContracts
 from distributed.testing.step_contracts import StepContracts
@@ -21,5 +22,5 @@ from distributed.testing.step_contracts import StepContracts
 __all__ = ["BackendConformance", "distance", "problem", "small_model"]
 
 
-class BackendConformance(StepContracts, RunContracts, ClaimContracts):
+class BackendConformance(StepContracts, RunContracts, ClaimContracts, FailureContracts):
     """The contracts as tests of `backend`; see `Suite` for what a subclass may set."""

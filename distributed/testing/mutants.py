@@ -260,8 +260,7 @@ class ValidatesRankMeans(Sound):
         if not self.module.training:
             pairs = zip(own[1::2], own[2::2], strict=True)
             own = [own[0], *(part for total, count in pairs for part in (total / max(count, 1), 1.0))]
-        reduced: list[float] = super().all_reduce(own)
-        return reduced
+        return list(super().all_reduce(own))
 
 
 class EvaluatesInFloat32(Sound):
@@ -269,12 +268,10 @@ class EvaluatesInFloat32(Sound):
 
     def all_reduce(self, values: Any) -> list[float]:
         if self.module.training:
-            reduced: list[float] = super().all_reduce(values)
-            return reduced
+            return list(super().all_reduce(values))
         rounded = torch.tensor(list(values), dtype=torch.float32)
         dist.all_reduce(rounded)
-        found: list[float] = rounded.tolist()
-        return found
+        return list(rounded.tolist())
 
 
 class ResumesAtTheEpochsStart(Sound):
@@ -309,6 +306,32 @@ class SavesOneRanksShare(Sound):
     def export_state(self) -> BackendState:
         state: BackendState = super().export_state()
         return state if self.world.rank == 0 else replace(state, chunks=[])
+
+
+class RoundsWhatItLoads(Sound):
+    """C9: optimizer state comes back by way of a narrower type."""
+
+    def import_state(self, reader: Any) -> None:
+        super().import_state(reader)
+        for value in [value for state in self.optimizer.state.values() for value in state.values()]:
+            value.copy_(value.float())
+
+
+class DrawsAfterResuming(Sound):
+    """C10: tries a restored model out, and so goes on with other random numbers than were saved."""
+
+    _tried = True
+
+    def import_state(self, reader: Any) -> None:
+        super().import_state(reader)
+        self._tried = False
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        if not self._tried:
+            self._tried = True
+            with torch.no_grad():
+                self.module(self.to_device(window.micro_batches[0].batch)[0])
+        return super().run_window(window)
 
 
 class ComputesInFullPrecision(Sound):
@@ -377,6 +400,8 @@ MUTANTS = [
     Mutant(ScalesTheRateByRanks, "test_c7_a_users_scheduler_steps_once_an_epoch"),
     Mutant(StopsAlone, "test_c8_one_ranks_wish_to_stop_stops_all"),
     Mutant(SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
+    Mutant(RoundsWhatItLoads, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
+    Mutant(DrawsAfterResuming, "test_c10_a_killed_run_ends_with_the_same_bits"),
     Mutant(ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]
 """Every mutant with its test."""

@@ -22,11 +22,18 @@ class TensorFlowWorkbench(Workbench):
     """Keras models and optimizers."""
 
     def model(self, dtype: torch.dtype) -> Any:
+        return self._model(dtype)
+
+    def noisy_model(self) -> Any:
+        return self._model(torch.float32, keras.layers.Dropout(0.2))
+
+    def _model(self, dtype: torch.dtype, *between: Any) -> Any:
         name = str(dtype).removeprefix("torch.")
         model = keras.Sequential(
             [
                 keras.Input((6,), dtype=name),
                 keras.layers.Dense(8, activation="tanh", dtype=name),
+                *between,
                 keras.layers.Dense(3, dtype=name),
             ]
         )

@@ -22,6 +22,10 @@ class TorchWorkbench(Workbench):
     def model(self, dtype: torch.dtype) -> nn.Module:
         return small_model(dtype)
 
+    def noisy_model(self) -> nn.Module:
+        first, activation, last = small_model(torch.float32)
+        return nn.Sequential(first, activation, nn.Dropout(0.2), last)
+
     def weights(self, model: nn.Module) -> list[Tensor]:
         return [p.detach().to("cpu", torch.float64, copy=True) for p in model.parameters()]
 

@@ -37,6 +37,11 @@ class Workbench(ABC):
     def model(self, dtype: torch.dtype) -> Any:
         """The twin of `problem.small_model(dtype)`: 6 -> 8 -> tanh -> 3 with the very same weights."""
 
+    def noisy_model(self) -> Any:
+        """A model in float32 with the shapes of `model` whose training draws random numbers (dropout);
+        the same weights every time. Without an override nothing is drawn."""
+        return self.model(torch.float32)
+
     @abstractmethod
     def weights(self, model: Any) -> list[Tensor]:
         """`model`'s trainable weights as new float64 torch tensors on the CPU, in the order and

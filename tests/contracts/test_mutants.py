@@ -16,7 +16,7 @@ from distributed.testing.mutant_suite import ROWS
 from distributed.testing.mutants import MUTANTS, Mutant, Sound, mutant_spec
 from distributed.testing.pool import RankPool
 
-CONTRACTS = {*(f"C{number}" for number in range(1, 10)), "claims"}
+CONTRACTS = {*(f"C{number}" for number in range(1, 11)), "claims"}
 
 
 def test_every_contract_has_a_mutant() -> None:

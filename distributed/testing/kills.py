@@ -1,0 +1,196 @@
+"""Kill ranks at random moments, start the run again, and see whether it ends as if left alone.
+
+::
+
+    python -m distributed.testing.kills --number 100 --seed 0
+    python -m distributed.testing.kills --restarts 20 --ranks 3
+
+Real launchers, real processes, SIGKILL; see `kill_points` for the moments and `kill_runs` for what is
+compared. The seed decides the moments; a run left alone tells how often each comes by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+from distributed.testing.kill_runs import (
+    CASES,
+    Kill,
+    Outcome,
+    Reference,
+    Scenario,
+    reference_of,
+    run_scenario,
+)
+
+__all__ = ["choose", "main", "table"]
+
+KINDS = ("step", "save", "step", "evaluate", "save", "start", "resume", "epoch", "save", "step", "end")
+"""Kinds of points in the order in which scenarios get one."""
+
+SHARES = {"pytorch-ddp": 10, "fsdp": 3, "deepspeed-2": 2, "horovod": 2, "tensorflow": 1, "ray": 1}
+"""How often a backend's turn comes."""
+
+RESUMING = (
+    "start model",
+    "start setup: end",
+    "start: ready",
+    "resume: begin",
+    "resume: opened",
+    "resume: engine cold",
+    "resume: engine warm",
+    "resume: a tensor read",
+    "resume: end",
+)
+"""Points that a run passes between its start and its first step, in every restart."""
+
+Key = tuple[str, int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 1 when anything was not as if the run had been left alone."""
+    args = _parse(argv)
+    draw, results = random.Random(args.seed), list[tuple[Scenario, Outcome]]()
+    with ExitStack() as stack, ThreadPoolExecutor(args.at_once) as pool:
+        keys = list(_turns(args.backend, args.ranks, 1 if args.restarts else args.number))
+        references = dict(zip(dict.fromkeys(keys), pool.map(_reference, dict.fromkeys(keys)), strict=True))
+        for _, home in references.values():
+            stack.callback(shutil.rmtree, home, ignore_errors=True)
+        known = {key: reference for key, (reference, _) in references.items()}
+        if args.restarts:
+            scenarios = [restarts(draw, keys[0], known[keys[0]], args.restarts)]
+        else:
+            scenarios = [choose(draw, n, key, known[key]) for n, key in enumerate(keys)]
+        todo = [pool.submit(run_scenario, s, known[s.case.name, s.ranks]) for s in scenarios]
+        for number, (scenario, future) in enumerate(zip(scenarios, todo, strict=True), start=1):
+            results.append((scenario, future.result()))
+            print(_line(number, *results[-1]), flush=True)
+    print(f"\n{table(results)}\n\n{_summary(results)}")
+    return int(any(outcome.problems for _, outcome in results))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m distributed.testing.kills", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--number", type=int, default=100, help="Runs to kill; default 100.")
+    parser.add_argument("--seed", type=int, default=0, help="Decides the moments; default 0.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="Default 2 3.")
+    parser.add_argument("--backend", nargs="+", choices=list(CASES), help=f"Default: {', '.join(SHARES)}.")
+    parser.add_argument("--restarts", type=int, default=0, help="Kill one run this many times in a row.")
+    parser.add_argument("--at-once", type=int, default=2, help="Runs side by side; default 2.")
+    return parser.parse_args(argv)
+
+
+def _reference(key: Key) -> tuple[Reference, Any]:
+    return reference_of(Scenario(CASES[key[0]], key[1]))
+
+
+def _turns(backends: Sequence[str] | None, ranks: Sequence[int], number: int) -> Iterator[Key]:
+    """(backend, ranks) of each scenario: by shares, evenly mixed, ranks in turn."""
+    shares = {name: SHARES.get(name, 1) for name in backends or SHARES}
+    had: Counter[str] = Counter()
+    for _ in range(number):
+        # Whoever is furthest behind its share.
+        name = min(shares, key=lambda name: (had[name] + 1) / shares[name])
+        yield name, ranks[had[name] % len(ranks)]
+        had[name] += 1
+
+
+def choose(draw: random.Random, number: int, key: Key, reference: Reference) -> Scenario:
+    """The scenario with that number: one kill, or sometimes two.
+
+    Kills while a run starts or resumes come in its second start, after one in the first; and of the
+    others some come after one while the run started.
+    """
+    kills: tuple[Kill, ...]
+    kind, asynchronous = KINDS[number % len(KINDS)], draw.random() < 0.75
+    if kind in ("start", "resume"):
+        first = _kill(draw, reference, lambda point: point.startswith(("step", "save")))
+        points = [point for point in RESUMING if point.startswith(kind)]
+        kills = (first, Kill(draw.randrange(key[1]), draw.choice(points)))
+    else:
+        kills = (_kill(draw, reference, lambda point: point.startswith(kind)),)
+        if draw.random() < 0.25:
+            early = [point for point in RESUMING if point.startswith("start")]
+            kills = (Kill(draw.randrange(key[1]), draw.choice(early)), *kills)
+    return Scenario(CASES[key[0]], key[1], kills, asynchronous)
+
+
+def restarts(draw: random.Random, key: Key, reference: Reference, number: int) -> Scenario:
+    """One run that is killed `number` times in a row, anywhere, before it may end."""
+    kills = [_kill(draw, reference, lambda point: point.startswith(("step", "save")))]
+    for _ in range(number - 1):
+        if draw.random() < 0.5:
+            kills.append(Kill(draw.randrange(key[1]), draw.choice(RESUMING)))
+        else:
+            point = draw.choice(["step data", "step forward: half", "step backward: half", "step end"])
+            kills.append(Kill(draw.randrange(key[1]), point))
+    return Scenario(CASES[key[0]], key[1], tuple(kills))
+
+
+def _kill(draw: random.Random, reference: Reference, fits: Callable[[str], bool]) -> Kill:
+    """A rank, a point that it passes, and one of the times that it does."""
+    ranks = [rank for rank, census in reference.census.items() if any(map(fits, census))]
+    rank = draw.choice(ranks)
+    census = reference.census[rank]
+    point = draw.choice([point for point in census if fits(point)])
+    return Kill(rank, point, draw.randint(1, census[point]))
+
+
+def _line(number: int, scenario: Scenario, outcome: Outcome) -> str:
+    kills = "; again ".join(map(str, scenario.kills))
+    seconds = ", ".join(f"{seconds:.1f} s" for seconds in outcome.seconds)
+    how = "" if scenario.asynchronous else ", synchronous saves"
+    missed = len(scenario.kills) - outcome.reached
+    rest = f" ({missed} not reached: the run ended first)" if missed else ""
+    found = "; ".join(outcome.problems) or "same bits, samples exact, nothing lost"
+    back = f"; trains again after {seconds}" if seconds else ""
+    return f"{number:3} {scenario.case.name} x {scenario.ranks}{how}: {kills}{rest}: {found}{back}"
+
+
+def table(results: Sequence[tuple[Scenario, Outcome]]) -> str:
+    """Markdown: a row for each kind of point, backend and number of ranks."""
+    rows: dict[tuple[str, int, str], list[Outcome]] = {}
+    for scenario, outcome in results:
+        rows.setdefault((scenario.case.name, scenario.ranks, scenario.kind), []).append(outcome)
+    head = "| backend | ranks | killed in | runs | kills | same bits | samples exact | checkpoints lost |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    for (name, ranks, kind), found in sorted(rows.items()):
+        lines.append(f"| `{name}` | {ranks} | {kind} | {_cells(found)} |")
+    lines.append(f"| all | | | {_cells([outcome for _, outcome in results])} |")
+    return "\n".join(lines)
+
+
+def _cells(found: Sequence[Outcome]) -> str:
+    counts = [
+        len(found),
+        sum(outcome.reached for outcome in found),
+        sum(not outcome.bits for outcome in found),
+        sum(not outcome.samples for outcome in found),
+        sum(bool(outcome.lost) for outcome in found),
+    ]
+    return " | ".join(map(str, counts))
+
+
+def _summary(results: Sequence[tuple[Scenario, Outcome]]) -> str:
+    seconds = [value for _, outcome in results for value in outcome.seconds]
+    left = sum(bool(outcome.left) for _, outcome in results)
+    said = sum(bool(outcome.said) for _, outcome in results)
+    took = f"median {median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else "never"
+    return (
+        f"From a kill to the next trained step, the restart included: {took} ({len(seconds)} restarts)."
+        f"\nRuns that left files or processes behind: {left}. Exits that did not say what happened: {said}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
