@@ -115,7 +115,7 @@ class Clock(Callback):
 def measure(gigabytes: float, saves: int, ranks: int, asynchronous: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack(int(gigabytes * 1e9 / 12))
-    with tempfile.TemporaryDirectory(dir=os.getcwd(), prefix=".save-stall-") as folder:
+    with tempfile.TemporaryDirectory(prefix="save-stall-") as folder:
         trainer = Trainer(
             model,
             num_processes=ranks,
