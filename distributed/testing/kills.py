@@ -185,10 +185,12 @@ def _summary(results: Sequence[tuple[Scenario, Outcome]]) -> str:
     seconds = [value for _, outcome in results for value in outcome.seconds]
     left = sum(bool(outcome.left) for _, outcome in results)
     said = sum(bool(outcome.said) for _, outcome in results)
+    unstarted = sum(outcome.unstarted for _, outcome in results)
     took = f"median {median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else "never"
     return (
         f"From a kill to the next trained step, the restart included: {took} ({len(seconds)} restarts)."
         f"\nRuns that left files or processes behind: {left}. Exits that did not say what happened: {said}."
+        f"\nStarts that failed before a rank was there, and were tried again: {unstarted}."
     )
 
 

@@ -10,6 +10,8 @@ taken for a hang) and prints a page.
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from contextlib import redirect_stdout
 from itertools import product
@@ -59,7 +61,12 @@ def kit_tests() -> list[str]:
             marks = getattr(getattr(BackendConformance, name), "pytestmark", [])
             values = [mark.args[1] for mark in marks if mark.name == "parametrize"]
             found += [column_of(name, row) for row in product(*values)]
-    return sorted(found, key=lambda test: (not test.startswith("test_c"), test.split("[")[0]))
+    return sorted(found, key=lambda test: (_contract(test), test.split("[")[0]))
+
+
+def _contract(test: str) -> float:
+    number = re.match(r"test_c(\d+)_", test)
+    return int(number[1]) if number else math.inf
 
 
 def column_of(test: str, values: Any) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
-from distributed.config import DistributedConfig
+from distributed.config import DistributedConfig, load
 from distributed.interfaces.callback import Context
 from distributed.joined import Joined
 from distributed.plan import Facts, Resources, resolve
@@ -155,6 +155,14 @@ def test_deterministic_runs_end_with_the_same_bits(pool: RankPool) -> None:
     given: dict[str, Any] = {"ranks": 3, "steps": 10, "deterministic": True, "batch_size": 2}
     first, *others = (bits(trained(Deep(), pool, **given)) for _ in range(2))
     assert all(other == first for other in others)
+
+
+def test_deterministic_turns_fusion_off_and_nothing_else_does() -> None:
+    """The test above sees fusion only when timing has it."""
+    from distributed_backends.horovod_world import _settings
+
+    assert _settings(load(overrides={"deterministic": True})) == {"HOROVOD_FUSION_THRESHOLD": "0"}
+    assert _settings(load()) == {}
 
 
 # -- what takes part -------------------------------------------------------------------------

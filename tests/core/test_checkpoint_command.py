@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from distributed import Trainer
+from distributed.checkpoint.compare import differences
 from distributed.checkpoint.export import bytes_of
+from distributed.checkpoint.reader import PortableReader
 from distributed.cli import main
 from distributed.errors import UserError
 
@@ -104,6 +107,34 @@ def test_verify_names_the_damaged_file(folder: Path, capsys: pytest.CaptureFixtu
 
 
 # -- export --------------------------------------------------------------------------------------
+
+
+def test_diff_compares_bit_for_bit(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "diff", str(folder), str(step(folder, 8))]) == 0
+    assert "equal, bit for bit" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(step(folder, 6)), str(step(folder, 8))]) == 1
+    out = capsys.readouterr().out
+    assert "differ\n" in out
+    assert "progress step: 6 and 8" in out
+    assert re.search(r"model 'embed.weight': \d+ of 28 elements, the first at \d+: \S+ and \S+", out)
+    assert "random number generators" not in out  # nothing was drawn
+
+
+def test_the_last_bit_decides(tmp_path: Path) -> None:
+    def saved(name: str, values: list[float]) -> PortableReader:
+        model = nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([values]))
+        Trainer(
+            model, num_processes=1, device="cpu", checkpoint_dir=tmp_path / name, learning_rate=1e-30,
+            optimizer="sgd", loss_fn=nn.functional.mse_loss, backend="serial",
+        ).fit((torch.zeros(4, 3), torch.zeros(4, 1)))  # fmt: skip
+        return PortableReader(str(step(tmp_path / name, 1)))
+
+    one = saved("one", [1.0, float("nan"), 0.0])
+    assert list(differences(one, saved("same", [1.0, float("nan"), 0.0]))) == []
+    (found,) = differences(one, saved("other", [1.0 + 2**-23, float("nan"), -0.0]))
+    assert found.startswith("model 'weight': 2 of 3 elements, the first at 0: 1.0 and 1.0000001")
 
 
 def test_export_is_what_safetensors_loads(

@@ -102,6 +102,22 @@ def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert re.search(r"^ *gradient_clipping +1.0 +file run.yaml", explained, re.MULTILINE)
 
 
+def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
+    (script,) = [text for _, text, _ in blocks(ROOT / "README.md", "bash") if "kill -9" in text]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path},
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^continues at epoch [1-9]", done.stdout, re.MULTILINE), done.stdout
+    assert "\nequal, bit for bit\n" in done.stdout
+
+
 def run_as_a_user(command: str, where: str) -> str:
     _, *words = shlex.split(command)
     done = subprocess.run(
@@ -191,7 +207,7 @@ def test_contracts_name_tests_that_exist() -> None:
     from distributed.testing.conformance import BackendConformance
 
     named = re.findall(r"`(test_c\d\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {name[:7] for name in named} == {f"test_c{number}" for number in range(1, 10)}
+    assert {name.split("_")[1] for name in named} == {f"c{number}" for number in range(1, 11)}
     assert [name for name in named if not hasattr(BackendConformance, name)] == []
 
 
