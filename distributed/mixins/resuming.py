@@ -141,6 +141,10 @@ class ResumingMixin:
         self.warm_up(reader.step)
         agree(self.backend, lambda: self.backend.import_state(reader))
         agree(self.backend, lambda: self._restore_extra(reader))
+        # One rank reads them all: of an object store each is a request.
+        records = on_rank_zero(self.backend, lambda: _records_of(reader))
+        if records:
+            self.restore_records(records)
         reader.close()
         self._note_origin(reader)
         self._say(
@@ -168,9 +172,6 @@ class ResumingMixin:
                 has,
             )
         self.restore_callbacks(saved.get("callbacks", []))
-        extras = [reader.rank_extra(rank) or {} for rank in range(reader.world_size)]
-        if all("records" in extra for extra in extras):
-            self.restore_records([extra["records"] for extra in extras])
         self._restore_stream(reader)
         # Last, since what comes before may draw random numbers.
         own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None
@@ -206,3 +207,10 @@ class ResumingMixin:
     def _say(self, level: int, message: str, *values: Any) -> None:
         if self.world.rank == 0:
             logger.log(level, message, *values)
+
+
+def _records_of(reader: PortableReader) -> list[dict[str, Any]]:
+    """Every rank's records of the epoch under way; none of a checkpoint that has them not of all."""
+    found = [(reader.rank_extra(rank) or {}).get("records") for rank in range(reader.world_size)]
+    whole = [records for records in found if records is not None]
+    return whole if len(whole) == len(found) else []
