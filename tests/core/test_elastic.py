@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -37,7 +38,7 @@ class Tally(nn.Module):
         self.shared = nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
 
     def forward(self, index: Tensor) -> Tensor:
-        return self.seen[index] + torch.sin(index[:, None] * self.shared).mean(1)
+        return self.seen[index] + torch.sin(index[:, None] / SAMPLES * self.shared).mean(1)
 
 
 def tally_step(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -159,7 +160,7 @@ def test_a_rank_that_keeps_failing_is_done_without(
 # One host of several, with a rank: argv is the folder, the port and the report to write. Its rank ends it,
 # by SIGKILL or SIGTERM, at the world sizes that FATE names.
 HOST = """
-import json, os, signal, sys, threading
+import json, os, select, signal, sys
 sys.path.insert(0, os.environ["TESTS"])
 from pathlib import Path
 from distributed import Callback
@@ -167,7 +168,6 @@ from test_elastic import Tally, data, trainer
 
 folder, port, report = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 FATE = {4: (3, "SIGKILL"), 3: (2, "SIGTERM")}
-THROTTLE = threading.Event()
 
 class Fate(Callback):
     all_ranks = True
@@ -183,7 +183,7 @@ class Fate(Callback):
         if size == 2:
             if rank == 0 and step == self.first + 3:
                 (folder / "two").write_text("two ranks are at work")
-            THROTTLE.wait(0.25)  # others are to come before the end
+            select.select([], [], [], 0.25)  # others are to come before the end
 
 if __name__ == "__main__":
     model = Tally()
@@ -209,6 +209,7 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     script.write_text(HOST)
     env = {**os.environ, "TESTS": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     os.mkfifo(tmp_path / "two")
+    two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
     def start(number: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -222,14 +223,15 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
 
     hosts = [start(number) for number in range(4)]
     try:
-        with open(tmp_path / "two") as pipe:  # opens when two ranks are left at work
-            pipe.read()
+        ready, _, _ = select.select([two], [], [], 150)  # two ranks are left at work
+        assert ready, [host.poll() for host in hosts]
         hosts += [start(number) for number in (4, 5)]
         out = [host.communicate(timeout=150)[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
             host.wait()
+        os.close(two)
     codes = sorted(host.returncode for host in hosts)
     assert codes == [-signal.SIGKILL, 0, 0, 0, 0, 75], "\n".join(out)
     first = next(text for host, text in zip(hosts, out, strict=True) if host.returncode == 0)
