@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
     from distributed.plan import RunPlan
 
-__all__ = ["Observed", "watch_beside"]
+__all__ = ["Observed", "found_by_watcher", "watch_beside"]
 
 _BOOT = (
     "import json, os, sys\n"
@@ -110,13 +110,10 @@ class Observed:
         rank is lost. None when it knows no more."""
         if self._folder is None or self.plan.mode == "spawn":
             return None
-        path, deadline = self._folder / _VERDICT, time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            if path.exists():
-                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return found
+        deadline = time.monotonic() + GRACE
+        while (found := found_by_watcher(self._folder)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return None
+        return found
 
     def tell(self, error: BaseException) -> None:
         """Say in one line which rank failed where: its own traceback names no rank."""
@@ -134,6 +131,13 @@ class Observed:
             self._watcher.stdin.close()
             self._watcher.wait()
             self._watcher = None
+
+
+def found_by_watcher(folder: Path) -> dict[str, Any] | None:
+    """The report of the rank that a watcher with its journals in `folder` found to blame, if it did."""
+    path = folder / _VERDICT
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found
 
 
 # -- in the watcher's own process ------------------------------------------------------

@@ -23,6 +23,7 @@ from distributed.failures import error_of, is_second_hand
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.plugin_manager import load_target
 from distributed.preemption import hearing
+from distributed.watcher import found_by_watcher
 from distributed_backends.ray_cluster import (
     address_of,
     check_room,
@@ -110,6 +111,9 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay) -> None:
             result = trainer.fit()
     except TrainingFailedError as error:
         relay.close()
+        found = found_by_watcher(command.folder)
+        if found is not None:
+            raise error_of(found) from None
         _raise(error, plan, relay)
     unpack(result.return_value or {}, command.folder)
 
