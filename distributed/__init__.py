@@ -13,7 +13,7 @@ from distributed._version import __version__
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
     from distributed.config import DistributedConfig
-    from distributed.errors import UserError, WorkerError
+    from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
     from distributed.trainer import Trainer
@@ -35,6 +35,7 @@ _HOMES = {
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
+    "Preempted": "distributed.errors",
     "PyTorchDDPTrainer": "distributed.trainers",
     "RayTrainer": "distributed.trainers",
     "TensorFlowDistributedTrainer": "distributed.trainers",
@@ -52,6 +53,7 @@ __all__ = [
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
+    "Preempted",
     "PyTorchDDPTrainer",
     "RayTrainer",
     "TensorFlowDistributedTrainer",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distributed.errors import UserError
 
-__all__ = ["BatchPlan", "resolve_batch"]
+__all__ = ["BatchPlan", "rescale_batch", "resolve_batch"]
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -119,3 +119,23 @@ def _divide(total: int, unit: int, derived: str, other: int, size: int) -> int:
         got=total,
         allowed=f"multiples of {unit}; nearest: {nearest}",
     )
+
+
+def rescale_batch(batch: BatchPlan, data_parallel_size: int) -> BatchPlan:
+    """The same global batch on another number of ranks; a rank never holds more samples at once than
+    it did.
+
+    Raises:
+        UserError: the ranks cannot have equal shares of it.
+    """
+    share, left = divmod(batch.global_batch_size, data_parallel_size)
+    if left or not share:
+        raise UserError(
+            f"{data_parallel_size} ranks cannot have equal shares of a global batch of"
+            f" {batch.global_batch_size}",
+            field="global_batch_size",
+            got=batch.global_batch_size,
+            allowed=f"a multiple of {data_parallel_size}",
+        )
+    size = next(size for size in range(min(batch.batch_size, share), 0, -1) if share % size == 0)
+    return BatchPlan(size, share // size, data_parallel_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from distributed.errors import UserError
 from distributed.interfaces.callback import Band, Callback, Context
@@ -38,6 +39,14 @@ class EarlyStopping(Callback):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self._sign = -1.0 if smaller else 1.0
         self._best, self._waited = -math.inf, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score so far, and epochs since."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Wait on from there."""
+        self._best, self._waited = state["best"], state["waited"]
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""

@@ -1,7 +1,7 @@
 """The command line: finds the verb, runs it, and turns failures into words and exit codes.
 
 Exit codes: 0 done, 1 a failure (`doctor`: an error found), 2 a mistake in what was given,
-130 interrupted. A user's script keeps its own ``sys.exit`` code.
+75 told to go and saved, 130 interrupted. A user's script keeps its own ``sys.exit`` code.
 """
 
 from __future__ import annotations

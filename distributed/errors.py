@@ -2,7 +2,8 @@
 
 A :class:`UserError` is a mistake that the user can mend: it prints as one paragraph and
 exits with 2. A :class:`WorkerError` is a failure of one rank: it keeps the rank's own
-traceback. Nothing else in the project invents an exception hierarchy.
+traceback. `Preempted` is no failure: it ends a run that was asked to make room. Nothing else
+in the project invents an exception hierarchy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UserError", "WorkerError", "did_you_mean"]
+__all__ = ["Preempted", "UserError", "WorkerError", "did_you_mean"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -66,6 +67,27 @@ def _rebuild_user_error(
     return UserError(message, field=field, got=got, allowed=allowed, remedy=remedy)
 
 
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved: exit code 75 (EX_TEMPFAIL), so that a scheduler that
+    requeues by exit code starts it again.
+
+    Attributes:
+        signal: the name of the signal that asked, ``SIGTERM`` or ``SIGUSR1``.
+        step: optimizer steps taken.
+        checkpoint: path of the checkpoint of that step.
+    """
+
+    def __init__(self, signal: str, step: int, checkpoint: str) -> None:
+        self.signal, self.step, self.checkpoint = signal, step, checkpoint
+        super().__init__(75)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.signal}: step {self.step} is saved in {self.checkpoint};"
+            " the same command with --resume goes on from there"
+        )
+
+
 class WorkerError(RuntimeError):
     """A rank failed. The message names rank, host and cause; the rank's traceback follows.
 
@@ -73,13 +95,25 @@ class WorkerError(RuntimeError):
         rank: the first rank that failed, or -1 when the launcher itself gave up.
         host: the host it ran on.
         exc_type: the name of the exception's class, or the signal's name (``SIGKILL``).
-        worker_traceback: the traceback as printed in the rank, empty after a signal.
+        worker_traceback: the traceback as printed in the rank, or of one that hung its stack; empty
+            after a signal.
+        phase: what the rank did (`journal.JOURNAL_PHASES`), None when it kept no journal.
+        step: number of the optimizer step it was in, from 1; 0 before the first; None as above.
     """
 
     def __init__(
-        self, summary: str, *, rank: int, host: str, exc_type: str, worker_traceback: str = ""
+        self,
+        summary: str,
+        *,
+        rank: int,
+        host: str,
+        exc_type: str,
+        worker_traceback: str = "",
+        phase: str | None = None,
+        step: int | None = None,
     ) -> None:
         self.summary, self.rank, self.host = summary, rank, host
         self.exc_type, self.worker_traceback = exc_type, worker_traceback
+        self.phase, self.step = phase, step
         text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
         super().__init__(text.rstrip())

@@ -7,11 +7,12 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
+from distributed.journal import current
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,6 +48,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         "what": f"raised {type(error).__name__}: {error}",
         "second_hand": is_second_hand(error),
         "traceback": "".join(traceback.format_exception(error)),
+        **_place(),
     }
     if isinstance(error, SystemExit):
         report["what"] = f"called sys.exit({error.code!r})"
@@ -57,6 +59,8 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
             "exc_type": error.exc_type,
             "summary": error.summary,
             "traceback": error.worker_traceback,
+            "phase": error.phase,
+            "step": error.step,
         }
     if isinstance(error, UserError):
         report["user_error"] = {
@@ -67,6 +71,19 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
             "remedy": error.remedy,
         }
     return report
+
+
+def _place() -> dict[str, Any]:
+    """Where this rank is, by its journal, and the memory it may use."""
+    import resource
+
+    journal, limit = current(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    entry = journal.entry() if journal else None
+    found: dict[str, Any] = {} if limit == resource.RLIM_INFINITY else {"memory_limit": f"{limit >> 20} MiB"}
+    if entry is not None:
+        phase = entry.outer if entry.phase == "communication" else entry.phase
+        found |= {"phase": phase, "step": entry.step, "place": entry.place()}
+    return found
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -89,14 +106,20 @@ def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError
     )
     if report["second_hand"]:
         summary += " - it lost another rank, whose own output holds the cause"
-    if others:
+    if others and not report.get("blamed"):
         summary += f" (then rank {', '.join(map(str, others))})"
+    if report.get("account"):
+        summary += f". {report['account']}"
+    elif report.get("place") and not report.get("summary"):
+        summary += f". It was in {report['place']}."
     return WorkerError(
         summary,
         rank=report["rank"],
         host=report["host"],
         exc_type=report["exc_type"],
         worker_traceback=report.get("traceback", ""),
+        phase=report.get("phase"),
+        step=report.get("step"),
     )
 
 
@@ -115,13 +138,26 @@ class FailureBoard:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
 
-    def settle(self, error: BaseException) -> BaseException:
+    def settle(
+        self,
+        error: BaseException,
+        found: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None,
+    ) -> BaseException:
         """What this rank should raise: `error` when it is a cause, otherwise the cause that
-        another rank gives within `GRACE` seconds."""
+        another rank, or the watcher of this host, gives within `GRACE` seconds.
+
+        Args:
+            error: this rank's.
+            found: what a watcher knows of the loss of another rank; it may wait for it.
+        """
         try:
             if not is_second_hand(error):
                 self.store.compare_set("failed/first", "", json.dumps(report_of(error, self.rank)))
                 return error
+            seen = found(error)
+            if seen is not None:
+                self.store.compare_set("failed/first", "", json.dumps(seen))
+                return error_of(seen)
             self.store.wait(["failed/first"], timedelta(seconds=GRACE))
             return error_of(json.loads(self.store.get("failed/first")))
         except RuntimeError:

@@ -8,19 +8,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from distributed.elastic import Alone, Elastic, Membership, claim_directory, restarts_of
 from distributed.errors import UserError
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.task import Progress, Task
+from distributed.plan import rescale
 from distributed.plugin_manager import load_target
 from distributed.rendezvous import Rendezvous, is_loopback, loopback_interface
 from distributed.seeding import isolated_rng
 from distributed.supervisor import Supervisor
 from distributed.transport import save_task, write_private
+from distributed.watch import Limits, Watch
 from distributed.worker import RankJob, run_here
 
 if TYPE_CHECKING:
@@ -89,7 +93,8 @@ def run(
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
         (path / "task.bin").unlink()
-        return Outcome(History.from_dict(result["history"]), Progress(**result["progress"]), folder)
+        history = History.from_dict({**result["history"], "restarts": restarts_of(path)})
+        return Outcome(history, Progress(**result["progress"]), folder)
     except BaseException:
         folder.cleanup()
         raise
@@ -105,7 +110,8 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     from distributed.plugin_manager import get_catalog
 
     plan = resolve(
-        config.with_values({"launch": "spawn"}, "per-rank"),
+        # What such a script does about checkpoints and signals is its own.
+        config.with_values({"launch": "spawn", "checkpoint_dir": None}, "per-rank"),
         get_catalog(),
         Facts(),
         Resources(visible_gpus() if config.device != "cpu" else 0),
@@ -117,14 +123,32 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
 
 
 class LocalLauncher(Launcher):
-    """Starts this node's ranks as processes that meet in a store which it serves."""
+    """Starts this node's ranks as processes that meet in a store which it serves, and again when the
+    run is elastic."""
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
+        if plan.counts:
+            Elastic(plan, command, partial(_supervisor, command), _members(plan), rescale).run()
+            return
         with ExitStack() as stack:
             host, port = _endpoint(plan)
             if plan.node_rank == 0:
                 port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
-            Supervisor(command.argv, rank_envs(plan, command, host, port), command.folder).run()
+            _supervisor(command, plan, host, port).run()
+
+
+def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Supervisor:
+    envs, watch = rank_envs(plan, command, host, port), Watch(command.folder, Limits.of(plan))
+    return Supervisor(command.argv, envs, command.folder, watch, plan.config.heeds_signals)
+
+
+def _members(plan: RunPlan) -> Membership:
+    if plan.num_nodes == 1:
+        claim_directory(plan)
+        return Alone(list(plan.counts))
+    from distributed.membership import Hosts
+
+    return Hosts(plan, _endpoint(plan))
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:

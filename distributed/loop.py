@@ -10,6 +10,7 @@
             cursor moves                                 # a sample counts once its step is taken (C4)
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
             every checkpoint.every_n_steps: save
+            about once a second: agree whether a signal asks to save and go
         validate: every sample once (C5)
         decide best, step the epoch's scheduler, save
 
@@ -30,14 +31,18 @@ from typing import TYPE_CHECKING, Any
 from distributed.checkpoint.rng import capture_rng, restore_rng
 from distributed.data import Feed, mix
 from distributed.errors import UserError
-from distributed.interfaces.callback import Callback, Context
+from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
+from distributed.journal import stop_noting
 from distributed.mixins.checkpointing import CheckpointingMixin
+from distributed.mixins.events import EventsMixin
 from distributed.mixins.recording import RecordingMixin
+from distributed.mixins.streams import StreamsMixin
 from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
 from distributed.optim import build_scheduler
+from distributed.preemption import hearing
 from distributed.seeding import isolated_rng, seed_streams
 
 if TYPE_CHECKING:
@@ -50,7 +55,9 @@ if TYPE_CHECKING:
 __all__ = ["TrainingLoop"]
 
 
-class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, TrackingMixin, Context):
+class TrainingLoop(
+    EventsMixin, RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, TrackingMixin, Context
+):
     """One rank's training. Also the `Context` that callbacks see.
 
     Args:
@@ -91,14 +98,19 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         """Train as planned and return the record. Collective."""
         status = "failed"
         try:
-            self._start()
-            started = perf_counter()
-            with _frozen_heap():
-                self._train()
-            self.finish_saving()
+            with hearing() if self.config.heeds_signals else nullcontext():
+                self._start()
+                started = perf_counter()
+                with _frozen_heap():
+                    self._train()
+                self.timers.enter("finish")
+                self.finish_saving()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
             self._track_history()
+        except BaseException:
+            stop_noting()  # what the rank did last is where it failed
+            raise
         finally:
             self.abandon_saving()
             self.finish_tracking(status)
@@ -111,11 +123,14 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         while not self._done():
             metrics = self._train_epoch(self.progress.epoch)
             complete = not self._done_midway
+            if self.history.preempted:
+                break
             figures = self.validate()
             if figures:
                 self._notify("on_validation_end", self, figures)
             metrics |= figures
             self._end_epoch(metrics, complete)
+        self.save_when_preempted()
 
     def _train_epoch(self, epoch: int) -> dict[str, float]:
         """The rest of one epoch; returns its training figures."""
@@ -126,29 +141,38 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         backend.set_training(True)
         self.begin_interval()
         self._done_midway = False
+        enter = timers.enter
+        enter("data", progress.step + 1, epoch)
         windows = self.feed.windows(epoch, progress.samples)
         mark = perf_counter()
         for window in windows:
             timers.add("data", perf_counter() - mark)
+            enter("forward")
             loss, count = backend.run_window(window)
             if checks_now and not math.isfinite(loss):
                 self.stop_on_nan(loss, progress.step)
             logs = (progress.step + 1) % every == 0
+            enter("optimizer")
             result = backend.optimizer_step(max_norm, logs)
             self.record_step(loss, count, window.num_samples)
             self._advance(window, result.skipped)
             if self._step_callbacks:
                 self._notify("on_step_end", self)
             if logs:
+                enter("record")
                 self.end_interval(result.norm)
+            elif progress.step >= self.next_ask and progress.step != until_step:
+                self.agree_to_go()
             if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
                 mark = perf_counter()
+                enter("save")
                 self.save_if_due(epoch_end=False, metrics=None)
                 timers.add("save", perf_counter() - mark)
             if progress.step == until_step or self.history.stop_reason:
                 self._done_midway = not self._at_epoch_end()
                 break
             mark = perf_counter()
+            enter("data", progress.step + 1)
         else:
             self._check_not_empty()
         return self.end_epoch_record()
@@ -166,6 +190,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
 
     def _end_epoch(self, metrics: dict[str, float], complete: bool) -> None:
         """Decide on equal figures, step the epoch's scheduler, save, report."""
+        self.timers.enter("epoch end")
         metrics = self.backend.broadcast_object(metrics)
         if complete:
             self.progress.epoch += 1
@@ -176,6 +201,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         self._notify("on_epoch_end", self, metrics)
         self.agree_to_stop()
         self.track_metrics(metrics, self.progress.step)
+        self.timers.enter("save")
         self.save_if_due(epoch_end=True, metrics=metrics)
 
     # -- beginning and end -----------------------------------------------------------
@@ -183,6 +209,7 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
     def _start(self) -> None:
         """Everything before the first step: model, state, data, schedule, trackers."""
         task, config, world = self.task, self.config, self.world
+        self.timers.enter("prepare")
         self.backend.prepare(task)
         self.model, self.optimizer = self.backend.module, self.backend.optimizer
         self.feed = self._make_feed(
@@ -201,12 +228,15 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
             self._take_up(task.run_state, rates)
+        self.timers.enter("resume")
+        self._gather_callbacks()
         self.setup_checkpointing()
         if task.state_dir is not None:
             self.load_state(task.state_dir)
         elif task.progress is None:
             self.resume()
-        self._start_samples = self.progress.total_samples
+        self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
+        self.next_ask = self.progress.step + 1
         # What a tracker or callback imports or sets up may draw, and would again after every restart.
         with isolated_rng() if config.deterministic else nullcontext():
             self._announce()
@@ -214,7 +244,6 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
     def _announce(self) -> None:
         """Tell the user, the trackers and the callbacks that the run begins here."""
         self._report_place()
-        self._gather_callbacks()
         self.setup_tracking(
             {
                 **self.plan.batch.as_dict(),
@@ -265,11 +294,13 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         return min(by_epochs, self.until_step)
 
     def _done(self) -> bool:
+        return self.reached_goal() or bool(self.history.stop_reason)
+
+    def reached_goal(self) -> bool:
+        """Whether all the epochs or steps asked for are behind us."""
         progress = self.progress
-        return (
-            progress.epoch >= self.until_epoch
-            or bool(self.history.stop_reason)
-            or (self.until_step is not None and progress.step >= self.until_step)
+        return progress.epoch >= self.until_epoch or (
+            self.until_step is not None and progress.step >= self.until_step
         )
 
     def _at_epoch_end(self) -> bool:
@@ -306,6 +337,10 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         place = self.progress
         if place.step:
             print(f"continues at epoch {place.epoch}, sample {place.samples}, step {place.step}", flush=True)
+            if place.samples and self.feed.rereads:
+                print(
+                    f"the stream has no state_dict: reads its first {place.samples} samples again", flush=True
+                )
         elif self.config.resume_from_checkpoint:
             print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
 
@@ -327,7 +362,9 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
         return {
             "optimizer": self.optimizer,
             "rng": capture_rng(),
+            "data": self.feed.state,
             "lineage": self._lineage,
+            "records": self.record_state(),
             "best_checkpoint": self.history.best_checkpoint,
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": self.backend.scaler_state(),
@@ -336,36 +373,16 @@ class TrainingLoop(RecordingMixin, ValidationMixin, CheckpointingMixin, Tracking
     def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
         """Go on from what an earlier `fit` in this process left."""
         self._lineage, self._origin_step = left["lineage"], self.progress.step
+        self.restore_records([left["records"]] * self.world.size)
         self.warm_up(self.progress.step)
         self.history.best_checkpoint = left["best_checkpoint"]
         restore_rng(left["rng"])
+        self.feed.restore(left["data"])
         if self.scheduler is not None and left["scheduler"] is not None:
             self.scheduler.load_state_dict(left["scheduler"])
             # Building a scheduler sets the rate of its first step.
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-    # -- callbacks -------------------------------------------------------------------
-
-    def request_stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
-
-    def _gather_callbacks(self) -> None:
-        found: list[Callback] = list(self.task.callbacks)
-        for registered in self.catalog.manager.hook.register_callbacks(config=self.config):
-            found += registered
-        here = [c for c in found if c.all_ranks or self.world.rank == 0]
-        self.callbacks = sorted(here, key=lambda callback: callback.band)
-        self._overridden = {
-            name: [c for c in self.callbacks if getattr(type(c), name) is not getattr(Callback, name)]
-            for name in vars(Callback)
-            if name.startswith("on_")
-        }
-        self._step_callbacks = self._overridden["on_step_end"]
-
-    def _notify(self, event: str, *args: Any) -> None:
-        for callback in getattr(self, "_overridden", {}).get(event, ()):
-            getattr(callback, event)(*args)
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distributed.batch import BatchPlan, resolve_batch
+from distributed.batch import BatchPlan, rescale_batch, resolve_batch
 from distributed.choice import check_accumulation, check_capabilities, chosen_backend, move_to_zero
 from distributed.errors import UserError
 from distributed.joined import Joined
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import BackendSpec
     from distributed.plugin_manager import Catalog
 
-__all__ = ["Facts", "Resources", "RunPlan", "resolve"]
+__all__ = ["Facts", "Resources", "RunPlan", "rescale", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class RunPlan:
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
         num_replicas: devices that each rank drives.
+        counts: numbers of ranks that an elastic run may go on with, largest first.
         joined: this process's place when it joins.
         notes: what the user should know, one sentence each.
     """
@@ -80,6 +81,7 @@ class RunPlan:
     val_batch_size: int
     learning_rate: float
     num_replicas: int = 1
+    counts: tuple[int, ...] = ()
     joined: Joined | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -150,7 +152,68 @@ def resolve(
     )
     _check_nodes(plan)
     catalog.manager.hook.check_plan(plan=plan)
-    return plan
+    return replace(plan, counts=_counts(plan, catalog)) if config.is_elastic else plan
+
+
+def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) -> RunPlan:
+    """`plan` on another number of ranks, with the same global batch.
+
+    Raises:
+        UserError: it cannot be cut into equal shares.
+    """
+    world_size = num_nodes * local_size
+    if world_size == plan.world_size:
+        return replace(plan, num_nodes=num_nodes, local_size=local_size, node_rank=node_rank)
+    size = _data_parallel_size(plan.config, plan.spec, world_size * plan.num_replicas)
+    return replace(
+        plan,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        local_size=local_size,
+        node_rank=node_rank,
+        batch=rescale_batch(plan.batch, size),
+    )
+
+
+def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
+    """Numbers of ranks that keep the global batch and suit the backend, from most to fewest.
+
+    Raises:
+        UserError: the fewest asked for do not (under Ray, which takes what there is room for: any of
+            them); a launcher started the ranks, or the backend cannot have its ranks started.
+    """
+    section, size = plan.config.elastic, plan.world_size
+    if plan.mode != "spawn":
+        whose = plan.joined.launcher if plan.joined else f"backend '{plan.spec.name}'"
+        raise UserError(
+            "ranks can only be started again by who started them",
+            field="elastic",
+            got=f"{whose}: {plan.mode}",
+            remedy="Under torchrun use its own --max-restarts with resume_from_checkpoint=True; otherwise"
+            " let `fit` start the ranks (launch=spawn, backend=pytorch-ddp)",
+        )
+    step = 1 if plan.num_nodes == 1 or plan.spec.remote else plan.local_size
+    fewest = section.min_ranks or (section.min_nodes or 0) * plan.local_size or size
+    found, refused = [], dict[int, UserError]()
+    for count in range(size, fewest - 1, -step):
+        try:
+            nodes = count // step if plan.num_nodes > 1 and not plan.spec.remote else 1
+            other = rescale(plan, nodes, count // nodes)
+            check_accumulation(other.batch.gradient_accumulation_steps, plan.spec, catalog)
+            catalog.manager.hook.check_plan(plan=other)
+            found.append(count)
+        except UserError as error:
+            refused[count] = error
+    if found[-1] != fewest or (plan.spec.remote and refused):
+        why = min(refused.items()) if refused else (fewest, f"each host has {step} of them")
+        raise UserError(
+            f"the run cannot go on with {why[0]} ranks: {getattr(why[1], 'message', why[1])}",
+            field="elastic.min_ranks",
+            got=fewest,
+            allowed=", ".join(map(str, sorted(found))),
+            remedy="Choose a global_batch_size that every number of ranks divides",
+        )
+    return tuple(found)
 
 
 def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
@@ -276,7 +339,7 @@ def _mode(config: DistributedConfig, spec: BackendSpec, num_devices: int, joined
     if spec.remote:
         return "spawn"
     # Several devices in one process have to be set up before the framework has started there.
-    alone = num_devices == 1 and config.num_nodes == 1 and config.launch != "spawn"
+    alone = num_devices == 1 and config.num_nodes == 1 and config.launch != "spawn" and not config.is_elastic
     return "in-process" if alone or not spec.capabilities.multi_process else "spawn"
 
 
@@ -306,7 +369,9 @@ def _check_nodes(plan: RunPlan) -> None:
     config = plan.config
     if plan.mode != "spawn" or plan.num_nodes == 1 or plan.spec.remote:
         return
-    missing = [name for name in ("node_rank", "rdzv_endpoint") if getattr(config, name) is None]
+    # Hosts that come and go have no fixed number.
+    needed = ("rdzv_endpoint",) if config.is_elastic else ("node_rank", "rdzv_endpoint")
+    missing = [name for name in needed if getattr(config, name) is None]
     if missing:
         raise UserError(
             f"{plan.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",

@@ -16,7 +16,18 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.joined import Joined
 
-__all__ = ["Rendezvous", "await_ranks", "is_loopback", "loopback_interface", "meeting_place", "open_store"]
+__all__ = [
+    "Rendezvous",
+    "await_ranks",
+    "connect",
+    "is_loopback",
+    "is_own_address",
+    "listen",
+    "loopback_interface",
+    "meeting_place",
+    "open_store",
+    "serve",
+]
 
 _REMIND = 10.0
 _stores: dict[tuple[str, int], dist.Store] = {}
@@ -29,7 +40,7 @@ class Rendezvous:
     def __init__(self, host: str, port: int, world_size: int) -> None:
         self.host, self.world_size = host, world_size
         try:
-            self._socket = _listen(host, port)
+            self._socket = listen(host, port)
         except OSError as error:
             raise UserError(
                 f"the rendezvous cannot listen there: {error.strerror}",
@@ -40,14 +51,14 @@ class Rendezvous:
         self.port: int = self._socket.getsockname()[1]
 
     def __enter__(self) -> Rendezvous:
-        self.store = _serve(self._socket, self.host, self.world_size, timedelta(seconds=60))
+        self.store = serve(self._socket, self.host, self.world_size, timedelta(seconds=60))
         return self
 
     def __exit__(self, *exc: object) -> None:
         del self.store
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A bound, listening socket; on loopback alone when `host` is loopback."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +71,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that this process serves on `listener`."""
     # The store takes over a socket that is already bound, for it would bind to all hosts.
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -72,6 +84,26 @@ def _serve(listener: socket.socket, host: str, size: int, timeout: timedelta) ->
         timeout=timeout,
         master_listen_fd=listener.detach(),
     )
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` names this machine: only what it owns can be bound to."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) -> dist.TCPStore:
+    """The store that somebody serves there, once somebody does.
+
+    Raises:
+        UserError: nobody does within `timeout`.
+    """
+    _await_server(host, port, rank, timeout.total_seconds())
+    return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def is_loopback(host: str) -> bool:
@@ -110,9 +142,8 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if rank == 0 and not served:
-            return _serve(_listen(host, port), host, size, timeout)
-        _await_server(host, port, rank, timeout.total_seconds())
-        return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
+            return serve(listen(host, port), host, size, timeout)
+        return connect(host, port, size, timeout, rank)
     except dist.DistNetworkError as error:
         raise _unreachable(host, port, rank, error) from None
     except OSError as error:

@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from distributed.failures import GRACE, error_of
+from distributed.preemption import hearing, held_back
+from distributed.watch import WATCHED, Watch
 
 __all__ = ["Supervisor"]
 
@@ -40,10 +43,26 @@ class Supervisor:
         argv: the command of every rank.
         envs: rank -> environment.
         folder: where ranks leave ``error_<rank>.json``.
+        watch: looks whether they move, and explains why they failed; None waits in silence.
+        heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
+            themselves and leave a result.
+
+    Attributes:
+        heard: the signal that this process was sent, None without.
     """
 
-    def __init__(self, argv: Sequence[str], envs: Mapping[int, Mapping[str, str]], folder: Path) -> None:
+    heard: str | None = None
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        envs: Mapping[int, Mapping[str, str]],
+        folder: Path,
+        watch: Watch | None = None,
+        heeds_signals: bool = False,
+    ) -> None:
         self.argv, self.envs, self.folder = list(argv), envs, folder
+        self.watch, self.heeds_signals = watch, heeds_signals
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
@@ -60,27 +79,46 @@ class Supervisor:
         Raises:
             WorkerError, UserError: as `Launcher.run`.
         """
-        try:
-            self.start()
-            self.wait()
-        finally:
-            self.stop()
+        with hearing(self._hear) if self.heeds_signals else nullcontext():
+            try:
+                self.start()
+                self.wait()
+            finally:
+                self.stop()
+
+    def _hear(self, name: str) -> None:
+        self.heard = name
+        self.ask_to_go(name)
+
+    def ask_to_go(self, name: str = "SIGUSR1") -> None:
+        """Ask every rank to save at its next step and end; `wait` returns when they have.
+
+        Args:
+            name: the signal that asks; a rank hears SIGTERM, too, when its whole group was sent it.
+        """
+        for entry in self._ranks:
+            if entry.status is None:
+                os.kill(entry.process.pid, signal.Signals[name])
 
     def start(self) -> None:
         """Start every rank."""
         self._pipe = os.pipe()
+        own = {WATCHED: str(int(self.watch is not None))}
+        if self.heeds_signals:
+            own["DISTRIBUTED_HEEDS_SIGNALS"] = "1"
         for rank, env in self.envs.items():
             inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
             target: Any = None if inherit else subprocess.PIPE
-            process = subprocess.Popen(
-                self.argv,
-                env={**env, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
-                pass_fds=[self._pipe[0]],
-                stdin=subprocess.DEVNULL,
-                stdout=target,
-                stderr=None if inherit else subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with held_back() if self.heeds_signals else nullcontext():
+                process = subprocess.Popen(
+                    self.argv,
+                    env={**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                    pass_fds=[self._pipe[0]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=target,
+                    stderr=None if inherit else subprocess.STDOUT,
+                    start_new_session=True,
+                )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
             entry.watcher = _thread(self._watch, entry)
@@ -91,17 +129,27 @@ class Supervisor:
         """Block until every rank has ended, or one has failed."""
         running = len(self._ranks)
         while running:
-            entry = self.ended.get()
+            entry = self._next_end()
             running -= 1
             if entry.status != 0:
                 self._collect_failures(running)
                 self._raise_first()
 
+    def _next_end(self) -> _Rank:
+        """The next rank that ends; looks meanwhile whether the others move."""
+        while self.watch is not None:
+            try:
+                return self.ended.get(timeout=self.watch.period)
+            except queue.Empty:
+                self.watch.look({e.rank: e.process.pid for e in self._ranks if e.status is None})
+        return self.ended.get()
+
     def stop(self) -> None:
-        """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL."""
+        """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL; SIGKILL at
+        once where SIGTERM would mean to go on until the next step."""
         alive = [entry for entry in self._ranks if entry.status is None]
         for entry in alive:
-            _signal_group(entry.process.pid, signal.SIGTERM)
+            _signal_group(entry.process.pid, signal.SIGKILL if self.heeds_signals else signal.SIGTERM)
         deadline = time.monotonic() + GRACE
         while any(entry.status is None for entry in alive) and (left := deadline - time.monotonic()) > 0:
             try:
@@ -149,6 +197,9 @@ class Supervisor:
         failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
         # What a rank says of a lost connection is second-hand while another has a cause.
         first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+        if self.watch is not None:
+            pids = {entry.rank: entry.process.pid for entry in self._ranks}
+            first = self.watch.explain(first, [f["rank"] for f in failures], pids)
         raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:

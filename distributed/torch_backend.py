@@ -177,7 +177,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
-        counted, add = self.objective.counted, self.timers.add
+        counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
         if counted and self.world.data_parallel_size == 1:
             known = self._known_counts(window)
             if known is not None:
@@ -186,11 +186,14 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         count: Any = None
         for position, (batch, num_samples) in enumerate(micro_batches):
             start = perf_counter()
+            if position:
+                enter("forward")
             ready = known[position] if known else None if counted else num_samples
             with self.sync_when(position == len(micro_batches) - 1):
                 with self.autocast():
                     loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
                 middle = perf_counter()
+                enter("backward")
                 self.backward(loss)
             end = perf_counter()
             add("forward", middle - start)

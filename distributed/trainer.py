@@ -12,7 +12,7 @@ from distributed.choice import chosen_backend
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.command_line import active
 from distributed.config.load import as_layers
-from distributed.errors import UserError
+from distributed.errors import Preempted, UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
@@ -189,8 +189,17 @@ class Trainer:
         finally:
             catalog.manager.hook.on_run_end(plan=plan, history=history)
         history.total_time = perf_counter() - started
+        if history.preempted:
+            raise self._preempted(history, outcome, plan)
         self._adopt(outcome, plan.config)
         return history
+
+    def _preempted(self, history: History, outcome: Outcome, plan: RunPlan) -> Preempted:
+        self.history = history
+        gone = Preempted(history.preempted or "", outcome.progress.step, history.checkpoint or "")
+        if plan.joined is None or plan.joined.rank == 0:
+            print(gone, flush=True)
+        return gone
 
     def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
         framework = self.framework

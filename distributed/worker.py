@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
 from distributed.interfaces.backend import World
+from distributed.journal import FAILED, stop_noting
+from distributed.preemption import listen
+from distributed.watcher import Observed
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -63,22 +66,28 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     plan, catalog = job.plan, get_catalog()
     backend = catalog.load_backend(plan.spec)
-    board = None
+    board, observed = None, Observed(plan)
     try:
         backend.setup(plan)
+        observed.joined(backend)
         board = _board(plan, backend)
         loop = TrainingLoop(plan, job.task, backend, catalog, job.tracker_contexts)
         loop.run()
         if result_dir is not None:
             _leave_result(loop, plan, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
-        cause = board.settle(error) if board else error
+        stop_noting()
+        cause = board.settle(error, observed.cause) if board else error
+        if cause is error:
+            observed.tell(error)
         if plan.mode != "spawn":
             # A started rank only has to report and to end, which taking a group down may delay.
             backend.teardown()
         if board and cause is error:
             board.linger()
+        observed.end(FAILED)
         raise cause from (None if cause is error else error)
+    observed.end()
     backend.teardown()
     return loop
 
@@ -93,7 +102,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.transport import write_private
 
-    if plan.config.return_weights != "none":
+    if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
             loop.export_result(str(folder / "state"))
         else:
@@ -124,6 +133,8 @@ def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
 def main() -> int:
     """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
     watch_parent()
+    if os.environ.get("DISTRIBUTED_HEEDS_SIGNALS"):
+        listen()
     if len(sys.argv) > 1:
         del sys.argv[0]
         sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
@@ -149,15 +160,15 @@ def run_folder(folder: Path) -> int:
 
 
 def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
-    """`plan`, where this rank has come to be: a remote launcher only knows once it has started."""
-    if not plan.spec.remote:
+    """`plan`, where this rank has come to be: remote launchers and elastic runs only know by then."""
+    from distributed.plan import rescale
+
+    if not plan.spec.remote and not plan.counts:
         return plan
-    return replace(
-        plan,
-        local_size=int(env["LOCAL_WORLD_SIZE"]),
-        node_rank=int(env["GROUP_RANK"]),
-        num_nodes=int(env["GROUP_WORLD_SIZE"]),
-    )
+    nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    world_size = int(env["WORLD_SIZE"])
+    placed = rescale(plan, 1, world_size) if world_size != plan.world_size else plan
+    return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
 
 
 def _caller_path(folder: Path) -> list[str]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.divergence import trained
 from distributed.interfaces.backend import Window
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule
@@ -66,6 +67,9 @@ class DDPBackend(ProcessGroupBackend):
         if not training and self.world.size > 1:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, 0)
+
+    def replicated(self) -> dict[str, Tensor]:
+        return trained(self.module)
 
     def communication_seconds(self) -> float:
         if self.world.size == 1:

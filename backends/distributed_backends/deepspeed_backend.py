@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.divergence import trained
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.process_group import ProcessGroupBackend
@@ -76,6 +77,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.sharded: ShardedOptimizer | None = None
         self.engine: Any = None
         self._environment: dict[str, str | None] = {}
+
+    def replicated(self) -> dict[str, Tensor] | None:
+        return trained(self.module) if self.stage < 3 else None
 
     # -- who and where ---------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def check_weights(
             field="optimizer",
             got=type(optimizer).__name__,
             allowed=", ".join(kind.__name__ for kind in _ELEMENTWISE),
-            remedy="Use zero_stage=0 or backend='fsdp'; if it does treat every element by itself, say"
+            remedy="Use zero_stage=0 or backend='pytorch-ddp'; if it does treat every element by itself, say"
             " zero_allow_untested_optimizer: true in deepspeed_config",
         )
     for number, group in enumerate(optimizer.param_groups):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.shards import cut_like, is_sharded, local_part, whole
+from distributed.errors import UserError
 from distributed.optim import follow_parameters
 from distributed.process_group import ProcessGroupBackend
 from distributed.torch_backend import StepModule, alike
@@ -104,6 +105,8 @@ class FSDPBackend(ProcessGroupBackend):
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
+        if self._sharded is not None:
+            _check_steps(self.optimizer)
         self._cut_optimizer_state()
         for group in self.optimizer.param_groups:
             # One fused kernel cannot take sharded and replicated parameters together.
@@ -209,3 +212,15 @@ class FSDPBackend(ProcessGroupBackend):
                 for slot, value in state.items():
                     if is_sharded(value):
                         state[slot] = whole(value).to(parameter.device)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the one optimizer of torch whose step DTensors do not support (as of torch 2.13)."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UserError(
+            "it steps by rows and columns of whole parameters, which torch cannot do once they are cut",
+            field="optimizer",
+            got=type(optimizer).__name__,
+            allowed="optimizers that treat every element by itself, such as SGD and AdamW, and Muon",
+            remedy="Use backend='pytorch-ddp', or another optimizer",
+        )

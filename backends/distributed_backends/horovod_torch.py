@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from distributed.divergence import trained
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window, World
 from distributed.joined import detect
@@ -115,6 +116,9 @@ class HorovodBackend(TorchBackend):
     def _loss_scale(self, window: Window) -> float:
         # Sums of gradients come back, where DDP brings averages.
         return super()._loss_scale(window) / (1 if self.objective.counted else self.world.size)
+
+    def replicated(self) -> dict[str, Tensor]:
+        return trained(self.module)
 
     def communication_seconds(self) -> float:
         if self._gradients is None or self._steps == 0:

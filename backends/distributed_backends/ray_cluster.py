@@ -176,7 +176,7 @@ def check_room(plan: RunPlan) -> None:
     needs = {name: amount for name, amount in needs_of(plan).items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = sum(_fit(node, needs) for node in nodes) if needs else plan.world_size
-    if room < plan.world_size or len(nodes) < plan.config.num_nodes:
+    if room < min(plan.counts, default=plan.world_size) or len(nodes) < plan.config.num_nodes:
         each = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         has = "; ".join(_contents(node) for node in nodes)
         raise UserError(

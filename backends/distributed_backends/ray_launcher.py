@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
 
+from distributed.elastic import claim_directory, note_restarts
 from distributed.errors import UserError, WorkerError
 from distributed.failures import error_of, is_second_hand
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.plugin_manager import load_target
+from distributed.preemption import hearing
 from distributed_backends.ray_cluster import (
     address_of,
     check_room,
@@ -66,9 +68,13 @@ class RayLauncher(Launcher):
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
         with connected(plan.config.ray, num_cpus):
             check_room(plan)
+            if plan.counts:
+                claim_directory(plan)
+            heeds = plan.config.heeds_signals
             try:
-                with Relay() as relay:
+                with Relay(heeds) as relay, hearing(relay.ask) if heeds else nullcontext():
                     _fit(plan, command, relay)
+                    note_restarts(command.folder, ["Ray started all ranks anew"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
 
@@ -122,7 +128,7 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
     return DataParallelTrainer(
         _rank(_order(plan, command, relay)),
         scaling_config=ScalingConfig(
-            num_workers=plan.world_size,
+            num_workers=_num_workers(plan),
             use_gpu=plan.device == "cuda",
             resources_per_worker=needs_of(plan),
             placement_strategy="PACK" if plan.config.num_nodes == 1 else "SPREAD",
@@ -130,11 +136,16 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
         run_config=RunConfig(  # type: ignore[arg-type]
             name=command.folder.name,
             storage_path=section.storage_path or str(command.folder / "ray"),
-            failure_config=FailureConfig(max_failures=section.max_failures, controller_failure_limit=0),
+            failure_config=FailureConfig(max_failures=plan.config.max_restarts, controller_failure_limit=0),
             callbacks=callbacks,
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
     )
+
+
+def _num_workers(plan: RunPlan) -> Any:
+    """As many as the plan says, or between as few and as many as it may go on with."""
+    return (plan.counts[-1], plan.world_size) if len(plan.counts) > 1 else plan.world_size
 
 
 def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
@@ -151,6 +162,7 @@ def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
         # In a list, so that it stays a reference: a worker in this folder needs none of it.
         "files": [ray.put(pack(command.folder))] if others else None,
         "queue": relay.queue,
+        "orders": relay.orders,
     }
 
 

@@ -8,10 +8,14 @@ import queue
 import socket
 import sys
 import threading
+from contextlib import suppress
 
+from ray.exceptions import RayError
 from ray.util.queue import Queue
 
-__all__ = ["Relay", "Voice"]
+from distributed.preemption import ask
+
+__all__ = ["Relay", "Voice", "hear"]
 
 _WAIT = 10.0
 """Seconds that the last lines may take."""
@@ -22,12 +26,19 @@ class Relay:
 
     Attributes:
         queue: for the ranks' ends.
+        orders: what `ask` says, for rank 0's end; None where nobody may ask.
         places: rank -> (host, process id).
+        num_starts: how often rank 0 has begun.
+
+    Args:
+        asks: whether `ask` is to work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool) -> None:
         self.queue = Queue(actor_options={"num_cpus": 0})
+        self.orders = Queue(actor_options={"num_cpus": 0}) if asks else None
         self.places: dict[int, tuple[str, int]] = {}
+        self.num_starts = 0
         self._thread = threading.Thread(target=self._show, daemon=True, name="ray-output")
         self._thread.start()
 
@@ -43,12 +54,21 @@ class Relay:
             self.queue.put(None)
             self._thread.join(_WAIT)
             self.queue.shutdown(force=True)
+            if self.orders is not None:
+                self.orders.shutdown(force=True)
+
+    def ask(self, name: str) -> None:
+        """Ask rank 0 to save and go, as signal `name` does. In a thread: a handler of signals may
+        interrupt Ray in the middle of something."""
+        assert self.orders is not None
+        threading.Thread(target=self.orders.put, args=(name,), daemon=True).start()
 
     def _show(self) -> None:
         while (item := self.queue.get()) is not None:
             rank, kind, value = item
             if kind == "place":
                 self.places[rank] = value
+                self.num_starts += rank == 0
                 continue
             stream = sys.stderr if kind == "err" and rank == 0 else sys.stdout
             prefix = f"[rank {rank}] " if rank else ""
@@ -97,6 +117,16 @@ class Voice:
             for kind in ("out", "err"):
                 if text := "".join(item[1] for item in batch if item and item[0] == kind):
                     self._to.put((self.rank, kind, text))
+
+
+def hear(orders: Queue) -> None:
+    """In rank 0: pass on what the caller asks, until Ray is gone."""
+
+    def wait() -> None:
+        with suppress(RayError):
+            ask(orders.get())
+
+    threading.Thread(target=wait, daemon=True, name="ray-orders").start()
 
 
 class _Lines(io.TextIOBase):

@@ -21,7 +21,7 @@ from distributed.rendezvous import Rendezvous, loopback_interface
 from distributed.transport import write_private
 from distributed_backends.ray_files import folder_on, pack, unpack
 from distributed_backends.ray_launcher import REPORT
-from distributed_backends.ray_output import Voice
+from distributed_backends.ray_output import Voice, hear
 
 __all__ = ["run_rank"]
 
@@ -42,6 +42,8 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
     rank = ray.train.get_context().get_world_rank()
     if os.path.isdir(order["cwd"]):
         os.chdir(order["cwd"])
+    if rank == 0 and order["orders"] is not None:
+        hear(order["orders"])
     with Voice(rank, order["queue"]):
         folder, shared = _folder(order)
         os.environ.update({**order["env"], **_meeting_variables(), "DISTRIBUTED_RUN_DIR": str(folder)})

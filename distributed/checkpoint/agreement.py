@@ -76,6 +76,7 @@ def _portable(error: Exception, world: World) -> Exception:
     where = f"rank {world.rank} on {world.host}"
     if isinstance(error, OSError):
         if error.errno is None:
-            return OSError(f"{error} ({where})")
+            kind = type(error) if type(error).__module__ == "builtins" else OSError
+            return kind(f"{error} ({where})")
         return OSError(error.errno, f"{error.strerror} ({where})", error.filename)
     return RuntimeError(f"{where}: {type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from distributed.checkpoint.chunks import ITEM_SIZES
 from distributed.checkpoint.files import FileLayer
+from distributed.checkpoint.objects import ObjectLayer, located
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
 
@@ -58,7 +59,12 @@ def export_safetensors(
         UserError: the checkpoint is damaged, or `output` holds such files already.
         OSError: a file cannot be written; none of the new names exists then.
     """
-    reader, files = PortableReader(path), FileLayer()
+    files, output = located(output)
+    if isinstance(files, ObjectLayer):
+        raise UserError(
+            "weights are written to a disk", field="--output", got=output, remedy="Copy them from there"
+        )
+    reader = PortableReader(path)
     shards = list(_shards(reader, dtype, max_shard_size))
     names = _names(len(shards))
     files.make_directories(output)

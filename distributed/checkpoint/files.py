@@ -1,4 +1,4 @@
-"""Every change a checkpointer makes to the file system, and JSON that knows its own hash."""
+"""Everything a checkpointer asks of a file system, and JSON that knows its own hash."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ import json
 import os
 import shutil
 import zlib
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from mmap import ACCESS_READ, mmap
+from typing import Any, BinaryIO, ClassVar
 
-__all__ = ["FileLayer", "crc32_of", "seal", "sha256_of", "unseal"]
+__all__ = ["FileLayer", "Ranges", "seal", "unseal"]
 
 _SEAL = b'{"sha256":"'
 _BLOCK = 1 << 20
 
 
+Ranges = Callable[[int, int], memoryview]
+"""``(first byte, end) -> bytes`` of one file; shorter where the file is."""
+
+
 class FileLayer:
-    """The operations that write. Reading needs no layer: it changes nothing.
+    """A file system that renames: a disk of this host, or one that several hosts mount.
 
     Every method raises OSError. Directories are made with mode 0700, files with 0600.
+
+    Attributes:
+        look: seconds between looks at what other hosts write, which no event tells of.
     """
+
+    look: ClassVar[float] = 0.01
+
+    # -- what writes -------------------------------------------------------------------
 
     def make_directory(self, path: str) -> None:
         """Make one new directory; its parent exists, it does not."""
@@ -67,6 +80,76 @@ class FileLayer:
             self.write(file, data)
             self.fsync(file)
 
+    def publish(self, path: str, data: bytes, staging: str) -> None:
+        """A file with `data` that appears whole or not at all, in the place of an old one.
+
+        Args:
+            path: its name.
+            data: its content.
+            staging: a name in the same file system that is free until then.
+        """
+        self.write_file(staging, data)
+        self.rename(staging, path)
+
+    # -- what reads --------------------------------------------------------------------
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a directory."""
+        return os.path.exists(path)
+
+    def present(self, directory: str, names: Iterable[str]) -> list[str]:
+        """Those of `names` that the directory holds."""
+        return [name for name in names if os.path.exists(os.path.join(directory, name))]
+
+    def names(self, directory: str) -> list[str]:
+        """What a directory holds; nothing when there is none."""
+        try:
+            return os.listdir(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Bytes of each file in a directory."""
+        with os.scandir(directory) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if not entry.is_dir()}
+
+    def modified(self, path: str) -> float:
+        """When a file was last written, in seconds since the epoch."""
+        return os.stat(path).st_mtime
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        with open(path, "rb") as file:
+            return file.read()
+
+    def blocks(self, path: str) -> Iterator[bytes]:
+        """A whole file, piece by piece."""
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
+
+    def ranges(self, path: str) -> Ranges:
+        """What reads parts of a file, for as long as it is kept."""
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return lambda start, end: memoryview(b"")
+            mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
+        return lambda start, end: memoryview(mapped)[start:end]
+
+    def sha256(self, path: str) -> str:
+        """Hexadecimal SHA-256 of a file."""
+        digest = hashlib.sha256()
+        for block in self.blocks(path):
+            digest.update(block)
+        return digest.hexdigest()
+
+    def crc32(self, path: str) -> int:
+        """CRC-32 of a file."""
+        crc = 0
+        for block in self.blocks(path):
+            crc = zlib.crc32(block, crc)
+        return crc
+
 
 def seal(content: dict[str, Any]) -> bytes:
     """`content` as JSON whose first entry is the SHA-256 of all the bytes behind it."""
@@ -87,18 +170,3 @@ def unseal(raw: bytes) -> dict[str, Any]:
         raise ValueError("its hash does not match its content")
     content: dict[str, Any] = json.loads(b"{" + body)
     return content
-
-
-def sha256_of(path: str) -> str:
-    """Hexadecimal SHA-256 of a file. Raises OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def crc32_of(path: str) -> int:
-    """CRC-32 of a file. Raises OSError."""
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 from distributed.checkpoint.agreement import Ranks, agree, on_rank_zero
 from distributed.checkpoint.chunks import ChunkEntry
+from distributed.checkpoint.commit import Commits, commits_of
 from distributed.checkpoint.files import FileLayer, seal, unseal
+from distributed.checkpoint.host_buffers import HostBuffers
+from distributed.checkpoint.names import BEST, FORMAT, STEP, VERSION, rank_file, step_name
+from distributed.checkpoint.objects import located
 from distributed.checkpoint.pending import PendingSave
-from distributed.checkpoint.reader import PortableReader, read_index, read_manifest, verify
-from distributed.checkpoint.store import (
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    manifest_of,
-    merge_scalars,
-    rank_file,
-)
+from distributed.checkpoint.reader import PortableReader, check_files, read_index, read_manifest, verify
+from distributed.checkpoint.store import manifest_of, merge_scalars
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.checkpointer import Checkpointer
@@ -36,24 +33,32 @@ __all__ = ["PortableCheckpointer"]
 
 logger = logging.getLogger("distributed")
 
-_STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.(tmp|gc)-(step_\d{8,}|best|probe)-[0-9a-f]{16}")
-_BEST = "best.json"
-
 
 class PortableCheckpointer(Checkpointer):
     """Portable checkpoints of one run under `directory`.
 
     Args:
-        directory: where ``step_NNNNNNNN`` directories go; on several nodes, one that all share.
+        directory: where ``step_NNNNNNNN`` directories go, a path or a URL; on several nodes, one
+            that all share.
         keep_last: how many of the newest to keep, the best one besides; None keeps all.
-        files: the operations that write.
+        keep_every: keep also steps that this number divides.
+        files: what writes; None takes what fits `directory`.
+        keep_buffers: keep the host memory into which a save copies the state for the next one,
+            which then takes a fraction of the time.
 
     Raises:
-        UserError: `keep_last` is below 1.
+        UserError: `keep_last` is below 1, or nothing opens the URL.
     """
 
-    def __init__(self, directory: str, *, keep_last: int | None, files: FileLayer | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        *,
+        keep_last: int | None,
+        keep_every: int | None = None,
+        files: FileLayer | None = None,
+        keep_buffers: bool = False,
+    ) -> None:
         if keep_last is not None and keep_last < 1:
             raise UserError(
                 "at least the newest checkpoint must stay",
@@ -61,11 +66,13 @@ class PortableCheckpointer(Checkpointer):
                 got=keep_last,
                 allowed="1 or more, or nothing to keep all",
             )
-        self.directory = os.path.abspath(directory)
-        self.keep_last = keep_last
-        self.files = files or FileLayer()
-        self._best_file = os.path.join(self.directory, _BEST)
+        fitting, self.directory = located(directory)
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.files = files or fitting
+        self._best_file = os.path.join(self.directory, BEST)
         self._swept = False
+        self._buffers = HostBuffers() if keep_buffers else None
+        self._last: PendingSave | None = None
 
     def save(self, backend: Backend, extra: dict[str, Any], rank_extra: dict[str, Any]) -> str:
         """Write and commit one checkpoint of step ``extra["progress"]["step"]``; every rank calls.
@@ -101,12 +108,18 @@ class PortableCheckpointer(Checkpointer):
             self._collect()
 
         try:
-            state = backend.export_state()
+            with self._lent_buffers():
+                state = backend.export_state()
         except Exception as error:  # noqa: BLE001 - raised again in finish, on every rank
             pending.fail(error)
         else:
             pending.start(state, rank_extra, commit)
+            self._last = pending
         return pending
+
+    def _lent_buffers(self) -> AbstractContextManager[None]:
+        writing = self._last is not None and self._last.is_writing()
+        return nullcontext() if self._buffers is None or writing else self._buffers.lent()
 
     def finish(self, backend: Ranks, pending: PendingSave) -> str:
         """Wait until `pending` is committed, and return its path; every rank calls.
@@ -124,7 +137,7 @@ class PortableCheckpointer(Checkpointer):
         """End a save that may not be finished, without the other ranks."""
         pending.give_up()
         if rank == 0:
-            self._discard(pending.staging)
+            self._commits.discard(pending.staging)
 
     def prepare(self, ranks: Ranks) -> None:
         """Make the directory, clear leftovers, and try from every rank that it can be written;
@@ -134,24 +147,25 @@ class PortableCheckpointer(Checkpointer):
             OSError: it cannot; the same error on every rank.
         """
         staging = on_rank_zero(ranks, self._probe)
-        path = os.path.join(staging, f"rank_{ranks.world.rank:05d}")
+        path = os.path.join(staging, rank_file(ranks.world.rank))
         try:
             agree(ranks, lambda: self.files.write_file(path, b""))
+            on_rank_zero(ranks, lambda: self._check_shared(staging, ranks.world.size))
         finally:
             if ranks.world.rank == 0:
-                self._discard(staging)
+                self._commits.discard(staging)
+
+    @property
+    def _commits(self) -> Commits:
+        return commits_of(self.files, self.directory)
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of `step` is or would be."""
-        return os.path.join(self.directory, f"step_{step:08d}")
+        return os.path.join(self.directory, step_name(step))
 
     def steps(self) -> list[int]:
-        """Steps with a directory, newest first, damaged ones included."""
-        try:
-            names = os.listdir(self.directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
+        """Steps that were committed, newest first, damaged ones included."""
+        return sorted((int(name.removeprefix("step_")) for name in self._commits.names()), reverse=True)
 
     def candidates(self) -> Iterator[str]:
         """Paths of the complete checkpoints, newest first. Damaged ones are passed over, with a
@@ -188,9 +202,8 @@ class PortableCheckpointer(Checkpointer):
             OSError: the mark cannot be written; the old one stays.
         """
         name = os.path.basename(os.path.normpath(path))
-        staging = os.path.join(self.directory, f".tmp-best-{secrets.token_hex(8)}")
-        self.files.write_file(staging, seal({"format": FORMAT, "version": VERSION, "best": name}))
-        self.files.rename(staging, self._best_file)
+        mark = seal({"format": FORMAT, "version": VERSION, "best": name})
+        self.files.publish(self._best_file, mark, self._commits.hidden("tmp", "best"))
         self.files.fsync_directory(self.directory)
 
     def best(self) -> str | None:
@@ -207,9 +220,8 @@ class PortableCheckpointer(Checkpointer):
     def sweep(self) -> None:
         """Remove what an interrupted save left behind. Only by the run that owns the directory."""
         self._swept = True
-        for name in self._names():
-            if _LEFTOVER.fullmatch(name):
-                self._discard(os.path.join(self.directory, name))
+        for path in self._commits.leftovers():
+            self._commits.discard(path)
 
     def set_aside(self, lineage: str, last_step: int) -> str | None:
         """Move checkpoints that are not this run's past out of its way, into a sub-directory.
@@ -238,9 +250,9 @@ class PortableCheckpointer(Checkpointer):
         self.files.make_directory(aside)
         best = self._marked()
         for path in foreign:
-            self.files.rename(path, os.path.join(aside, os.path.basename(path)))
+            self._commits.move(path, aside)
             if path == best:
-                self.files.rename(self._best_file, os.path.join(aside, _BEST))
+                self._commits.move_file(self._best_file, aside)
         self.files.fsync_directory(self.directory)
         return aside
 
@@ -261,28 +273,35 @@ class PortableCheckpointer(Checkpointer):
         Returns:
             The paths removed, newest first; with `dry_run`, those that would be.
         """
-        every = {self.path_of(step) for step in self.steps() if keep_every and step % keep_every == 0}
-        kept = {*every, self._marked()}
+        kept = {*self._regular(keep_every), self._marked()}
         doomed = [path for path in list(self.candidates())[keep_last:] if path not in kept]
         if not dry_run:
             for path in doomed:
-                self._drop(path)
+                self._commits.drop(path)
         return doomed
 
     def _probe(self) -> str:
         self.files.make_directories(self.directory)
         self.sweep()
-        staging = os.path.join(self.directory, f".tmp-probe-{secrets.token_hex(8)}")
+        staging = self._commits.hidden("tmp", "probe")
         self.files.make_directory(staging)
         return staging
 
+    def _check_shared(self, staging: str, size: int) -> None:
+        names = [rank_file(rank) for rank in range(size)]
+        absent = set(names) - set(self.files.present(staging, names))
+        if absent:
+            raise FileNotFoundError(f"rank 0 does not see there what {len(absent)} of {size} ranks wrote")
+
     def _stage(self, final: str) -> str | None:
-        """A new directory to write into; None when `final` is committed and good."""
+        """A new place to write into; None when `final` is committed and good."""
         if not self._swept:
             self.sweep()
-        if os.path.isdir(final) and not verify(final):
+        if self._commits.exists(final) and not verify(final):
             return None
-        staging = self._hidden("tmp", final)
+        # Who took the directory away in the middle of a run may have given it back, empty.
+        self.files.make_directories(self.directory)
+        staging = self._commits.staging(final)
         self.files.make_directory(staging)
         return staging
 
@@ -297,19 +316,18 @@ class PortableCheckpointer(Checkpointer):
         size: int,
     ) -> None:
         names = map(rank_file, range(size))
-        indexes = [read_index(os.path.join(staging, name), facts[name]["sha256"]) for name in names]
+        indexes = [
+            read_index(self.files, os.path.join(staging, name), facts[name]["sha256"]) for name in names
+        ]
         entries = [ChunkEntry.from_json(data) for index in indexes for data in index["chunks"]]
         merge_scalars(state, indexes)
-        manifest = manifest_of(step, state, extra, facts, entries, size)
-        self.files.write_file(os.path.join(staging, MANIFEST), seal(manifest))
+        folder = self._commits.folder(staging)
+        manifest = seal(manifest_of(step, state, extra, facts, entries, size, folder))
         # What another host wrote must be here too: this sees a directory that is not shared.
-        read_manifest(staging)
-        self.files.fsync_directory(staging)
-        if os.path.isdir(final):
+        check_files(self.files, staging, facts)
+        if self._commits.exists(final):
             logger.warning("replacing %s, which is damaged", final)
-            self._drop(final)
-        self.files.rename(staging, final)
-        self.files.fsync_directory(self.directory)
+        self._commits.commit(staging, final, manifest)
 
     def _collect(self) -> None:
         """Remove what is older than the last `keep_last`. The save has succeeded: never raises."""
@@ -318,46 +336,23 @@ class PortableCheckpointer(Checkpointer):
         # Damaged ones do not count, or they would push out the good.
         kept = [path for path, _ in zip(self.candidates(), range(self.keep_last), strict=False)]
         best = self._marked()
-        if len(kept) < self.keep_last or (best is None and os.path.exists(self._best_file)):
+        if len(kept) < self.keep_last or (best is None and self.files.exists(self._best_file)):
             return
+        stays = {best, *self._regular(self.keep_every)}
         paths = [self.path_of(step) for step in self.steps()]
         for path in paths[paths.index(kept[-1]) + 1 :]:
-            if path != best:
-                self._drop(path)
+            if path not in stays:
+                self._commits.drop(path)
 
-    def _drop(self, path: str) -> None:
-        doomed = self._hidden("gc", path)
-        try:
-            self.files.rename(path, doomed)
-        except OSError as error:
-            logger.warning("an old checkpoint cannot be removed: %s", error)
-        else:
-            self._discard(doomed)
-
-    def _discard(self, path: str) -> None:
-        try:
-            self.files.remove(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            logger.warning("a leftover cannot be removed and stays until the next run: %s", error)
-
-    def _hidden(self, kind: str, final: str) -> str:
-        return os.path.join(self.directory, f".{kind}-{os.path.basename(final)}-{secrets.token_hex(8)}")
-
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    def _regular(self, every: int | None) -> list[str]:
+        return [self.path_of(step) for step in self.steps() if every and step % every == 0]
 
     def _marked(self) -> str | None:
         try:
-            with open(self._best_file, "rb") as file:
-                name = str(unseal(file.read()).get("best"))
+            name = str(unseal(self.files.read(self._best_file)).get("best"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             logger.warning("passing over %s: %s", self._best_file, error)
             return None
-        return os.path.join(self.directory, name) if _STEP.fullmatch(name) else None
+        return os.path.join(self.directory, name) if STEP.fullmatch(name) else None

@@ -14,14 +14,21 @@ from distributed.checkpoint.shards import is_sharded, local_part, read_part, wra
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
-__all__ = ["check_groups", "export_groups", "import_optimizer", "parameter_slots", "restore_group"]
+__all__ = [
+    "IMPLEMENTATION",
+    "check_groups",
+    "export_groups",
+    "import_optimizer",
+    "parameter_slots",
+    "restore_group",
+]
 
 NAMES = "names"
 _LIVE = ("params", "param_names")
 SCALAR_DTYPES = "scalar_dtypes"
 _PREFIX = "optimizer."
-# How a step is computed here, not what it computes: these follow the machine.
-_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""How a step is computed here, not what it computes: these follow the machine."""
 # Hyper-parameters that tell families of optimizers apart, whoever implements them.
 _FAMILY = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"})
 
@@ -177,7 +184,7 @@ def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Set `group`'s hyper-parameters to the saved ones; a tensor stays the tensor it is."""
     for key, value in saved.items():
         current = group.get(key)
-        if key in (NAMES, SCALAR_DTYPES) or key in _IMPLEMENTATION:
+        if key in (NAMES, SCALAR_DTYPES) or key in IMPLEMENTATION:
             continue
         if isinstance(current, Tensor):
             with torch.no_grad():

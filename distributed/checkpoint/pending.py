@@ -7,6 +7,7 @@ the outcome in `PendingSave.finish`, where all of them call.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -15,14 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from distributed.checkpoint.agreement import Ranks, agree, on_rank_zero
-from distributed.checkpoint.files import FileLayer, sha256_of, unseal
-from distributed.checkpoint.store import rank_file, shard_file, write_rank
+from distributed.checkpoint.files import FileLayer, unseal
+from distributed.checkpoint.names import rank_file, shard_file
+from distributed.checkpoint.store import write_rank
 from distributed.interfaces.state import BackendState
 
 __all__ = ["Commit", "PendingSave"]
-
-_LOOK = 0.01
-"""Seconds between looks at a directory that other hosts write into, which no event tells of."""
 
 _VISIBLE = 60.0
 """Seconds after which what every rank has written must be seen by rank 0."""
@@ -72,6 +71,10 @@ class PendingSave:
         if self._rank == 0:
             return self._thread is None or not self._thread.is_alive()
         return self._failure is not None
+
+    def is_writing(self) -> bool:
+        """Whether what was exported for it is still needed."""
+        return self._thread is not None and self._thread.is_alive()
 
     def finish(self, ranks: Ranks) -> str:
         """Wait for the end; collective.
@@ -126,25 +129,22 @@ class PendingSave:
 
     def _collect_facts(self) -> Facts | None:
         """What every rank's index says of its files, once all are there; None when given up."""
-        missing, facts = set(range(self._size)), Facts()
+        missing, facts = {rank_file(rank): rank for rank in range(self._size)}, Facts()
         while True:
-            for rank in sorted(missing):
-                path = os.path.join(self.staging, rank_file(rank))
-                if os.path.exists(path):
-                    facts |= _facts_of(path, rank, self._size)
-                    missing.discard(rank)
+            for name in self._files.present(self.staging, list(missing)):
+                path = os.path.join(self.staging, name)
+                facts |= _facts_of(self._files, path, missing.pop(name), self._size)
             if not missing:
                 return facts
             if time.monotonic() > self._deadline:
                 raise FileNotFoundError(
-                    f"what ranks {sorted(missing)} wrote is not seen by rank 0 after {_VISIBLE:g} s"
+                    f"what ranks {sorted(missing.values())} wrote is not seen by rank 0 after {_VISIBLE:g} s"
                 )
-            if self._given_up.wait(_LOOK):
+            if self._given_up.wait(self._files.look):
                 return None
 
 
-def _facts_of(path: str, rank: int, size: int) -> Facts:
-    with open(path, "rb") as file:
-        raw = file.read()
-    index = {"size": len(raw), "sha256": sha256_of(path)}
+def _facts_of(files: FileLayer, path: str, rank: int, size: int) -> Facts:
+    raw = files.read(path)
+    index = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     return {shard_file(rank, size): unseal(raw)["shard"], rank_file(rank): index}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +10,13 @@ from typing import Any
 
 from distributed.checkpoint.chunks import ITEM_SIZES, ChunkEntry, tiling_problems
 from distributed.checkpoint.codec import decode
-from distributed.checkpoint.files import crc32_of, sha256_of, unseal
-from distributed.checkpoint.store import FORMAT, MANIFEST, VERSION, rank_file
+from distributed.checkpoint.files import FileLayer, Ranges, unseal
+from distributed.checkpoint.names import FORMAT, MANIFEST, VERSION, rank_file
+from distributed.checkpoint.objects import located
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
-__all__ = ["PortableReader", "read_index", "read_manifest", "verify"]
+__all__ = ["PortableReader", "check_files", "read_index", "read_manifest", "verify"]
 
 _REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 
@@ -32,8 +32,14 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         UserError: missing, incomplete, damaged, or of another format or version.
     """
+    files, path = located(path)
+    return _manifest(files, path)[0]
+
+
+def _manifest(files: FileLayer, path: str) -> tuple[dict[str, Any], str]:
+    """(the manifest, the directory of the files that it names)"""
     file = os.path.join(path, MANIFEST)
-    manifest = _read_sealed(file)
+    manifest = _read_sealed(files, file)
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise UserError(
             f"{file} is not a checkpoint that this version reads",
@@ -42,21 +48,43 @@ def read_manifest(path: str) -> dict[str, Any]:
             remedy="Read it with the version of distributed-trainer that wrote it",
         )
     try:
-        for name, facts in manifest["files"].items():
-            _check_size(os.path.join(path, _bare(name)), facts["size"])
+        folder = os.path.join(path, _bare(manifest["folder"])) if "folder" in manifest else path
+        check_files(files, folder, manifest["files"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(file, f"malformed: {error!r}") from None
-    return manifest
+    return manifest, folder
 
 
-def read_index(path: str, sha256: str) -> dict[str, Any]:
+def check_files(files: FileLayer, directory: str, facts: Mapping[str, dict[str, Any]]) -> None:
+    """See that every file is there with its size.
+
+    Raises:
+        UserError: one is not.
+        ValueError: a name leads out of the directory.
+    """
+    names = {name: os.path.join(directory, _bare(name)) for name in facts}
+    try:
+        sizes = files.sizes(directory)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise damaged(directory, error.strerror) from None
+    for name, path in names.items():
+        size = facts[name]["size"]
+        if name not in sizes:
+            raise damaged(path, "it is missing")
+        if sizes[name] != size:
+            raise damaged(path, f"it has {sizes[name]} bytes, and had {size} when it was written")
+
+
+def read_index(files: FileLayer, path: str, sha256: str) -> dict[str, Any]:
     """A rank's index file, whose hash is known from the manifest.
 
     Raises:
         UserError: missing, damaged, or another checkpoint's.
     """
-    index = _read_sealed(path)
-    if sha256_of(path) != sha256:
+    index = _read_sealed(files, path)
+    if files.sha256(path) != sha256:
         raise damaged(path, "it belongs to another checkpoint")
     return index
 
@@ -64,43 +92,52 @@ def read_index(path: str, sha256: str) -> dict[str, Any]:
 def verify(path: str, part: int = 0, parts: int = 1) -> list[str]:
     """Read a checkpoint through and say what is wrong with it, one line per problem.
 
+    A store that cannot be reached says nothing of what it holds: that is a ConnectionError.
+
     Args:
-        path: its directory.
+        path: its directory, or a URL.
         part: check only the `part`-th of `parts` shares of its files, so that ranks divide the
             work. The manifest, the sizes and the indexes are checked in every part.
         parts: into how many shares.
     """
     try:
-        manifest = read_manifest(path)
-    except (UserError, OSError) as error:
+        files, path = located(path)
+        manifest, folder = _manifest(files, path)
+    except UserError as error:
         return [str(error)]
     problems = []
     for name, facts in sorted(manifest["files"].items())[part::parts]:
-        problems += _digest_problems(os.path.join(path, name), facts)
+        problems += _digest_problems(files, os.path.join(folder, name), facts)
     try:
         reader = PortableReader(path)
         entries = reader.entries()
-    except (UserError, OSError) as error:
+    except UserError as error:
         return [*problems, str(error)]
     absent = reader.tensors().keys() - {(entry.key, entry.name) for entry in entries}
     problems += [f"{path}: no rank holds {key} '{name}'" for key, name in sorted(absent)]
     return problems + tiling_problems(entries)
 
 
-def _digest_problems(path: str, facts: dict[str, Any]) -> list[str]:
+def _digest_problems(files: FileLayer, path: str, facts: dict[str, Any]) -> list[str]:
     try:
-        wrong = crc32_of(path) != facts["crc32"] if "crc32" in facts else sha256_of(path) != facts["sha256"]
+        if "crc32" in facts:
+            wrong = files.crc32(path) != facts["crc32"]
+        else:
+            wrong = files.sha256(path) != facts["sha256"]
+    except ConnectionError:
+        raise
     except (OSError, KeyError) as error:
         return [f"{path}: {error}"]
     return [f"{path}: its checksum does not match its content"] if wrong else []
 
 
-def _read_sealed(path: str) -> dict[str, Any]:
+def _read_sealed(files: FileLayer, path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            return unseal(file.read())
+        return unseal(files.read(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no complete checkpoint: {path} is missing", remedy=_REMEDY) from None
+    except ConnectionError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, error) from None
 
@@ -111,20 +148,14 @@ def _bare(name: str) -> str:
     return name
 
 
-def _check_size(path: str, size: int) -> None:
-    try:
-        found = os.stat(path).st_size
-    except OSError as error:
-        raise damaged(path, error.strerror) from None
-    if found != size:
-        raise damaged(path, f"it has {found} bytes, and had {size} when it was written")
-
-
 class PortableReader(StateReader):
     """A committed checkpoint, opened.
 
+    Args:
+        path: its directory, or a URL.
+
     Attributes:
-        path: its directory.
+        path: its directory, absolute, or its URL.
         step: optimizer steps taken when it was saved.
         world_size: ranks that saved it.
         versions: of torch and of this package, when it was saved.
@@ -139,14 +170,14 @@ class PortableReader(StateReader):
     """
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
-        self._manifest = read_manifest(self.path)
+        self._files, self.path = located(path)
+        self._manifest, self._folder = _manifest(self._files, self.path)
         try:
             self._take(self._manifest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(os.path.join(self.path, MANIFEST), f"malformed: {error!r}") from None
         self._entries: dict[tuple[str, str], list[ChunkEntry]] | None = None
-        self._maps: dict[str, mmap.mmap] = {}
+        self._ranges: dict[str, Ranges] = {}
         self._checked: set[tuple[str, int]] = set()
 
     def _take(self, manifest: dict[str, Any]) -> None:
@@ -209,9 +240,19 @@ class PortableReader(StateReader):
         """
         return [entry for pieces in self._index().values() for entry in pieces]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that the manifest names."""
+        return sum(facts["size"] for facts in self._manifest["files"].values())
+
+    @property
+    def saved_at(self) -> float:
+        """When it was committed, in seconds since the epoch. Raises OSError."""
+        return self._files.modified(os.path.join(self.path, MANIFEST))
+
     def close(self) -> None:
         """Release the mapped files. Reading again maps them again."""
-        self._maps.clear()
+        self._ranges.clear()
 
     def _index(self) -> dict[tuple[str, str], list[ChunkEntry]]:
         if self._entries is None:
@@ -223,9 +264,9 @@ class PortableReader(StateReader):
         return self._entries
 
     def _parsed(self, name: str, parse: Callable[[dict[str, Any]], Any]) -> Any:
-        path = os.path.join(self.path, name)
+        path = os.path.join(self._folder, name)
         try:
-            return parse(read_index(path, self._manifest["files"][_bare(name)]["sha256"]))
+            return parse(read_index(self._files, path, self._manifest["files"][_bare(name)]["sha256"]))
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(path, f"malformed: {error!r}") from None
 
@@ -250,22 +291,23 @@ class PortableReader(StateReader):
             raise damaged(self.path, f"its indexes cover {filled} of {length} elements of '{name}'")
 
     def _bytes(self, entry: ChunkEntry) -> memoryview:
-        path = os.path.join(self.path, _bare(entry.file))
-        raw = memoryview(self._map(path))[entry.offset : entry.offset + entry.nbytes]
+        path = os.path.join(self._folder, _bare(entry.file))
+        raw = self._part(path, entry.offset, entry.offset + entry.nbytes)
         if (entry.file, entry.offset) not in self._checked:
             if len(raw) != entry.nbytes or zlib.crc32(raw) != entry.crc32:
                 raise damaged(path, f"the checksum of '{entry.name}' ({entry.key}) does not match")
             self._checked.add((entry.file, entry.offset))
         return raw
 
-    def _map(self, path: str) -> mmap.mmap:
-        if path not in self._maps:
-            try:
-                with open(path, "rb") as file:
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise damaged(path, error) from None
-        return self._maps[path]
+    def _part(self, path: str, start: int, end: int) -> memoryview:
+        try:
+            if path not in self._ranges:
+                self._ranges[path] = self._files.ranges(path)
+            return self._ranges[path](start, end)
+        except ConnectionError:
+            raise
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from None
 
 
 def _overlaps(entry: ChunkEntry, start: int, length: int) -> Iterator[tuple[int, int, int]]:

@@ -6,40 +6,22 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from distributed._version import __version__
 from distributed.checkpoint.chunks import ITEM_SIZES, ChunkEntry, tiling_problems
 from distributed.checkpoint.codec import decode, encode
 from distributed.checkpoint.files import FileLayer, seal
+from distributed.checkpoint.names import FORMAT, VERSION, rank_file, shard_file
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "VERSION",
-    "manifest_of",
-    "merge_scalars",
-    "rank_file",
-    "shard_file",
-    "write_rank",
-]
+__all__ = ["manifest_of", "merge_scalars", "write_rank"]
 
-FORMAT = "distributed-trainer portable checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-
-
-def rank_file(rank: int) -> str:
-    """Name of a rank's index."""
-    return f"rank_{rank:05d}.json"
-
-
-def shard_file(rank: int, size: int) -> str:
-    """Name of a rank's tensor bytes."""
-    return f"shard_{rank:05d}_of_{size:05d}.bin"
+_PIECE = 64 << 20
+"""Bytes under one checksum at most, so that who needs a part of a large tensor reads little more."""
 
 
 def write_rank(
@@ -67,21 +49,31 @@ def write_rank(
         "shard": facts,
     }
     path = os.path.join(directory, rank_file(rank))
-    files.write_file(f"{path}.part", seal(index))
     # Rank 0 brings the names to the disk before it commits.
-    files.rename(f"{path}.part", path)
+    files.publish(path, seal(index), f"{path}.part")
 
 
 def _write_shard(files: FileLayer, path: str, chunks: list[Chunk]) -> tuple[list[ChunkEntry], dict[str, Any]]:
     entries, offset, crc = [], 0, 0
     with files.open(path) as file:
-        for chunk in chunks:
-            entry, raw = _entry(chunk, os.path.basename(path), offset)
+        for entry, raw in _pieces(chunks, os.path.basename(path)):
             files.write(file, raw)
             entries.append(entry)
             offset, crc = offset + len(raw), zlib.crc32(raw, crc)
         files.fsync(file)
     return entries, {"size": offset, "crc32": crc}
+
+
+def _pieces(chunks: Iterable[Chunk], file: str) -> Iterator[tuple[ChunkEntry, memoryview]]:
+    """The chunks in turn as they lie in `file`, none larger than `_PIECE`."""
+    offset = 0
+    for chunk in chunks:
+        length = max(_PIECE // ITEM_SIZES.get(str(chunk.data.dtype).removeprefix("torch."), 1), 1)
+        for first in range(0, max(len(chunk.data), 1), length):
+            piece = replace(chunk, start=chunk.start + first, data=chunk.data[first : first + length])
+            entry, raw = _entry(piece, file, offset)
+            yield entry, raw
+            offset += len(raw)
 
 
 def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview]:
@@ -136,8 +128,9 @@ def manifest_of(
     facts: dict[str, dict[str, Any]],
     entries: list[ChunkEntry],
     size: int,
+    folder: str = "",
 ) -> dict[str, Any]:
-    """The manifest of what all ranks wrote.
+    """The manifest of what all ranks wrote; the files lie in `folder` beside it.
 
     Raises:
         ValueError: the pieces do not tile every tensor exactly.
@@ -164,6 +157,7 @@ def manifest_of(
         "scaler": encode(state.scaler, "scaler"),
         "extra": {key: encode(value, key) for key, value in extra.items()},
         "files": facts,
+        **({"folder": folder} if folder else {}),
     }
 
 

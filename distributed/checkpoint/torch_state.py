@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distributed.checkpoint.codec import decode, encode
+from distributed.checkpoint.host_buffers import to_host
 from distributed.checkpoint.optimizer_state import (
     check_groups,
     export_groups,
@@ -246,8 +247,8 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
             f" {tensor.dtype} on {tensor.device}",
             allowed="dense tensors that hold data",
         )
-    data = tensor.detach().reshape(-1)[start:end].to("cpu", copy=True)
-    return [Chunk(name, key, shape, first + start, data)] if count == 0 or len(data) else []
+    data = to_host(tensor.detach().reshape(-1)[start:end])
+    return [Chunk(name, key, shape, first + start, data)] if count == 0 or end > start else []
 
 
 def _range(name: str, key: str, part: Part) -> list[Chunk]:
@@ -260,7 +261,7 @@ def _range(name: str, key: str, part: Part) -> list[Chunk]:
             field="optimizer",
             allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
         )
-    data = part.data.detach().to("cpu", copy=True)
+    data = to_host(part.data.detach())
     return [Chunk(name, key, part.shape, part.start, data)] if len(data) or not count else []
 
 

@@ -23,7 +23,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``checkpoint`` and their flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    folder = "a checkpoint_dir"
+    folder = "a checkpoint_dir, or its URL"
     one = "a checkpoint (step_NNNNNNNN), or a directory of them: its newest good one"
     ls = _action(actions, "ls", _ls, folder, "List the checkpoints of a directory, newest first.")
     ls.add_argument("--json", action="store_true", help="As JSON.")
@@ -89,14 +89,14 @@ def _row(path: str, best: bool) -> dict[str, Any]:
         reader = PortableReader(path)
     except UserError as error:
         return {**row, "epoch": "", "saved": "", "backend": "", "ranks": "", "size": "", "state": str(error)}
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(path).st_mtime))
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reader.saved_at))
     return {
         **row,
         "epoch": reader.extra["progress"]["epoch"],
         "saved": saved,
         "backend": reader.extra["config"]["backend"],
         "ranks": reader.world_size,
-        "size": _readable(_size_of(path)),
+        "size": _readable(reader.nbytes),
         "state": "complete",
     }
 
@@ -139,7 +139,7 @@ def _totals(reader: PortableReader) -> str:
     for (key, _), shape in reader.tensors().items():
         counts[key] += prod(shape)
     said = ", ".join(f"{key} {count:,}" for key, count in counts.items())
-    return f"elements: {said}; {_readable(_size_of(reader.path))} on disk"
+    return f"elements: {said}; {_readable(reader.nbytes)} stored"
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -194,11 +194,11 @@ def _prune(args: argparse.Namespace) -> None:
 
 
 def _is_checkpoint(path: str) -> bool:
-    from distributed.checkpoint.store import MANIFEST
+    from distributed.checkpoint.names import MANIFEST
+    from distributed.checkpoint.objects import located
 
-    return os.path.exists(os.path.join(path, MANIFEST)) or os.path.basename(
-        os.path.normpath(path)
-    ).startswith("step_")
+    files, path = located(path)
+    return os.path.basename(path).startswith("step_") or files.exists(os.path.join(path, MANIFEST))
 
 
 def _store(path: str) -> PortableCheckpointer:
@@ -225,10 +225,6 @@ def _open(path: str) -> PortableReader:
         raise UserError("every checkpoint there is damaged", field="PATH", got=path,
                         remedy="`checkpoint verify` says which files")  # fmt: skip
     return PortableReader(latest)
-
-
-def _size_of(path: str) -> int:
-    return sum(entry.stat().st_size for entry in os.scandir(path))
 
 
 def _readable(size: float) -> str:

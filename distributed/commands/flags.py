@@ -42,6 +42,12 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
             _add_field(group, name, flags, schema)
     for name, flag in _SECTION_FLAGS.items():
         _add_field(group, name, [flag], schema_of(name))
+    group.add_argument(
+        "--nnodes",
+        action=_NumNodes,
+        metavar="N|MIN:MAX",
+        help="Hosts, in torchrun's words: MIN:MAX is --num-nodes MAX with elastic.min_nodes=MIN.",
+    )
 
 
 def collect_layers(args: argparse.Namespace) -> list[Layer]:
@@ -73,6 +79,16 @@ def schema_of(name: str) -> dict[str, Any]:
 @cache
 def _root_schema() -> dict[str, Any]:
     return DistributedConfig.model_json_schema()
+
+
+class _NumNodes(argparse.Action):
+    """``--nnodes 4`` or ``--nnodes 1:4``; the schema judges the numbers."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        fewest, colon, most = str(values).partition(":")
+        setattr(namespace, f"{_PREFIX}num_nodes", most if colon else fewest)
+        if colon:
+            setattr(namespace, f"{_PREFIX}elastic.min_nodes", fewest)
 
 
 def _add_field(group: argparse._ArgumentGroup, name: str, flags: list[str], schema: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
+    ElasticSection,
     FSDPSection,
     HorovodSection,
     LrScaling,
@@ -128,6 +129,21 @@ class DistributedConfig(BaseModel):
     gradient_as_bucket_view: bool = Field(True, description="Gradients live in the reduction buckets.")
     bucket_cap_mb: PositiveFloat = Field(25.0, description="Size of a gradient bucket, in MiB.")
     collective_timeout: PositiveFloat = Field(600.0, description="Seconds a collective may take.")
+    stall_report: PositiveFloat | None = Field(
+        30.0,
+        description="Seconds without a move after which a rank is reported, with phase, step and stack, and"
+        " waited for; None never.",
+    )
+    hang_timeout: PositiveFloat | None = Field(
+        600.0,
+        description="Seconds after which a run that hangs is ended, with that report as its error; None"
+        " never.",
+    )
+    divergence_check_steps: PositiveInt | None = Field(
+        100,
+        description="Optimizer steps after which a log step compares replicated parameters over the ranks;"
+        " None never.",
+    )
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks.")
 
     # ZeRO
@@ -145,10 +161,12 @@ class DistributedConfig(BaseModel):
     )
 
     # Checkpointing
-    checkpoint_dir: str | None = Field(None, description="Where checkpoints go; None saves none.")
+    checkpoint_dir: str | None = Field(
+        None, description="Where checkpoints go: a path, or a URL such as s3://bucket/run; None saves none."
+    )
     checkpoint_frequency: PositiveInt = Field(1, description="Epochs between checkpoints.")
     resume_from_checkpoint: bool | str = Field(
-        False, description="True: newest good checkpoint in `checkpoint_dir`, if any; or a path."
+        False, description="True: newest good checkpoint in `checkpoint_dir`, if any; or a path or URL."
     )
     return_weights: Literal["auto", "full", "none"] = Field(
         "auto", description="Whether `fit` puts the trained weights into the caller's model."
@@ -165,6 +183,9 @@ class DistributedConfig(BaseModel):
     data: DataSection = Field(default_factory=DataSection, description="How data reaches the ranks.")
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="When to save and what to keep."
+    )
+    elastic: ElasticSection = Field(
+        default_factory=ElasticSection, description="Going on after failures, with fewer or more ranks."
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
     fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
@@ -208,6 +229,7 @@ class DistributedConfig(BaseModel):
             raise ValueError("rdzv_endpoint is missing: several nodes need host:port of node 0")
         if self.resume_from_checkpoint is True and self.checkpoint_dir is None:
             raise ValueError("resume_from_checkpoint=True needs checkpoint_dir: there is nowhere to look")
+        _check_elastic(self)
         return self
 
     @property
@@ -217,7 +239,20 @@ class DistributedConfig(BaseModel):
             return self.num_processes
         if self.num_gpus is not None:
             return self.num_gpus
-        return self.gpus_per_node * self.num_nodes if self.gpus_per_node is not None else None
+        if self.gpus_per_node is not None:
+            return self.gpus_per_node * self.num_nodes
+        return self.elastic.max_ranks
+
+    @property
+    def max_restarts(self) -> int:
+        """How many failures of a rank a run survives."""
+        asked, section = self.elastic.max_restarts, self.elastic
+        return asked if asked is not None else 3 if section.min_ranks or section.min_nodes else 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks are started again, after a failure or for another host."""
+        return bool(self.max_restarts or self.elastic.min_ranks or self.elastic.min_nodes)
 
     @property
     def wants_tensorboard(self) -> bool:
@@ -228,6 +263,11 @@ class DistributedConfig(BaseModel):
     def wants_mlflow(self) -> bool:
         """Whether the run is recorded in MLflow."""
         return self.mlflow_tracking or self.tracking.mlflow_experiment is not None
+
+    @property
+    def heeds_signals(self) -> bool:
+        """Whether SIGTERM and SIGUSR1 save and end the run."""
+        return self.checkpoint_dir is not None and self.checkpoint.on_signal
 
     @property
     def wants_zero(self) -> bool:
@@ -278,3 +318,19 @@ def _check_ranks(config: DistributedConfig) -> None:
         raise ValueError(
             f"node_rank={config.node_rank} is not below num_nodes={config.num_nodes}: nodes count from 0"
         )
+
+
+def _check_elastic(config: DistributedConfig) -> None:
+    """What `elastic` needs of the other fields is there, or a ValueError says what is not."""
+    section, ranks = config.elastic, config.num_ranks
+    if section.max_ranks is not None and ranks != section.max_ranks:
+        raise ValueError(
+            f"elastic.max_ranks={section.max_ranks} and num_gpus={ranks} disagree: a run starts with all the"
+            " ranks it may have; give one of them"
+        )
+    if section.min_ranks is not None and ranks is not None and section.min_ranks > ranks:
+        raise ValueError(f"elastic.min_ranks={section.min_ranks} is above the {ranks} ranks of the run")
+    if section.min_nodes is not None and section.min_nodes > config.num_nodes:
+        raise ValueError(f"elastic.min_nodes={section.min_nodes} is above num_nodes={config.num_nodes}")
+    if config.is_elastic and config.checkpoint_dir is None:
+        raise ValueError("elastic needs checkpoint_dir: without checkpoints there is nothing to go on from")

@@ -19,6 +19,7 @@ from pydantic import (
 __all__ = [
     "CheckpointSection",
     "DataSection",
+    "ElasticSection",
     "FSDPSection",
     "HorovodSection",
     "LrScaling",
@@ -77,6 +78,9 @@ class CheckpointSection(Section):
         None, description="Also save every n optimizer steps. None saves by `checkpoint_frequency` alone."
     )
     keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
+    keep_every_n_steps: PositiveInt | None = Field(
+        None, description="Keep also the checkpoints of steps that n divides; None keeps none of them."
+    )
     keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
     asynchronous: bool = Field(
         True,
@@ -84,6 +88,11 @@ class CheckpointSection(Section):
     )
     max_failures: PositiveInt = Field(
         3, description="Saves that may fail in a row before the run is stopped; 1 stops at the first."
+    )
+    on_signal: bool = Field(
+        True,
+        description="SIGTERM and SIGUSR1 save at the same step on every rank and end the run with exit code"
+        " 75; false, and a run without `checkpoint_dir`, leave them their usual meaning.",
     )
     metric: str | None = Field(
         None,
@@ -93,6 +102,35 @@ class CheckpointSection(Section):
     mode: Literal["auto", "max", "min"] = Field(
         "auto", description="Whether more is better; auto minimises names with 'loss' or 'error'."
     )
+
+
+class ElasticSection(Section):
+    """Ranks that are started again after a failure, with fewer or more of them if need be. The global
+    batch stays: what each rank takes of it, and accumulation, follow the number of ranks."""
+
+    max_restarts: NonNegativeInt | None = Field(
+        None,
+        description="Failures after which all ranks start again from the newest checkpoint. None is 3 with"
+        " `min_ranks` or `min_nodes`, and otherwise 0.",
+    )
+    min_ranks: PositiveInt | None = Field(
+        None, description="Fewest ranks to go on with. None: as many as at the start."
+    )
+    max_ranks: PositiveInt | None = Field(
+        None, description="Most ranks, which is what a run starts with: another word for `num_gpus`."
+    )
+    min_nodes: PositiveInt | None = Field(None, description="`min_ranks`, counted in hosts.")
+    last_call: PositiveFloat = Field(
+        10.0, description="Seconds to wait for more hosts once there are enough to start."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.min_ranks is not None and self.min_nodes is not None:
+            raise ValueError("min_ranks and min_nodes say the same thing: give one of them")
+        if self.max_ranks is not None and (self.min_ranks or 1) > self.max_ranks:
+            raise ValueError(f"min_ranks={self.min_ranks} is above max_ranks={self.max_ranks}")
+        return self
 
 
 class TrackingSection(Section):
@@ -205,11 +243,6 @@ class RaySection(Section):
     )
     start_timeout: PositiveFloat = Field(
         300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
-    )
-    max_failures: int = Field(
-        0,
-        ge=-1,
-        description="How often Ray starts all ranks anew when one fails (FailureConfig); -1: always.",
     )
     storage_path: str | None = Field(
         None, description="Where Ray Train keeps its own record of the run; None keeps none."

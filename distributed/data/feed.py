@@ -62,7 +62,7 @@ class Feed:
         self._per_sample_rng = per_sample_rng
         self._loader: DataLoader[Any] | None = None
         self._end: int | None = None
-        self._ahead = _Ahead(iter(()))
+        self._ahead, self._restored = _Ahead(iter(())), None
 
     @property
     def num_samples(self) -> int | None:
@@ -99,6 +99,23 @@ class Feed:
         if tensors is not None and not self._per_sample_rng and not isinstance(order, list):
             return self._indexed(tensors, order, start)
         return self._loaded(self._plan(order, start), epoch)
+
+    @property
+    def state(self) -> Any:
+        """What a stream needs to go on behind the last window that was given, besides the cursor.
+
+        None for data with indices. The same on all ranks, unless the stream shards itself.
+        """
+        return self._ahead.state
+
+    def restore(self, state: Any) -> None:
+        """Let the next `windows` that does not begin at 0 go on where `state` was taken."""
+        self._restored = state
+
+    @property
+    def rereads(self) -> bool:
+        """Whether to go on means to read again, and pass over, what was read before."""
+        return not self.source.is_map and "dataset" not in (self._restored or {})
 
     def ended(self, samples: int) -> bool:
         """Whether the first `samples` of the epoch that `windows` began are all that it yields.
@@ -220,7 +237,7 @@ class Feed:
 
         return self._loaded(plan(), epoch)
 
-    def _stream(self, epoch: int, start: int) -> Iterator[Window]:
+    def _stream(self, epoch: int, start: int) -> Iterator[tuple[Window, Any]]:
         """An iterable dataset: every rank reads the stream and keeps its own slices."""
         if self._per_sample_rng:
             raise UserError(
@@ -229,12 +246,31 @@ class Feed:
                 got=True,
                 allowed="false for iterable datasets",
             )
+        state, self._restored = self._restored if start else None, None
+        windows = self._read(epoch, start, state)
+        if not self.source.shards_itself:
+            return windows
+        # How much of its own stream a rank has used up tells its state, or reading it again.
+        position = start if "dataset" in (state or {}) else 0
+        return self._agreed(windows, position, start, epoch, state)
+
+    def _read(self, epoch: int, start: int, state: Any = None) -> Iterator[tuple[Window, Any]]:
+        """(window, what is needed to go on behind it) of this rank alone."""
         own = self.source.shards_itself
         kind = SelfShardedStream if own else DealtStream
         # Ranks that read one stream have to read the same, also where it shuffles itself.
         seed = mix(self.seed, epoch, self.rank if own else 0, 3)
         stream = kind(
-            self.source, self.batch_size, self.accumulation, self.rank, self.size, start, self.drop_last, seed
+            self.source,
+            self.batch_size,
+            self.accumulation,
+            self.rank,
+            self.size,
+            start,
+            self.drop_last,
+            seed,
+            state,
+            keep_state=not self.evaluation,
         )
         options = dict(self.source.options)
         # Several workers would each replay the stream; one keeps the order and still prefetches.
@@ -244,19 +280,23 @@ class Feed:
         loader = DataLoader(
             stream, batch_size=None, collate_fn=same, generator=self._generator(epoch), **options
         )
-        windows = (Window([MicroBatch(*pair) for pair in pairs], count) for count, pairs in loader)
-        return self._agreed(windows, start) if own else windows
+        for count, pairs, position in loader:
+            yield Window([MicroBatch(*pair) for pair in pairs], count), position
 
-    def _agreed(self, windows: Iterator[Window], start: int) -> Iterator[Window]:
+    def _agreed(
+        self, windows: Iterator[tuple[Window, Any]], position: int, start: int, epoch: int, state: Any
+    ) -> Iterator[tuple[Window, Any]]:
         """Ranks of a self-sharded stream may end at different times: they go on together."""
         last: Window | None = None
-        position = 0
         while True:
-            window = next(windows, None)
+            window, state = next(windows, (None, state))
             count = self._total(window.num_samples if window else 0)
             if count == 0:
                 return
             if window is None:
+                if last is None and position:
+                    # Its share was used up before: anything that it once held can stand in.
+                    last = next(self._read(epoch, 0), (None, None))[0]
                 if last is None:
                     raise UserError(
                         f"rank {self.rank} was given no sample at all by a dataset that shards itself",
@@ -266,9 +306,8 @@ class Feed:
                 window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
             last = window
             position += count
-            # How much of its own stream a rank has used up only reading it again tells.
             if position > start:
-                yield Window(window.micro_batches, count)
+                yield Window(window.micro_batches, count), state
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:
         if self._loader is None:
@@ -290,17 +329,24 @@ class Feed:
 
 
 class _Ahead:
-    """An iterator that can tell whether it has ended."""
+    """An iterator that can tell whether it has ended.
 
-    def __init__(self, windows: Iterator[Window]) -> None:
+    Attributes:
+        state: what came with the last window that was taken, whatever was read ahead.
+    """
+
+    state: Any = None
+
+    def __init__(self, windows: Iterator[tuple[Window, Any]]) -> None:
         self._windows = windows
-        self._held: list[Window] = []
+        self._held: list[tuple[Window, Any]] = []
 
     def __iter__(self) -> Iterator[Window]:
         return self
 
     def __next__(self) -> Window:
-        return self._held.pop() if self._held else next(self._windows)
+        window, self.state = self._held.pop() if self._held else next(self._windows)
+        return window
 
     def ended(self) -> bool:
         if not self._held:

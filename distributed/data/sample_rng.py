@@ -37,6 +37,15 @@ class RandomStreams:
         self._inside = _states()
         _put_back(self._outside)
 
+    @property
+    def state(self) -> Any:
+        """Where the last ``with`` ended."""
+        return self._inside
+
+    def go_on_from(self, state: Any) -> None:
+        """Let the next ``with`` begin where that of another object ended."""
+        self._inside = state
+
 
 class PerSampleRng(Dataset[Any]):
     """Wraps a map-style dataset; asked with ``(epoch, index)``. Seeds before each sample."""

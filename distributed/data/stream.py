@@ -1,18 +1,29 @@
-"""Iterable datasets, dealt out in whole windows inside the process that reads them."""
+"""Iterable datasets, dealt out in whole windows inside the process that reads them.
+
+With each window travels what the stream needs to go on behind it, taken before anything is read
+ahead: the dataset's own state where it has ``state_dict`` and ``load_state_dict``, else only a
+digest of the first sample, by which a stream that is read again is known to be another.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from distributed.data.fingerprint import fingerprint
 from distributed.data.order import split_window
 from distributed.data.sample_rng import RandomStreams
 from distributed.data.source import Source
+from distributed.errors import UserError
 
-__all__ = ["DealtStream", "SelfShardedStream", "same"]
+__all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "same"]
+
+logger = logging.getLogger("distributed")
 
 Pairs = list[tuple[Any, int]]
 
@@ -22,10 +33,15 @@ def same(value: Any) -> Any:
     return value
 
 
+def is_stateful(part: Any) -> bool:
+    """Whether a dataset, or its iterator, can say where it is and go there."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 class DealtStream(IterableDataset[Any]):
     """Every rank reads the whole stream; each keeps its slice of every global batch.
 
-    Yields ``(samples over all ranks, [(batch, samples of this rank), ...])``. Reading all of
+    Yields ``(samples over all ranks, [(batch, samples of this rank), ...], state)``. Reading all of
     it costs each rank the reading of all samples; a dataset that can do better says
     ``shards_itself = True``.
 
@@ -38,6 +54,8 @@ class DealtStream(IterableDataset[Any]):
         start: samples to pass over.
         drop_last: leave out the last window when it is smaller.
         seed: of the random numbers that the dataset draws while it is read.
+        state: what came with the window behind which to go on; None passes over `start` samples.
+        keep_state: give each window its state.
     """
 
     def __init__(
@@ -50,27 +68,74 @@ class DealtStream(IterableDataset[Any]):
         start: int,
         drop_last: bool,
         seed: int,
+        state: Any = None,
+        keep_state: bool = True,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
+        self.state, self.keep_state = state or {}, keep_state
 
-    def __iter__(self) -> Iterator[tuple[int, Pairs]]:
-        for window in self._windows(self.batch_size * self.accumulation * self.size, self.start):
+    def __iter__(self) -> Iterator[tuple[int, Pairs, Any]]:
+        for window, state in self._windows(self.batch_size * self.accumulation * self.size, self.start):
             spans = split_window(len(window), self.rank, self.size, self.batch_size)
-            yield len(window), [self._collate(window, *span) for span in spans]
+            yield len(window), [self._collate(window, *span) for span in spans], state
 
-    def _windows(self, wanted: int, start: int) -> Iterator[list[Any]]:
+    def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
         streams = RandomStreams(self.seed)
         with streams:
-            samples = iter(self.source.dataset)
-            for _ in islice(samples, start):
-                pass
+            origin, samples = self._opened()
+            samples = samples if "dataset" in self.state else self._passed(samples, start)
+        if "dataset" in self.state:
+            streams.go_on_from(self.state["rng"])
         while True:
             with streams:
                 window = list(islice(samples, wanted))
             if not window or (len(window) < wanted and self.drop_last):
                 return
-            yield window
+            yield window, self._position(origin, streams)
+
+    def _opened(self) -> tuple[Any, Iterator[Any]]:
+        """(whose state it is, the samples), where the saved state is, or at the beginning."""
+        dataset, saved = self.source.dataset, self.state.get("dataset")
+        if saved is not None and is_stateful(dataset):
+            dataset.load_state_dict(copy.deepcopy(saved))
+        samples = iter(dataset)
+        if is_stateful(samples):
+            if saved is not None:
+                samples.load_state_dict(copy.deepcopy(saved))
+            return samples, samples
+        if saved is not None and not is_stateful(dataset):
+            raise UserError(
+                "the checkpoint holds the place in the stream as its state_dict() told it, and the dataset"
+                " has no load_state_dict",
+                field=self.source.argument,
+                got=type(dataset).__name__,
+                remedy="Resume with the dataset that was saved",
+            )
+        return dataset, samples
+
+    def _passed(self, samples: Iterator[Any], start: int) -> Iterator[Any]:
+        """The samples behind the first `start`."""
+        first = list(islice(samples, 1))
+        found, saved = fingerprint(first), self.state.get("first", "")
+        if saved not in ("", found):
+            logger.warning(
+                "%s began with another sample when it was read again: it is not the same stream that was"
+                " saved, and samples may be repeated or missed. state_dict and load_state_dict would tell"
+                " where it is",
+                type(self.source.dataset).__name__,
+            )
+        self._first = found
+        for _ in islice(samples, max(start - 1, 0)):
+            pass
+        return samples if start else chain(first, samples)
+
+    def _position(self, origin: Any, streams: RandomStreams) -> Any:
+        if not self.keep_state:
+            return None
+        if is_stateful(origin):
+            return {"dataset": copy.deepcopy(origin.state_dict()), "rng": streams.state}
+        return {"first": self._first}
 
     def _collate(self, window: list[Any], start: int, stop: int) -> tuple[Any, int]:
         samples = window[start:stop] or window[: self.batch_size]
@@ -81,11 +146,11 @@ class SelfShardedStream(DealtStream):
     """The stream holds this rank's samples alone, read from its beginning. Yields this rank's
     count as the total: the feed sums it over the ranks and passes over what is done."""
 
-    def __iter__(self) -> Iterator[tuple[int, Pairs]]:
-        for window in self._windows(self.batch_size * self.accumulation, 0):
+    def __iter__(self) -> Iterator[tuple[int, Pairs, Any]]:
+        for window, state in self._windows(self.batch_size * self.accumulation, 0):
             pairs = [
                 self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)
             ]
             # Every rank runs the same number of micro-batches, whatever its stream holds.
             pairs += [(pairs[0][0], 0)] * (self.accumulation - len(pairs))
-            yield len(window), pairs
+            yield len(window), pairs, state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -248,6 +248,11 @@ class Backend(ABC):
     def communication_seconds(self) -> float:
         """Seconds this rank waited for gradients of others, per step, as far as known."""
         return 0.0
+
+    def replicated(self) -> Mapping[str, Any] | None:
+        """Trained parameters of which every rank holds a copy, by name, detached; None when there
+        are none, or it is not known. Compared now and then, to notice a replica that went astray."""
+        return None
 
     @abstractmethod
     def all_reduce(self, values: Sequence[float]) -> list[float]:

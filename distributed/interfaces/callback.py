@@ -72,6 +72,13 @@ class Callback:
     band: Band = Band.METRICS
     all_ranks: bool = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know, as plain data; saved in every checkpoint, from rank 0."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned, on every rank that has this callback."""
+
     def on_run_start(self, context: Context) -> None:
         """Ranks are up, model and data are ready, state is loaded."""
 

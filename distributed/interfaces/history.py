@@ -27,6 +27,8 @@ class History:
         checkpoint: path of the newest checkpoint, None without.
         best_checkpoint: path of the best checkpoint, None without.
         stop_reason: why the run ended before its last step, None when it did not.
+        restarts: why all ranks were started again, once each time; the records begin anew then.
+        preempted: the signal that asked the run to stop and save, None without.
         num_skipped_steps: optimizer steps not taken because gradients were not finite.
         world_size: ranks that trained.
         backend: the backend's name.
@@ -44,6 +46,8 @@ class History:
     checkpoint: str | None = None
     best_checkpoint: str | None = None
     stop_reason: str | None = None
+    restarts: list[str] = field(default_factory=list)
+    preempted: str | None = None
     num_skipped_steps: int = 0
     world_size: int = 1
     backend: str = ""

@@ -1,67 +1,36 @@
-"""When to save, what counts as best, and how a run goes on from a saved state."""
+"""When to save, and what counts as best."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
-from distributed.checkpoint.agreement import agree, on_rank_zero
+from distributed.checkpoint.agreement import on_rank_zero
+from distributed.checkpoint.best import larger_is_better, metric_name
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.pending import PendingSave
-from distributed.checkpoint.reader import PortableReader, verify
-from distributed.checkpoint.rng import capture_rng, restore_rng
-from distributed.checkpoint.store import MANIFEST
-from distributed.config import DistributedConfig
+from distributed.checkpoint.rng import capture_rng
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, World
-from distributed.interfaces.history import History
-from distributed.interfaces.task import Progress
+from distributed.mixins.resuming import ResumingMixin
 
 __all__ = ["CheckpointingMixin"]
 
 logger = logging.getLogger("distributed")
 
 
-class CheckpointingMixin:
-    """Checkpointing for the training loop's per-rank class. All methods are collective: every
+class CheckpointingMixin(ResumingMixin):
+    """Saving, and loading, for the training loop's per-rank class. All methods are collective: every
     rank calls them alike, and all return or raise the same.
-
-    Attributes:
-        config: the run's configuration.
-        backend: the ranks, set up and prepared.
-        progress: cursor and counters; overwritten in place by `resume` and `load_state`.
-        history: its ``checkpoint`` and ``best_checkpoint`` are kept up to date.
-        scheduler: an object with `state_dict` and `load_state_dict`, or None.
-        world: this rank's place.
-        checkpointer: None without ``checkpoint_dir``.
     """
-
-    config: DistributedConfig
-    backend: Backend
-    progress: Progress
-    history: History
-    scheduler: Any
-    world: World
-    checkpointer: PortableCheckpointer | None = None
 
     _failures = 0
     _pending: tuple[PendingSave, int, bool, float | None] | None = None
     """(save, its step, whether it is to be marked best, the best figure before it)."""
-    _lineage: str | None = None
-    _origin_step = -1
-    _claimed = False
-
-    def _notify(self, event: str, *args: Any) -> None:
-        """Tell the callbacks; without any, nobody."""
-
-    def warm_up(self, step: int) -> None:
-        """Before the state after `step` optimizer steps is loaded. Collective."""
 
     def setup_checkpointing(self) -> None:
         """Make the checkpointer, and find out before training whether saving can work.
@@ -73,8 +42,13 @@ class CheckpointingMixin:
         if self.config.checkpoint_dir is None:
             return
         encode(self._scheduler_state(), "scheduler")
-        keep_last = self.config.checkpoint.keep_last
-        self.checkpointer = PortableCheckpointer(self.config.checkpoint_dir, keep_last=keep_last)
+        section = self.config.checkpoint
+        self.checkpointer = PortableCheckpointer(
+            self.config.checkpoint_dir,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every_n_steps,
+            keep_buffers=section.asynchronous,
+        )
         try:
             self.checkpointer.prepare(self.backend)
         except OSError as error:
@@ -85,52 +59,6 @@ class CheckpointingMixin:
                 allowed="a directory that every rank can write; on several nodes, one that all share",
                 remedy="Choose another directory, or mend its permissions",
             ) from error
-
-    def resume(self) -> bool:
-        """Go on from where ``resume_from_checkpoint`` says; False when it says nothing, or when
-        it is True and there is no good checkpoint yet.
-
-        Raises:
-            UserError: the path given is no checkpoint or a damaged one, or is of another model.
-        """
-        source = self.config.resume_from_checkpoint
-        if source is False or (source is True and self.checkpointer is None):
-            return False
-        explicit = None if source is True else os.path.abspath(str(source))
-        directory = explicit or os.path.abspath(str(self.config.checkpoint_dir))
-        if explicit and on_rank_zero(self.backend, lambda: os.path.isfile(os.path.join(explicit, MANIFEST))):
-            self.load_state(explicit)
-            return True
-        store = PortableCheckpointer(directory, keep_last=None)
-        for path in on_rank_zero(self.backend, lambda: list(store.candidates())):
-            problems = self._problems(path)
-            if not problems:
-                self._restore(path)
-                return True
-            self._say(logging.WARNING, "passing over %s: %s", path, problems[0])
-        if explicit:
-            raise UserError(
-                "no good checkpoint there",
-                field="resume_from_checkpoint",
-                got=explicit,
-                allowed="a checkpoint (step_NNNNNNNN) or a directory of checkpoints",
-            )
-        self._say(logging.INFO, "no checkpoint in %s yet: starting from the beginning", directory)
-        return False
-
-    def load_state(self, path: str) -> None:
-        """Load the checkpoint at `path`: model, optimizer, scaler, scheduler, progress, and this
-        rank's random number generators when as many ranks saved it.
-
-        Raises:
-            UserError: it is missing, damaged, or of another model or optimizer.
-        """
-        problems = self._problems(path)
-        if problems:
-            raise UserError(
-                f"the checkpoint cannot be used: {problems[0]}", got=path, remedy="Load another one"
-            )
-        self._restore(path)
 
     def save_if_due(self, *, epoch_end: bool, metrics: Mapping[str, float] | None = None) -> str | None:
         """Begin to save when the configuration says so. Call it once after each optimizer step, with
@@ -176,6 +104,19 @@ class CheckpointingMixin:
         path = self._save(self.checkpointer, False, self.progress.best_metric)
         return self.finish_saving() if self._pending else path
 
+    def save_when_preempted(self) -> None:
+        """When a signal asked the run to go: save at this step, whatever the frequency.
+
+        Raises:
+            OSError: it cannot be saved.
+        """
+        signal = self.history.preempted
+        if signal is not None and self.save_now() is None:
+            raise OSError(
+                f"{signal} asked the run to go and step {self.progress.step} could not be saved in"
+                f" {self.config.checkpoint_dir}; an earlier step is in {self.history.checkpoint}"
+            )
+
     def finish_saving(self) -> str | None:
         """Wait until the save under way is committed, if there is one.
 
@@ -220,13 +161,13 @@ class CheckpointingMixin:
         """
         store = PortableCheckpointer(directory, keep_last=None)
         store.prepare(self.backend)
-        return store.save(self.backend, self._extra(best=False), {"rng": capture_rng()})
+        return store.save(self.backend, self._extra(best=False), self._rank_extra())
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
         step = self.progress.step
         try:
             self._claim(checkpointer)
-            begun = checkpointer.begin(self.backend, self._extra(best), {"rng": capture_rng()})
+            begun = checkpointer.begin(self.backend, self._extra(best), self._rank_extra())
         except OSError as error:
             if best:
                 self.progress.best_metric = before
@@ -257,14 +198,6 @@ class CheckpointingMixin:
             self._mark(checkpointer, path)
         self._notify("on_checkpoint", self, path)
 
-    def _mark(self, checkpointer: PortableCheckpointer, path: str) -> None:
-        try:
-            on_rank_zero(self.backend, lambda: checkpointer.mark_best(path))
-        except OSError as error:
-            self._say(logging.WARNING, "%s is saved but cannot be marked best: %s", path, error)
-        else:
-            self.history.best_checkpoint = path
-
     def _claim(self, checkpointer: PortableCheckpointer) -> None:
         """Before the first save: what other runs left in the directory moves out of the way."""
         if self._claimed:
@@ -292,69 +225,14 @@ class CheckpointingMixin:
             "config": self.config.model_dump(mode="json"),
             "best": best,
             "lineage": self._own_lineage(),
+            "callbacks": self.callback_states(),
         }
+
+    def _rank_extra(self) -> dict[str, Any]:
+        return {"rng": capture_rng(), "records": self.record_state(), "stream": self._stream_state()}
 
     def _scheduler_state(self) -> Any:
         return None if self.scheduler is None else self.scheduler.state_dict()
-
-    def _problems(self, path: str) -> list[str]:
-        """What is wrong with a checkpoint; the ranks divide the reading among them."""
-        rank, size = self.world.rank, self.world.size
-        return [problem for part in agree(self.backend, lambda: verify(path, rank, size)) for problem in part]
-
-    def _restore(self, path: str) -> None:
-        reader = PortableReader(path)
-        self.warm_up(reader.step)
-        agree(self.backend, lambda: self.backend.import_state(reader))
-        agree(self.backend, lambda: self._restore_extra(reader))
-        reader.close()
-        self._note_origin(reader)
-        self._say(
-            logging.INFO,
-            "going on from %s (step %d, saved by %d ranks)",
-            path,
-            reader.step,
-            reader.world_size,
-        )
-
-    def _restore_extra(self, reader: PortableReader) -> None:
-        saved = reader.extra
-        for item in fields(Progress):
-            if item.name in saved["progress"]:
-                setattr(self.progress, item.name, saved["progress"][item.name])
-        if self.scheduler is not None and saved.get("scheduler") is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
-        elif (self.scheduler is None) != (saved.get("scheduler") is None):
-            had, has = ("no", "one") if self.scheduler is not None else ("one", "no")
-            self._say(
-                logging.WARNING,
-                "%s has %s scheduler state and this run has %s scheduler",
-                reader.path,
-                had,
-                has,
-            )
-        # Last, since what comes before may draw random numbers.
-        own = reader.rank_extra(self.world.rank) if reader.world_size == self.world.size else None
-        if own is not None and "rng" in own:
-            restore_rng(own["rng"])
-
-    def _note_origin(self, reader: PortableReader) -> None:
-        self._lineage = reader.extra.get("lineage")
-        self._origin_step = reader.step
-        self._claimed = False
-        if self.checkpointer is None:
-            return
-        if os.path.dirname(reader.path) == self.checkpointer.directory:
-            self.history.checkpoint = reader.path
-            # A kill between a save and its mark leaves the mark to us.
-            if reader.extra.get("best") and self.config.checkpoint.keep_best:
-                self._mark(self.checkpointer, reader.path)
-        self.history.best_checkpoint = on_rank_zero(self.backend, self._known_best)
-
-    def _known_best(self) -> str | None:
-        best = self.checkpointer.best() if self.checkpointer is not None else None
-        own = best is not None and PortableCheckpointer.lineage(best) == self._lineage
-        return best if own else None
 
     def _is_due(self, epoch_end: bool) -> bool:
         every = self.config.checkpoint.every_n_steps
@@ -366,34 +244,12 @@ class CheckpointingMixin:
 
     def _decide_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether this epoch beats all before; notes its value if so. Rank 0 decides for all (C8)."""
-        name, before = self._metric_name(metrics), self.progress.best_metric
+        name, before = metric_name(self.config.checkpoint.metric, metrics), self.progress.best_metric
         if name is None:
             return False
         value = float(self.backend.broadcast_object(float(metrics[name])))
-        larger = self._larger_is_better(name)
+        larger = larger_is_better(self.config.checkpoint.mode, name)
         best = not math.isnan(value) and (before is None or (value > before if larger else value < before))
         if best:
             self.progress.best_metric = value
         return best
-
-    def _metric_name(self, metrics: Mapping[str, float]) -> str | None:
-        wanted = self.config.checkpoint.metric
-        if wanted is None:
-            return next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        found = next((name for name in (wanted, f"val_{wanted}") if name in metrics), None)
-        if found is None:
-            raise UserError(
-                "no figure of this epoch has that name",
-                field="checkpoint.metric",
-                got=wanted,
-                allowed=", ".join(sorted(metrics)),
-            )
-        return found
-
-    def _larger_is_better(self, name: str) -> bool:
-        mode = self.config.checkpoint.mode
-        return mode == "max" or (mode == "auto" and not ("loss" in name or "error" in name))
-
-    def _say(self, level: int, message: str, *values: Any) -> None:
-        if self.world.rank == 0:
-            logger.log(level, message, *values)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.errors import UserError
+from distributed.divergence import checksum, explain_divergence
+from distributed.errors import UserError, WorkerError
 from distributed.mixins.timing import PHASES, find_straggler, gpu_utilisation, memory_metrics
+from distributed.preemption import asked
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -24,7 +26,7 @@ __all__ = ["RecordingMixin", "not_finite"]
 
 logger = logging.getLogger("distributed")
 
-_SENT = (*PHASES, "other")
+_SENT = (*PHASES, "other", "checksum")
 _TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 
 
@@ -43,20 +45,28 @@ class RecordingMixin:
     timers: PhaseTimers
     world: World
     _stop_reason: str | None
+    next_ask = 1
+    _first_step = 0
+    _pace: int | None = None
     _met: float | None = None
+    _steps: list[tuple[Any, Any, float]]
+    _epoch_sums: list[float]
+    _resumed: tuple[list[float], list[tuple[Any, Any, float]]] | None = None
     _suspect: int | None = None
+    _compared = 0
+    _differed = False
     _start_samples: int
     _notify: Callable[..., None]
     track_metrics: Callable[..., None]
     news_of_saving: Callable[[], float]
     finish_saving: Callable[[], str | None]
+    reached_goal: Callable[[], bool]
 
     def begin_interval(self) -> None:
         """Start an epoch's records."""
-        self._steps: list[tuple[Any, Any, float]] = []
         self._interval_samples = 0
         self._interval_start = perf_counter()
-        self._epoch_sums = [0.0, 0.0]
+        self._epoch_sums, self._steps, self._resumed = *(self._resumed or ([0.0, 0.0], [])), None
         self._logged: dict[str, float] = {}
         self.timers.snapshot_and_reset()
         self._met = self._met or self._interval_start
@@ -107,15 +117,16 @@ class RecordingMixin:
         seconds = self.timers.snapshot_and_reset()
         seconds["communication"] = self.backend.communication_seconds() * len(sums)
         seconds["other"] = perf_counter() - (self._met or 0.0) - sum(seconds[phase] for phase in _TIMED)
+        seconds["checksum"] = self._checksum()
         slots = [0.0] * (len(_SENT) * self.world.size)
         begin = self.world.rank * len(_SENT)
         slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
-        wish = [self.news_of_saving(), 1.0 if self._stop_reason else 0.0]
-        reduced = self.backend.all_reduce([*sums, *counts, *slots, *wish])
+        wishes = [self.news_of_saving(), *self._wishes()]
+        reduced = self.backend.all_reduce([*sums, *counts, *slots, *wishes])
         self._met = perf_counter()
         number = len(sums)
         totals, parts = reduced[:number], reduced[number : 2 * number]
-        slots = reduced[2 * number : -2]
+        slots = reduced[2 * number : -len(wishes)]
         # A step skipped for its NaN is no part of a mean.
         skips = self.config.on_nan == "skip"
         taken = [pair for pair in zip(totals, parts, strict=True) if math.isfinite(pair[0]) or not skips]
@@ -123,16 +134,40 @@ class RecordingMixin:
         self._epoch_sums[0] += loss
         self._epoch_sums[1] += count
         self._interval_loss = _mean(loss, count)
-        if reduced[-2] > 0:
+        if reduced[-len(wishes)] > 0:
             self.finish_saving()
-        self._settle_stop(reduced[-1] > 0)
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
+        self._compare([phase.pop("checksum") for phase in phases])
+        walls = [sum(phase[name] for name in (*_TIMED, "other")) for phase in phases]
+        self._pace = max(1, int(number / max(*walls, 1e-9)))
+        self._settle(reduced[-2] > 0, reduced[-1] > 0)
         return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
+
+    def _checksum(self) -> float:
+        """Of this rank's replica, when it is time to compare; else 0. It costs one pass over the
+        parameters and travels with what is reduced anyway."""
+        every, step = self.config.divergence_check_steps, self.progress.step
+        if every is None or self.world.size == 1 or step - self._compared < every:
+            return 0.0
+        self._compared = step
+        return checksum(self.backend.replicated() or {})
+
+    def _compare(self, checksums: list[float]) -> None:
+        """Stop when replicas differ. Every rank sees the same numbers."""
+        if len(set(checksums)) == 1:
+            return
+        found = explain_divergence(self.backend, self.progress.step)
+        if isinstance(found, WorkerError):
+            raise found
+        if self.world.rank == 0 and not self._differed:
+            logger.warning("%s", found)
+        self._differed = True
 
     def end_epoch_record(self) -> dict[str, float]:
         """Close the last interval; returns the epoch's training figures. Collective."""
-        if self._steps:
+        self.timers.enter("epoch end", self.progress.step)
+        if self._steps and not self.history.preempted:  # The resumed run closes the interval.
             self.end_interval()
         total, count = self._epoch_sums
         return {
@@ -142,15 +177,54 @@ class RecordingMixin:
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
         }
 
+    def record_state(self) -> dict[str, Any]:
+        """This rank's records of the epoch under way: ``sums`` (loss and count, of all ranks) and
+        ``steps`` since then (loss and count of its own, learning rate)."""
+        if not self.progress.samples:
+            return {"sums": [0.0, 0.0], "steps": []}
+        losses, counts = _numbers([s[0] for s in self._steps]), _numbers([s[1] for s in self._steps])
+        rates = [float(s[2]) for s in self._steps]
+        return {"sums": list(self._epoch_sums), "steps": list(zip(losses, counts, rates, strict=True))}
+
+    def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the records of all ranks that saved, so that the epoch's figures are those of an
+        uninterrupted epoch."""
+        own = saved[self.world.rank : self.world.rank + 1] if len(saved) == self.world.size else saved
+        if own is saved and self.world.rank:
+            own = []
+        together = zip(*(state["steps"] for state in own), strict=True)
+        steps = [(sum(s[0] for s in step), sum(s[1] for s in step), step[0][2]) for step in together]
+        if not own:
+            steps = [(0.0, 0.0, step[2]) for step in saved[0]["steps"]]
+        self._resumed = (list(saved[0]["sums"]), steps)
+
     def agree_to_stop(self) -> None:
-        """Make one rank's wish to stop everybody's. Collective."""
-        self._settle_stop(self.backend.all_reduce([1.0 if self._stop_reason else 0.0])[0] > 0)
+        """Make one rank's wish to stop, or to go, everybody's. Collective."""
+        stop, go = self.backend.all_reduce(self._wishes())
+        self._settle(stop > 0, go > 0)
         self._met = perf_counter()
 
-    def _settle_stop(self, wanted: bool) -> None:
-        if wanted and self.history.stop_reason is None:
+    def agree_to_go(self) -> None:
+        """Between log steps: whether a signal asks any rank to save and go. Collective.
+
+        A callback's wish to stop waits for the log step, for when this is called depends on time.
+        """
+        self._settle(False, self.backend.all_reduce([1.0 if asked() else 0.0])[0] > 0)
+
+    def _wishes(self) -> list[float]:
+        return [1.0 if self._stop_reason else 0.0, 1.0 if asked() else 0.0]
+
+    def _settle(self, stop: bool, go: bool) -> None:
+        """Act on what all ranks know, and choose the next step at which signals are asked for:
+        about a second from now, and at steps 1, 2, 4, ... until an interval was timed."""
+        step, history = self.progress.step, self.history
+        self.next_ask = step + (self._pace or max(1, step - self._first_step))
+        if stop and history.stop_reason is None:
             reasons = self.backend.gather_objects(self._stop_reason)
-            self.history.stop_reason = next(reason for reason in reasons if reason)
+            history.stop_reason = next(reason for reason in reasons if reason)
+        if go and history.stop_reason is None and not self.reached_goal():
+            names = self.backend.gather_objects(asked())
+            history.stop_reason = history.preempted = next(name for name in names if name)
 
     def stop_on_nan(self, loss: Any, step: int) -> None:
         """Refuse a loss that is not finite, before it reaches the weights.

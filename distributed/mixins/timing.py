@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median_low
 from typing import TYPE_CHECKING
+
+from distributed.journal import nowhere
 
 if TYPE_CHECKING:
     import psutil
@@ -36,12 +38,16 @@ class PhaseTimers:
     device's own time.
 
     Not thread-safe: one rank's loop owns it.
+
+    Attributes:
+        enter: notes for others which phase begins: `journal.Journal.enter`.
     """
 
-    __slots__ = ("_seconds",)
+    __slots__ = ("_seconds", "enter")
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.enter: Callable[..., str] = nowhere
 
     def add(self, phase: str, seconds: float) -> None:
         """Add `seconds` to one of `PHASES`.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distributed.data.fingerprint import fingerprint
 from distributed.data.sample_rng import RandomStreams
 from distributed.errors import UserError
 
@@ -46,7 +47,10 @@ class ValidationMixin:
         self.backend.set_training(False)
         sums: dict[str, list[Any]] = {}
         counted = expected = 0
+        enter = self.timers.enter
+        enter("validation")
         for window in self.val_feed.windows(0):
+            enter("validation")
             for name, (total, count) in self.backend.evaluate_window(window).items():
                 pair = sums.setdefault(name, [0.0, 0.0])
                 pair[0], pair[1] = pair[0] + _double(total), pair[1] + _double(count)
@@ -113,30 +117,17 @@ def _length(source: Source) -> int:
 
 
 def _fingerprint(source: Source) -> str:
-    """Digest of the tensors and numbers in the first three samples, drawn under one seed."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Digest of the first three samples, drawn under one seed."""
     with RandomStreams(0):
-        for index in range(min(3, _length(source))):
-            try:
-                _digest(source.dataset[index], digest)
-            except (KeyError, IndexError, TypeError):
-                break  # keyed by its sampler: only the length can be compared
-    return digest.hexdigest()
+        return fingerprint(_first_samples(source))
 
 
-def _digest(value: Any, digest: Any) -> None:
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            _digest(part, digest)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            _digest(value[key], digest)
-    elif isinstance(value, torch.Tensor):
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "tobytes"):
-        digest.update(value.tobytes())
-    elif isinstance(value, (bool, int, float, str)):
-        digest.update(repr(value).encode())
+def _first_samples(source: Source) -> Iterator[Any]:
+    for index in range(min(3, _length(source))):
+        try:
+            yield source.dataset[index]
+        except (KeyError, IndexError, TypeError):
+            return  # keyed by its sampler: only the length can be compared
 
 
 def _double(value: Any) -> Any:

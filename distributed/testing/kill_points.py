@@ -39,6 +39,7 @@ from distributed.interfaces.backend import Window
 from distributed.interfaces.callback import Callback, Context
 from distributed.loop import TrainingLoop
 from distributed.plugin_manager import load_target
+from distributed.testing.faults import FaultyLayer
 
 __all__ = ["JOB", "LENGTH", "VALIDATION", "Switch", "arm", "train"]
 
@@ -97,9 +98,9 @@ def arm() -> Switch:
         return _switch
     job = _job()
     _switch = Switch(job, int(os.environ.get("RANK", "0")))
-    for name, method in list(vars(FileLayer).items()):
-        if not name.startswith("_") and name != "write_file":
-            setattr(FileLayer, name, _watched(method, name, os.path.abspath(job["fields"]["checkpoint_dir"])))
+    for name in (*FaultyLayer.OPERATIONS, "make_directories"):
+        folder = os.path.abspath(job["fields"]["checkpoint_dir"])
+        setattr(FileLayer, name, _watched(getattr(FileLayer, name), name, folder))
     _around(TrainingLoop, "setup_checkpointing", "start setup: begin", "start setup: end")
     _around(TrainingLoop, "resume", "resume: begin", "resume: end")
     _around(TrainingLoop, "warm_up", "resume: engine cold", "resume: engine warm")

@@ -78,19 +78,38 @@ def test_any_backend_goes_on_from_any_other(
     assert distance(model, uninterrupted) < EXACT
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
+class RowMeans(torch.optim.Optimizer):
+    """Steps by the mean of each row: state of another shape than the parameter's."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["row"] = p.grad.mean(-1, keepdim=True) if p.dim() else p.grad.clone()
+            p.data.sub_(p.grad * self.param_groups[0]["lr"])
 
 
 def test_state_that_is_not_of_each_element_is_refused(tmp_path: Path, rank_pool: RankPool) -> None:
     given: dict[str, Any] = {
-        "optimizer": adafactor,
+        "optimizer": RowMeans,
         "checkpoint_dir": str(tmp_path),
         "gradient_clipping": None,
     }
     trainer_of("serial", 1, rank_pool, **given).fit(words(), max_steps=2)
-    with pytest.raises(UserError, match=r"row_var.*is not state of each element"):
+    with pytest.raises(UserError, match=r"optimizer\.row.* is not state of each element"):
         trainer_of("fsdp", 2, rank_pool, **given, resume_from_checkpoint=True).fit(words(), max_steps=2)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def test_an_optimizer_that_cannot_step_shards_is_refused(rank_pool: RankPool) -> None:
+    """On one rank nothing is cut."""
+    trainer_of("fsdp", 1, rank_pool, optimizer=adafactor).fit(words(), max_steps=1)
+    with pytest.raises(UserError, match=r"rows and columns of whole parameters.*Got 'Adafactor'"):
+        trainer_of("fsdp", 2, rank_pool, optimizer=adafactor).fit(words(), max_steps=1)
 
 
 # -- ranks that others started, and several nodes ---------------------------------------------

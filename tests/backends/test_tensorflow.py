@@ -15,6 +15,7 @@ import torch
 from distributed import TensorFlowDistributedTrainer, Trainer
 from distributed.testing.pool import RankPool
 from distributed.testing.problem import masked_mean, problem
+from distributed.testing.saved_state import ExportOnLoad, state_differences
 from distributed.testing.suite import EXACT, Run, Suite
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
@@ -70,6 +71,30 @@ class TestMirrored(Suite):
         model = self.bench.model(torch.float64)
         self.trainer(model, 2, num_gpus=None, num_processes=2, **fields).fit(problem(25), max_steps=11)
         reference, _ = self.train_oracle(12, problem(25), Run(steps=11, optimizer="momentum"))
+        assert self.distance(model, reference) < EXACT
+
+    @pytest.mark.parametrize("ranks", [1, 3])
+    def test_what_two_processes_saved_fewer_and_more_resume(self, ranks: int, tmp_path: Path) -> None:
+        """The same bits by name, within an epoch and with AdamW's two moments; then the weights of one
+        process that was never interrupted."""
+        fields: dict[str, Any] = {
+            "num_gpus": None,
+            "global_batch_size": 12,
+            "gradient_accumulation_steps": 1,
+            "optimizer": self.bench.optimizer("adamw"),
+            "learning_rate": 0.05,
+        }
+        saver = self.trainer(
+            self.bench.model(torch.float64), 2, num_processes=2, checkpoint_dir=str(tmp_path), **fields
+        )
+        path = saver.fit(problem(25), max_steps=5).checkpoint or ""
+        model = self.bench.model(torch.float64)
+        loader = self.trainer(model, ranks, num_processes=ranks, resume_from_checkpoint=path, **fields)
+        loader.callbacks = [ExportOnLoad(str(tmp_path / "loaded"))]
+        loader.fit(problem(25), max_steps=15)
+        assert state_differences(path, str(tmp_path / "loaded" / Path(path).name)) == []
+        reference = self.bench.model(torch.float64)
+        self.trainer(reference, 1, num_processes=1, **fields).fit(problem(25), max_steps=15)
         assert self.distance(model, reference) < EXACT
 
     @pytest.mark.parametrize("where", ["num_gpus", "num_processes"])

@@ -18,7 +18,8 @@ from distributed.checkpoint.files import FileLayer
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.interfaces.callback import Context
-from tests.core.test_checkpoint_mixin import Run, configured, on_ranks, started
+from distributed.testing.thread_ranks import on_ranks
+from tests.core.test_checkpoint_mixin import Run, configured, started
 
 
 class HeldLayer(FileLayer):
@@ -152,6 +153,27 @@ def test_a_run_that_fails_abandons_its_save(tmp_path: Path) -> None:
 
     assert on_ranks(2, work) == [None, None]
     assert os.listdir(tmp_path) == []
+
+
+def exported(run: Run) -> list[int]:
+    """Where in memory the chunks of the next export lie."""
+    assert run.checkpointer is not None
+    with run.checkpointer._lent_buffers():
+        return [chunk.data.data_ptr() for chunk in run.backend.export_state().chunks]
+
+
+def test_the_memory_of_a_save_serves_the_next_one_and_never_two_at_a_time(tmp_path: Path) -> None:
+    run, layer = held(tmp_path)
+    steps(run, 3)
+    assert layer.reached.wait(30)
+    kept = run.checkpointer._buffers._kept  # type: ignore[union-attr]
+    first = [buffer.data_ptr() for buffer in kept]
+    assert not set(exported(run)) & set(first)  # they are being written
+    layer.go.set()
+    run.finish_saving()
+    assert exported(run) == first
+    run.model.double()  # another dtype, other buffers: of weight and bias
+    assert len(set(exported(run)) - set(first)) == 2
 
 
 # -- in a whole run --------------------------------------------------------------------------------

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
 import shutil
-import threading
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,50 +14,28 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.checkpoint.agreement import Ranks
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.backend import World
 from distributed.interfaces.history import History
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Progress
 from distributed.mixins.checkpointing import CheckpointingMixin
+from distributed.testing.thread_ranks import Meeting, ThreadRank, on_ranks
 
 STEPS_PER_EPOCH = 4
 
 
-class Meeting:
-    """Where the threads of one world hand values to each other, pickled as processes would."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.slots: list[bytes] = [b""] * size
-
-
-class ThreadRank(Ranks):
+class ModelRank(ThreadRank):
     """One rank, a thread, that holds the whole model."""
 
     def __init__(
         self, rank: int, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.world = World(rank=rank, size=len(meeting.slots))
-        self.meeting, self.model, self.optimizer = meeting, model, optimizer
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self.meeting.slots[self.world.rank] = pickle.dumps(value)
-        self.meeting.barrier.wait()
-        values = [pickle.loads(slot) for slot in self.meeting.slots]
-        self.meeting.barrier.wait()
-        return values
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.gather_objects(value)[root]
-
-    def barrier(self) -> None:
-        self.gather_objects(None)
+        super().__init__(rank, meeting)
+        self.model, self.optimizer = model, optimizer
 
     def export_state(self) -> BackendState:
         return export_replicated(self.model, self.optimizer, None, self.world.rank, self.world.size)
@@ -80,7 +55,7 @@ class Run(CheckpointingMixin):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.config, self.progress, self.history = config, Progress(), History()
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        backend: Any = ThreadRank(rank, meeting or Meeting(1), self.model, optimizer)
+        backend: Any = ModelRank(rank, meeting or Meeting(1), self.model, optimizer)
         self.backend, self.world, self.optimizer = backend, backend.world, optimizer
 
     def step(self) -> bool:
@@ -120,25 +95,6 @@ def started(directory: Path | None, **values: Any) -> Run:
     run.setup_checkpointing()
     run.resume()
     return run
-
-
-def on_ranks(size: int, action: Callable[[int, Meeting], Any]) -> list[Any]:
-    """What `action` returned or raised on each of `size` concurrent ranks."""
-    outcomes: list[Any] = [None] * size
-    meeting = Meeting(size)
-
-    def work(rank: int) -> None:
-        try:
-            outcomes[rank] = action(rank, meeting)
-        except Exception as error:  # noqa: BLE001 - compared by the caller
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def saved_steps(saved: list[str | None]) -> list[int]:
@@ -286,19 +242,31 @@ def test_failing_saves_warn_twice_and_then_raise(tmp_path: Path, caplog: pytest.
     run = started(home)
     run.train(4, [0.5])
     moved = home.rename(tmp_path / "gone")
+    home.write_text("in the way")
     with caplog.at_level(logging.WARNING, "distributed"):
         assert run.train(4, [0.6]) == [None] * 4
         assert run.progress.best_metric == 0.5  # what was not saved is not the best saved
+        home.unlink()
         moved.rename(home)
         assert saved_steps(run.train(4)) == [4]
         home.rename(moved)
+        home.write_text("in the way")
         assert run.save_now() is None
         assert run.save_now() is None
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileExistsError):
             run.save_now()
     assert caplog.text.count("not saved") == 4
     assert "failure 3 in a row" in caplog.text
-    assert "No such file or directory" in caplog.text
+    assert "File exists" in caplog.text
+    assert PortableCheckpointer(str(moved), keep_last=None).steps() == [12, 4]  # what was committed stays
+
+
+def test_a_directory_that_vanishes_in_mid_run_is_made_again(tmp_path: Path) -> None:
+    run = started(tmp_path / "home")
+    run.train(4)
+    shutil.rmtree(tmp_path / "home")
+    assert saved_steps(run.train(4)) == [4]
+    assert PortableReader(str(tmp_path / "home" / "step_00000008")).step == 8
 
 
 def test_a_directory_that_cannot_be_had_is_a_user_error_on_every_rank(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.agreement import Ranks
-from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader
 from distributed.checkpoint.torch_state import (
     canonical_name,
@@ -24,59 +20,8 @@ from distributed.checkpoint.torch_state import (
     restore_rng,
 )
 from distributed.errors import UserError
-from distributed.interfaces.backend import World
 from distributed.interfaces.state import BackendState
-
-
-class Meeting:
-    """Where the threads of one world hand values to each other."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.slots: list[Any] = [None] * size
-
-
-class ThreadRank(Ranks):
-    """One rank, a thread, of a model that every rank holds whole."""
-
-    def __init__(
-        self, rank: int, size: int, meeting: Meeting, export: Callable[[int, int], BackendState]
-    ) -> None:
-        self.world, self.meeting, self.export = World(rank=rank, size=size), meeting, export
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self.meeting.slots[self.world.rank] = value
-        self.meeting.barrier.wait()
-        values = list(self.meeting.slots)
-        self.meeting.barrier.wait()
-        return values
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.gather_objects(value)[root]
-
-    def barrier(self) -> None:
-        self.gather_objects(None)
-
-    def export_state(self) -> BackendState:
-        return self.export(self.world.rank, self.world.size)
-
-
-def save(directory: Path, size: int, export: Callable[[int, int], BackendState], step: int = 1) -> str:
-    """Save from `size` concurrent ranks; returns the path all of them got."""
-    meeting, paths = Meeting(size), [""] * size
-
-    def work(rank: int) -> None:
-        store = PortableCheckpointer(str(directory), keep_last=None)
-        backend: Any = ThreadRank(rank, size, meeting, export)
-        paths[rank] = store.save(backend, {"progress": {"step": step}}, {"rank": rank})
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(paths)) == 1
-    return paths[0]
+from distributed.testing.thread_ranks import save_state as save
 
 
 class Net(nn.Module):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.files import FileLayer, sha256_of
+from distributed.checkpoint.files import FileLayer
+from distributed.checkpoint.names import rank_file
 from distributed.checkpoint.reader import read_index
-from distributed.checkpoint.store import merge_scalars, rank_file, write_rank
+from distributed.checkpoint.store import merge_scalars, write_rank
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, StateReader
@@ -152,9 +153,10 @@ def test_a_model_in_parts_is_exported_and_filled_in_parts(tmp_path: Path) -> Non
     assert again.flat.keys() == whole.flat.keys()
     assert all(torch.equal(again.flat[key], whole.flat[key]) for key in whole.flat)
     assert not states[0].scalars.keys() & states[1].scalars.keys()
-    write_rank(FileLayer(), str(tmp_path), 1, 2, states[1], {})
+    files = FileLayer()
+    write_rank(files, str(tmp_path), 1, 2, states[1], {})
     name = rank_file(1)
-    merge_scalars(states[0], [read_index(str(tmp_path / name), sha256_of(str(tmp_path / name)))])
+    merge_scalars(states[0], [read_index(files, str(tmp_path / name), files.sha256(str(tmp_path / name)))])
     assert states[0].scalars == whole.scalars
     assert states[0].groups == whole.groups
 

@@ -1,0 +1,38 @@
+"""Which figure of an epoch decides what is best, and which way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distributed.errors import UserError
+
+__all__ = ["larger_is_better", "metric_name"]
+
+
+def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
+    """The name in `metrics` of the deciding figure; None when there is none.
+
+    Args:
+        wanted: with or without ``val_``; None takes ``val_accuracy`` where there is one, else
+            ``val_loss``.
+        metrics: the epoch's figures.
+
+    Raises:
+        UserError: none is called `wanted`.
+    """
+    if wanted is None:
+        return next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
+    found = next((name for name in (wanted, f"val_{wanted}") if name in metrics), None)
+    if found is None:
+        raise UserError(
+            "no figure of this epoch has that name",
+            field="checkpoint.metric",
+            got=wanted,
+            allowed=", ".join(sorted(metrics)),
+        )
+    return found
+
+
+def larger_is_better(mode: str, name: str) -> bool:
+    """Whether more of the figure `name` is better, by ``checkpoint.mode``."""
+    return mode == "max" or (mode == "auto" and not ("loss" in name or "error" in name))

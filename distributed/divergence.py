@@ -1,0 +1,116 @@
+"""Do replicas still hold the same parameters? One number per rank tells; on a difference, who and where."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distributed.errors import WorkerError
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+
+__all__ = ["checksum", "explain_divergence", "trained"]
+
+_ROUNDING = 1e-6
+"""Share of a parameter's sum up to which replicas may differ by rounding alone: hosts with other processors
+compute other last bits. A replica that took another step is further off."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = 0x9E3779B97F4A7C15
+_EXACT = (1 << 52) - 1
+
+
+class _Print(NamedTuple):
+    """Of one parameter: sum of its bits, of its values, of their sizes."""
+
+    bits: int
+    total: float
+    size: float
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `module` that learn, by name, detached."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def checksum(parameters: Mapping[str, Tensor]) -> float:
+    """A whole number below 2**52 that any changed bit changes, but for chance: a float64 holds it.
+
+    Reads every parameter once; synchronises with the device once.
+    """
+    if not parameters:
+        return 0.0
+    sums = torch.stack([_bits(tensor) for tensor in parameters.values()]).tolist()
+    total = 0
+    for value in sums:
+        total = (total * 31 + (value & 0xFFFFFFFFFFFFFFFF)) * _MIX & 0xFFFFFFFFFFFFFFFF
+    return float((total >> 12 & _EXACT) or 1)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
+    """What became of replicas whose checksums differ. Collective.
+
+    Args:
+        backend: its `replicated` is not None.
+        step: number of the last optimizer step.
+
+    Returns:
+        The same on every rank: an error to raise that names the ranks that differ from most and the
+        first parameter in which they do; or a remark when it may be rounding alone.
+    """
+    world, own = backend.world, _prints(backend.replicated() or {})
+    found = backend.gather_objects((world.host, os.getpid(), own))
+    prints = [part[2] for part in found]
+    keys = [tuple(part.bits for part in each.values()) for each in prints]
+    number = Counter(keys)
+    # Of equally many, rank 0's: what it holds is what is saved first.
+    usual = max(number, key=lambda key: (number[key], key == keys[0]))
+    reference = prints[keys.index(usual)]
+    odd = [rank for rank, key in enumerate(keys) if key != usual]
+    rank = odd[0]
+    names = [name for name in reference if prints[rank][name].bits != reference[name].bits]
+    off = max(_distance(prints[one], reference) for one in odd)
+    ranks = ", ".join(map(str, odd))
+    what = (
+        f"rank{'s' if len(odd) > 1 else ''} {ranks} ({found[rank][0]}, pid {found[rank][1]}) no longer"
+        f" {'hold' if len(odd) > 1 else 'holds'} the parameters of the other ranks: after step {step},"
+        f" {len(names)} of {len(reference)} differ, the first of them {names[0]}"
+    )
+    if off <= _ROUNDING:
+        return f"{what}, by {off:.0e} of its size: rounding, where processors differ"
+    tie = " Of two ranks it cannot be told which one is right." if world.size == 2 else ""
+    return WorkerError(
+        f"{what}.{tie} Try: change parameters on all ranks alike or on none (a callback, a hook, an optimizer"
+        " of one's own), draw no random numbers in an update, and check the memory of that host; or set"
+        " divergence_check_steps=None",
+        rank=rank,
+        host=found[rank][0],
+        exc_type="Divergence",
+        phase="record",
+        step=step,
+    )
+
+
+def _prints(parameters: Mapping[str, Any]) -> dict[str, _Print]:
+    return {
+        name: _Print(int(_bits(p)), float(p.double().sum()), float(p.double().abs().sum()))
+        for name, p in parameters.items()
+    }
+
+
+def _distance(prints: Mapping[str, _Print], reference: Mapping[str, _Print]) -> float:
+    """How far apart the sums are, as a share of the parameter's size; infinite for NaN."""
+    shares: Sequence[float] = [
+        max(abs(one.total - other.total), abs(one.size - other.size)) / max(other.size, 1e-30)
+        for one, other in ((prints[name], reference[name]) for name in reference)
+    ]
+    return max(share if share == share else float("inf") for share in shares)

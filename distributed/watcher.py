@@ -1,0 +1,207 @@
+"""The watch of ranks that somebody else started: a small process beside each host's local rank 0.
+
+A thread in a rank would not do: one that waits in the interpreter's C code cannot report, and one
+that waits on the ranks' store aborts a process that leaves the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from distributed import stacks
+from distributed.errors import UserError, WorkerError
+from distributed.failures import GRACE, error_of, report_of
+from distributed.journal import ENDED, RUNNING, Entry, Journal, follow, keep
+from distributed.watch import WATCHED, Limits, Watch, write_report
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+    from distributed.plan import RunPlan
+
+__all__ = ["Observed", "watch_beside"]
+
+_BOOT = (
+    "import json, os, sys\n"
+    "line = b''\n"
+    "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit()\n"
+    "order = json.loads(line)\n"
+    "sys.path[:] = order['path']\n"
+    "from distributed.watcher import watch_beside\n"
+    "watch_beside(order)\n"
+)
+_VERDICT = "verdict.json"
+"""What the watcher found, for ranks that only know that they lost another."""
+
+
+class Observed:
+    """One rank's part in being watched, from before `Backend.setup` to the end.
+
+    Args:
+        plan: the run's.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self._folder: Path | None = None
+        self._journal: Journal | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._rank = 0
+        if plan.mode == "spawn" and os.environ.get(WATCHED) == "1":
+            self._begin(Path(os.environ["DISTRIBUTED_RUN_DIR"]), int(os.environ["RANK"]))
+
+    def joined(self, backend: Backend) -> None:
+        """The ranks have met. Collective where nobody watches them yet."""
+        world = backend.world
+        if self._journal is None and world.size > 1 and self.plan.mode != "in-process":
+            self._meet(backend)
+        if self._journal is not None:
+            follow(backend, self._journal)
+
+    def _begin(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        stacks.answer(folder, rank)
+        self._journal = keep(folder, rank)
+
+    def _meet(self, backend: Backend) -> None:
+        """Agree on a folder with the ranks of this host, and have its first one start the watcher."""
+        world = backend.world
+        own = None
+        if world.local_rank == 0:
+            own = os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
+        found = backend.gather_objects((world.node_rank, world.rank, os.getpid(), own))
+        here = [entry for entry in found if entry[0] == world.node_rank]
+        folder = next((entry[3] for entry in here if entry[3]), None)
+        if folder is None:
+            return  # its launcher numbers the ranks of this host from somewhere else
+        self._begin(Path(folder), world.rank)
+        backend.barrier()  # every journal is there when the watcher looks
+        if own is not None:
+            self._start({rank: pid for _, rank, pid, _ in here}, world.num_nodes)
+
+    def _start(self, pids: Mapping[int, int], num_nodes: int) -> None:
+        order = {
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "folder": str(self._folder),
+            "own": "DISTRIBUTED_RUN_DIR" not in os.environ,
+            "pids": dict(pids),
+            "limits": {**asdict(Limits.of(self.plan)), "num_nodes": num_nodes},
+        }
+        # -P, as the ranks: a file in the working folder may be called like a module.
+        command = [sys.executable, "-P", "-c", _BOOT]
+        self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.write(json.dumps(order).encode() + b"\n")
+        self._watcher.stdin.flush()
+
+    def cause(self, error: BaseException) -> dict[str, Any] | None:
+        """What the watcher of this host found, waited for a moment: `error` says only that another
+        rank is lost. None when it knows no more."""
+        if self._folder is None or self.plan.mode == "spawn":
+            return None
+        path, deadline = self._folder / _VERDICT, time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            if path.exists():
+                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                return found
+            time.sleep(0.05)
+        return None
+
+    def tell(self, error: BaseException) -> None:
+        """Say in one line which rank failed where: its own traceback names no rank."""
+        if self._folder is None or self.plan.mode == "spawn" or isinstance(error, (UserError, WorkerError)):
+            return
+        told = error_of({**report_of(error, self._rank), "second_hand": False})
+        write_report(self.plan.config.checkpoint_dir, str(told))
+        print(told.args[0].partition("\n")[0], file=sys.stderr, flush=True)
+
+    def end(self, status: int = ENDED) -> None:
+        """The run is over, well or not."""
+        if self._journal is not None:
+            self._journal.end(status)
+        if self._watcher is not None and self._watcher.stdin is not None:
+            self._watcher.stdin.close()
+            self._watcher.wait()
+            self._watcher = None
+
+
+# -- in the watcher's own process ------------------------------------------------------
+
+
+def watch_beside(order: Mapping[str, Any]) -> None:
+    """Watch until standard input is closed or the ranks have ended.
+
+    Args:
+        order: ``folder`` with the ranks' journals, which is removed in the end if it is ``own``;
+            ``pids``: rank -> process id; ``limits``.
+    """
+    folder = Path(order["folder"])
+    pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
+    try:
+        _watch(Watch(folder, Limits(**order["limits"])), pids)
+    finally:
+        if order["own"]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(watch: Watch, pids: dict[int, int]) -> None:
+    while True:
+        closed = bool(select.select([0], [], [], watch.period)[0])
+        gone = [rank for rank, pid in pids.items() if not stacks.look_at(pid).alive]
+        lost = [rank for rank in gone if _status(watch, rank) == RUNNING]
+        if lost:
+            report = _report_gone(watch, lost[0], pids)
+            _leave(watch.folder, report)
+            print(error_of(report).args[0], file=sys.stderr, flush=True)
+        if lost or closed or len(gone) == len(pids):
+            return _linger(watch, pids, closed)
+        try:
+            watch.look(pids)
+        except WorkerError as error:
+            print(error, file=sys.stderr, flush=True)
+            _leave(watch.folder, report_of(error, error.rank))
+            # The others lose it, and find out here what of.
+            os.kill(pids[error.rank], signal.SIGKILL)
+            return _linger(watch, pids, closed)
+
+
+def _linger(watch: Watch, pids: Mapping[int, int], closed: bool) -> None:
+    """Stay while ranks may want to read what was found."""
+    deadline = time.monotonic() + 2 * GRACE
+    while not closed and time.monotonic() < deadline and any(stacks.look_at(p).alive for p in pids.values()):
+        closed = bool(select.select([0], [], [], watch.period)[0])
+
+
+def _status(watch: Watch, rank: int) -> int:
+    entry = Entry.read(Journal.path(watch.folder, rank))
+    return ENDED if entry is None else entry.status
+
+
+def _report_gone(watch: Watch, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
+    report = {
+        "rank": rank,
+        "host": watch.host,
+        "pid": pids[rank],
+        "time": time.time(),
+        "exc_type": "SIGKILL",
+        "what": "is gone: it was killed, or ended without a word",
+        "second_hand": False,
+    }
+    return watch.explain(report, [rank], pids)
+
+
+def _leave(folder: Path, report: Mapping[str, Any]) -> None:
+    draft = folder / f".{_VERDICT}"
+    draft.write_text(json.dumps(report), encoding="utf-8")
+    os.replace(draft, folder / _VERDICT)
