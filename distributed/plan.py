@@ -98,7 +98,12 @@ class RunPlan:
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
         first = f"{self.spec.label}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
-        return "\n".join([first, *(f"note: {note}" for note in self.notes)])
+        notes = [*self.notes, *([self._elastic()] if self.counts else [])]
+        return "\n".join([first, *(f"note: {note}" for note in notes)])
+
+    def _elastic(self) -> str:
+        fewer = f", and go on with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""
+        return f"ranks that fail are started again {self.config.max_restarts} times{fewer}"
 
 
 def resolve(

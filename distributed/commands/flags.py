@@ -17,6 +17,8 @@ _SECTION_FLAGS = {
     "tracking.mlflow_experiment": "--mlflow-experiment",
     "profile.enabled": "--profile",
     "ray.address": "--address",
+    "elastic.max_restarts": "--max-restarts",
+    "elastic.min_ranks": "--min-ranks",
 }
 _PREFIX = "field:"
 

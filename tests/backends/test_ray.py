@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import Callback, DistributedConfig, RayTrainer, Trainer, UserError, WorkerError
+from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
@@ -116,6 +116,26 @@ def test_ray_starts_all_ranks_anew_where_failures_are_allowed(ray_cluster: None,
     assert (tmp_path / "failed").exists()
     Trainer(reference, backend="serial", global_batch_size=8, learning_rate=0.3, optimizer="sgd").fit((X, Y))
     assert distance(model, reference) < 1e-9
+
+
+class Call(Callback):
+    """Tells the process that called `fit` to go."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def on_step_end(self, context: Any) -> None:
+        if context.progress.step == 2:
+            os.kill(self.pid, signal.SIGUSR1)
+
+
+def test_a_caller_that_is_told_to_go_has_its_ranks_save(ray_cluster: None, tmp_path: Path) -> None:
+    made = trainer(small_model(), callbacks=[Call(os.getpid())], checkpoint_dir=str(tmp_path / "saved"))
+    with pytest.raises(Preempted) as caught:
+        made.fit((X, Y), max_steps=10**6, epochs=10**6)
+    assert caught.value.signal == "SIGUSR1"
+    assert caught.value.checkpoint == str(tmp_path / "saved" / f"step_{caught.value.step:08d}")
+    assert (tmp_path / "saved" / f"step_{caught.value.step:08d}" / "manifest.json").exists()
 
 
 # -- room ------------------------------------------------------------------------------
