@@ -59,7 +59,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.supervisor.GRACE", 0.1)
 
 
-LOST = "report_error(RuntimeError('Connection closed by peer [127.0.0.1]:1'), folder); sys.exit(1)"
+LOST = "report_error(RuntimeError('Connection closed by peer [127.0.0.1]:1'), folder); os._exit(1)"
 
 
 def test_all_ranks_end_well(supervisor: Start, capfd: pytest.CaptureFixture[str]) -> None:
