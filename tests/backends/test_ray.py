@@ -100,7 +100,9 @@ def test_a_rank_that_fails_is_named(ray_cluster: None, deed: str) -> None:
         return
     assert text.startswith("rank 1 (")
     assert caught.value.rank == 1
-    assert ("raised ValueError: no more" if deed == "raise" else "worker process has died") in text
+    # Whoever notices first tells of a killed rank: Ray, or the watcher beside the ranks.
+    killed = ("worker process has died", "it was killed, or ended without a word")
+    assert any(words in text for words in (("raised ValueError: no more",) if deed == "raise" else killed))
     assert "RayTrainWorker" not in text
     assert len(text.splitlines()) < 40
 
