@@ -182,9 +182,11 @@ class RecordingMixin:
         ``steps`` since then (loss and count of its own, learning rate)."""
         if not self.progress.samples:
             return {"sums": [0.0, 0.0], "steps": []}
-        losses, counts = _numbers([s[0] for s in self._steps]), _numbers([s[1] for s in self._steps])
-        rates = [float(s[2]) for s in self._steps]
-        return {"sums": list(self._epoch_sums), "steps": list(zip(losses, counts, rates, strict=True))}
+        # What was resumed waits there until the epoch goes on.
+        sums, steps = self._resumed or (self._epoch_sums, self._steps)
+        losses, counts = _numbers([s[0] for s in steps]), _numbers([s[1] for s in steps])
+        rates = [float(s[2]) for s in steps]
+        return {"sums": list(sums), "steps": list(zip(losses, counts, rates, strict=True))}
 
     def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the records of all ranks that saved, so that the epoch's figures are those of an
