@@ -202,6 +202,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.timeout(600)
 def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     """One host is killed, one is told to go and exits with 75, two new ones come: all in one run, whose
     end is that of a run of one rank, with every sample used as often as there are epochs."""
@@ -223,10 +224,10 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
 
     hosts = [start(number) for number in range(4)]
     try:
-        ready, _, _ = select.select([two], [], [], 150)  # two ranks are left at work
+        ready, _, _ = select.select([two], [], [], 280)  # two ranks are left at work
         assert ready, [host.poll() for host in hosts]
         hosts += [start(number) for number in (4, 5)]
-        out = [host.communicate(timeout=150)[0] for host in hosts]
+        out = [host.communicate(timeout=280)[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
