@@ -22,6 +22,9 @@ __all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of"]
 GRACE = 2.0
 """Seconds that ranks have, after a first failure, to say what they saw."""
 
+_LOOK = 0.05
+"""Seconds between looks at what others know."""
+
 _SECOND_HAND = (
     "connection closed",
     "connection reset",
@@ -148,17 +151,20 @@ class FailureBoard:
 
         Args:
             error: this rank's.
-            found: what a watcher knows of the loss of another rank; it may wait for it.
+            found: what a watcher knows by now of the loss of another rank.
         """
         try:
             if not is_second_hand(error):
                 self.store.compare_set("failed/first", "", json.dumps(report_of(error, self.rank)))
                 return error
-            seen = found(error)
-            if seen is not None:
-                self.store.compare_set("failed/first", "", json.dumps(seen))
-                return error_of(seen)
-            self.store.wait(["failed/first"], timedelta(seconds=GRACE))
+            deadline = time.monotonic() + GRACE
+            while not self.store.check(["failed/first"]):
+                if (seen := found(error)) is not None:
+                    self.store.compare_set("failed/first", "", json.dumps(seen))
+                elif time.monotonic() > deadline:
+                    return error
+                else:
+                    time.sleep(_LOOK)
             return error_of(json.loads(self.store.get("failed/first")))
         except RuntimeError:
             return error  # the store went with the rank that served it

@@ -106,14 +106,11 @@ class Observed:
         self._watcher.stdin.flush()
 
     def cause(self, error: BaseException) -> dict[str, Any] | None:
-        """What the watcher of this host found, waited for a moment: `error` says only that another
-        rank is lost. None when it knows no more."""
+        """What the watcher of this host has found: `error` says only that another rank is lost. None
+        when it knows no more yet."""
         if self._folder is None or self.plan.mode == "spawn":
             return None
-        deadline = time.monotonic() + GRACE
-        while (found := found_by_watcher(self._folder)) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
+        return found_by_watcher(self._folder)
 
     def tell(self, error: BaseException) -> None:
         """Say in one line which rank failed where: its own traceback names no rank."""
