@@ -61,7 +61,7 @@ def test_killed_runs_end_as_if_left_alone(ranks: int, references: Mapping[int, R
 def test_the_table_counts_what_went_wrong() -> None:
     outcomes = [Outcome(reached=1), Outcome(reached=2, bits=["w"], samples=["step 3"]), Outcome(lost=["4"])]
     shown = table(list(zip(KILLS, outcomes, strict=False))).splitlines()
-    assert shown[2] == "| `pytorch-ddp` | 2 | resume | 1 | 2 | 0 | 0 | 0 |"
+    assert "| `pytorch-ddp` | 2 | resume | 1 | 2 | 0 | 0 | 0 |" in shown
     assert shown[-1] == "| all | | | 3 | 3 | 2 | 2 | 1 |"
 
 
