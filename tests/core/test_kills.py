@@ -37,8 +37,12 @@ def references() -> Iterator[Mapping[int, Reference]]:
 KILLS = [
     Scenario(DDP, 2, (Kill(1, "step backward: half", 13),)),
     Scenario(DDP, 2, (Kill(0, "save shard write: half", 60), Kill(1, "resume: a tensor read", 3))),
-    Scenario(DDP, 2, (Kill(0, "save clean-up remove: begin"),), asynchronous=False),
-    Scenario(DDP, 2, (Kill(1, "start: ready"), Kill(1, "end result write: half", 3))),
+    Scenario(
+        DDP,
+        2,
+        (Kill(0, "save clean-up remove: begin"), Kill(1, "end result write: half", 3)),
+        asynchronous=False,
+    ),
     Scenario(DDP, 3, (Kill(0, "save step rename: end", 2),)),
     Scenario(DDP, 3, (Kill(2, "evaluate forward: half", 3), Kill(0, "resume: engine warm"))),
 ]
@@ -57,38 +61,43 @@ def test_killed_runs_end_as_if_left_alone(ranks: int, references: Mapping[int, R
 def test_the_table_counts_what_went_wrong() -> None:
     outcomes = [Outcome(reached=1), Outcome(reached=2, bits=["w"], samples=["step 3"]), Outcome(lost=["4"])]
     shown = table(list(zip(KILLS, outcomes, strict=False))).splitlines()
-    assert shown[2] == "| `pytorch-ddp` | 2 | resume | 1 | 2 | 0 | 0 | 0 |"
+    assert "| `pytorch-ddp` | 2 | resume | 1 | 2 | 0 | 0 | 0 |" in shown
     assert shown[-1] == "| all | | | 3 | 3 | 2 | 2 | 1 |"
 
 
 BROKEN = """
-from distributed.mixins.checkpointing import CheckpointingMixin
+from distributed.loop import TrainingLoop
+
+
+def replace(owner, name, function):
+    assert hasattr(owner, name), f"nothing to break: {owner} has no {name}"
+    setattr(owner, name, function)
 
 
 def no_random_state():
-    import distributed.mixins.checkpointing as checkpointing
-    checkpointing.restore_rng = lambda state: None
+    import distributed.mixins.resuming as resuming
+    replace(resuming, "restore_rng", lambda state: None)
 
 
 def cursor_one_off():
-    restore = CheckpointingMixin._restore_extra
+    restore = TrainingLoop._restore_extra
 
     def off(self, reader):
         restore(self, reader)
         self.progress.samples += 1
 
-    CheckpointingMixin._restore_extra = off
+    replace(TrainingLoop, "_restore_extra", off)
 
 
 def cold_engine():
     from distributed_backends.ddp import DDPBackend
-    DDPBackend.warm_up = lambda self, windows: None
+    replace(DDPBackend, "warm_up", lambda self, windows: None)
 
 
 def older_checkpoint():
     from distributed.checkpoint.layout import PortableCheckpointer
     candidates = PortableCheckpointer.candidates
-    PortableCheckpointer.candidates = lambda self: iter(list(candidates(self))[1:])
+    replace(PortableCheckpointer, "candidates", lambda self: iter(list(candidates(self))[1:]))
 """
 SHOWN_BY = {
     ("no_random_state", 2): "bits",
