@@ -86,7 +86,8 @@ class RecordingMixin:
         losses, phases = self._reduce_interval()
         first = self.progress.step - len(losses) + 1
         for offset, (loss, (_, _, rate)) in enumerate(zip(losses, self._steps, strict=True)):
-            self._append_step(first + offset, loss, float(rate))
+            if first + offset > self._first_step:  # Earlier ones are an interrupted run's own.
+                self._append_step(first + offset, loss, float(rate))
         record = {
             "step": float(self.progress.step),
             "epoch": float(self.progress.epoch),
