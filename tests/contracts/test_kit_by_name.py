@@ -49,7 +49,7 @@ def test_a_mistake_is_told_once(tmp_path: Path, arguments: list[str], complaint:
 def test_runs_the_backend_named_with_ranks_and_fields(tmp_path: Path) -> None:
     fields = ["--distributed-ranks", "2", "--distributed-set", "bucket_cap_mb=0.001"]
     code, output = kit(
-        tmp_path, "--distributed-backend", "pytorch-ddp", *fields, "-k", "c1 or schedules_count", "-s"
+        tmp_path, "--distributed-backend", "pytorch-ddp", *fields, "-k", "c1_global or schedules_count", "-s"
     )
     assert code == 0, output
     assert "2 passed" in output
