@@ -35,8 +35,9 @@ __all__ = ["Hosts"]
 
 _LOOK = 0.5
 """Seconds between looks for another host."""
-_ALIVE = 1
-"""Seconds between a host's signs of life; after three without one it is gone."""
+_ALIVE = 2
+"""Seconds between a host's signs of life; after three without one it is gone. On a busy host a sign may
+come a second late."""
 _FAREWELL = timedelta(seconds=60)
 _JOIN = timedelta(seconds=600)
 

@@ -225,7 +225,7 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     hosts = [start(number) for number in range(4)]
     try:
         ready, _, _ = select.select([two], [], [], 280)  # two ranks are left at work
-        assert ready, [host.poll() for host in hosts]
+        assert ready, [(host.kill(), host.communicate()[0]) for host in hosts]
         hosts += [start(number) for number in (4, 5)]
         out = [host.communicate(timeout=280)[0] for host in hosts]
     finally:

@@ -82,5 +82,7 @@ def test_wheel_brings_the_conformance_kit(python: Path, tmp_path: Path) -> None:
         "-p",
         "no:cacheprovider",
     ]
-    output = run(python, "-m", "pytest", *kit, "-k", "c1_global or c7", "--distributed-ranks", "2", cwd=tmp_path)
+    output = run(
+        python, "-m", "pytest", *kit, "-k", "c1_global or c7", "--distributed-ranks", "2", cwd=tmp_path
+    )
     assert "4 passed" in output
