@@ -63,7 +63,13 @@ class Place:
 
 
 class Membership(Protocol):
-    """Who takes part in a round."""
+    """Who takes part in a round.
+
+    Attributes:
+        has_others: other hosts may come and go.
+    """
+
+    has_others: bool
 
     def meet(self) -> Place:
         """Wait for the hosts of the next round."""
@@ -94,6 +100,8 @@ class Alone:
     Args:
         counts: numbers of ranks that keep the global batch, largest first.
     """
+
+    has_others = False
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
@@ -202,7 +210,7 @@ class Elastic:
 
     def _made_room(self) -> bool:
         """Whether the ranks saved and ended for another host's sake, and not for good."""
-        if isinstance(self.members, Alone):
+        if not self.members.has_others:
             return False
         result = json.loads((self.command.folder / "result.json").read_text(encoding="utf-8"))
         return bool(result["history"]["preempted"])

@@ -55,6 +55,8 @@ class Hosts:
         UserError: nobody answers there.
     """
 
+    has_others = True
+
     def __init__(self, plan: RunPlan, endpoint: tuple[str, int]) -> None:
         self.plan, self.endpoint = plan, endpoint
         # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.

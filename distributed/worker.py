@@ -166,8 +166,7 @@ def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
     if not plan.spec.remote and not plan.counts:
         return plan
     nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-    world_size = int(env["WORLD_SIZE"])
-    placed = rescale(plan, 1, world_size) if world_size != plan.world_size else plan
+    placed = rescale(plan, 1, int(env["WORLD_SIZE"]))
     return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
 
 
