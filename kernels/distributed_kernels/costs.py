@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["break_even_rank", "check_rank"]
+__all__ = ["CostlyError", "break_even_rank", "check_rank"]
+
+
+class CostlyError(KernelError):
+    """Thin factors of this rank would take more than the dense weight."""
 
 
 def break_even_rank(in_features: int, out_features: int) -> int:
@@ -26,7 +30,8 @@ def check_rank(rank: int, in_features: int, out_features: int, *, least: int, al
         allow_costly: accept a rank above break-even.
 
     Raises:
-        KernelError: `rank` is below `least`, or above `break_even_rank` without `allow_costly`.
+        KernelError: `rank` is below `least`.
+        CostlyError: it is above `break_even_rank`, without `allow_costly`.
     """
     most = break_even_rank(in_features, out_features)
     if rank < least:
@@ -35,7 +40,7 @@ def check_rank(rank: int, in_features: int, out_features: int, *, least: int, al
         )
     if rank > most and not allow_costly:
         range_ = f"{least} to {most}" if most >= least else "none"
-        raise KernelError(
+        raise CostlyError(
             f"rank: above break-even, which is rank {most} for {in_features} -> {out_features}: this layer"
             f" would take {rank * (in_features + out_features)} weights for the dense layer's"
             f" {in_features * out_features}",

@@ -24,8 +24,10 @@ class KernelError(ValueError):
         super().__init__(" ".join(" ".join(part.split()) for part in parts))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.message, self.got, self.allowed, self.remedy)
+        return _rebuild, (type(self), self.message, self.got, self.allowed, self.remedy)
 
 
-def _rebuild(message: str, got: object, allowed: str | None, remedy: str) -> KernelError:
-    return KernelError(message, got=got, allowed=allowed, remedy=remedy)
+def _rebuild(
+    kind: type[KernelError], message: str, got: object, allowed: str | None, remedy: str
+) -> KernelError:
+    return kind(message, got=got, allowed=allowed, remedy=remedy)

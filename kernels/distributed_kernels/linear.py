@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from distributed_kernels.factors import least_squares, rescaled, spectral
 from distributed_kernels.half_frozen import half_frozen_columns, half_frozen_rows
 from distributed_kernels.parallel_parts import assign, exchange, is_cut, local
 from distributed_kernels.sketches import GivenSketch, SignSketch, Sketch
+
+if TYPE_CHECKING:
+    from distributed_kernels.factorize import LayerReport
 
 __all__ = ["SKLinear", "break_even_rank"]
 
@@ -45,10 +48,13 @@ class SKLinear(nn.Module):
         factor_out: (out, rank), or (out, rank // 2).
         bias: (out,) or None.
         sketch: the frozen halves, a `Sketch`; None when both factors are trained.
+        report: the `LayerReport` of a layer that `factorize_linear` made, else None.
 
     Raises:
         KernelError: a rank that saves nothing, or arguments that contradict each other.
     """
+
+    report: LayerReport | None = None
 
     def __init__(
         self,
