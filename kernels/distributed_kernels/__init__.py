@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from distributed_kernels.factorize import LayerReport, factorize_conv, factorize_linear
     from distributed_kernels.linear import SKLinear
     from distributed_kernels.signs import SIGN_ALGORITHM, sketch_signs
+    from distributed_kernels.sketched_mlp import DistributedSketchedModel, SketchedMLP
     from distributed_kernels.sketches import GivenSketch, SignSketch, Sketch
+    from distributed_kernels.sync import check_sketch_sync, sketch_checksums, synchronize_sketches
 
 _HOMES = {
     "CostlyError": "costs",
+    "DistributedSketchedModel": "sketched_mlp",
     "GivenSketch": "sketches",
     "KernelError": "errors",
     "LayerReport": "factorize",
@@ -30,16 +33,21 @@ _HOMES = {
     "SignSketch": "sketches",
     "Sketch": "sketches",
     "SketchReport": "convert",
+    "SketchedMLP": "sketched_mlp",
     "break_even_rank": "costs",
+    "check_sketch_sync": "sync",
     "factorize_conv": "factorize",
     "factorize_linear": "factorize",
     "input_covariance": "calibration",
+    "sketch_checksums": "sync",
     "sketch_model": "convert",
     "sketch_signs": "signs",
+    "synchronize_sketches": "sync",
 }
 
 __all__ = [
     "CostlyError",
+    "DistributedSketchedModel",
     "GivenSketch",
     "KernelError",
     "LayerReport",
@@ -49,12 +57,16 @@ __all__ = [
     "SignSketch",
     "Sketch",
     "SketchReport",
+    "SketchedMLP",
     "break_even_rank",
+    "check_sketch_sync",
     "factorize_conv",
     "factorize_linear",
     "input_covariance",
+    "sketch_checksums",
     "sketch_model",
     "sketch_signs",
+    "synchronize_sketches",
 ]
 
 
