@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from distributed_kernels.sketched_mlp import DistributedSketchedModel, SketchedMLP
     from distributed_kernels.sketches import GivenSketch, SignSketch, Sketch
     from distributed_kernels.sync import check_sketch_sync, sketch_checksums, synchronize_sketches
+    from distributed_kernels.tensor_parallel import (
+        SKColwiseParallel,
+        SKRowwiseParallel,
+        TensorParallelSKLinear,
+    )
 
 _HOMES = {
     "CostlyError": "costs",
@@ -28,12 +33,15 @@ _HOMES = {
     "KernelError": "errors",
     "LayerReport": "factorize",
     "SIGN_ALGORITHM": "signs",
+    "SKColwiseParallel": "tensor_parallel",
     "SKConv2d": "conv",
     "SKLinear": "linear",
+    "SKRowwiseParallel": "tensor_parallel",
     "SignSketch": "sketches",
     "Sketch": "sketches",
     "SketchReport": "convert",
     "SketchedMLP": "sketched_mlp",
+    "TensorParallelSKLinear": "tensor_parallel",
     "break_even_rank": "costs",
     "check_sketch_sync": "sync",
     "factorize_conv": "factorize",
@@ -52,12 +60,15 @@ __all__ = [
     "KernelError",
     "LayerReport",
     "SIGN_ALGORITHM",
+    "SKColwiseParallel",
     "SKConv2d",
     "SKLinear",
+    "SKRowwiseParallel",
     "SignSketch",
     "Sketch",
     "SketchReport",
     "SketchedMLP",
+    "TensorParallelSKLinear",
     "break_even_rank",
     "check_sketch_sync",
     "factorize_conv",
