@@ -264,6 +264,8 @@ def check_seeds_need_no_synchronising(group: Any) -> None:
         sketch.matrices(torch.device("cpu"), torch.float32)[0][0, 0].neg_()
     with pytest.raises(KernelError, match=r"'model.0' on rank 1"):
         check_sketch_sync(model, group)
+    assert synchronize_sketches(model, group) == ["model.0"]
+    check_sketch_sync(model, group)
 
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
