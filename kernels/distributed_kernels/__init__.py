@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distributed_kernels.costs import CostlyError, break_even_rank
     from distributed_kernels.errors import KernelError
     from distributed_kernels.factorize import LayerReport, factorize_conv, factorize_linear
+    from distributed_kernels.fused import fused_linear, fused_linear_available, use_fused_linear
     from distributed_kernels.linear import SKLinear
     from distributed_kernels.signs import SIGN_ALGORITHM, sketch_signs
     from distributed_kernels.sketched_mlp import DistributedSketchedModel, SketchedMLP
@@ -46,11 +47,14 @@ _HOMES = {
     "check_sketch_sync": "sync",
     "factorize_conv": "factorize",
     "factorize_linear": "factorize",
+    "fused_linear": "fused",
+    "fused_linear_available": "fused",
     "input_covariance": "calibration",
     "sketch_checksums": "sync",
     "sketch_model": "convert",
     "sketch_signs": "signs",
     "synchronize_sketches": "sync",
+    "use_fused_linear": "fused",
 }
 
 __all__ = [
@@ -73,11 +77,14 @@ __all__ = [
     "check_sketch_sync",
     "factorize_conv",
     "factorize_linear",
+    "fused_linear",
+    "fused_linear_available",
     "input_covariance",
     "sketch_checksums",
     "sketch_model",
     "sketch_signs",
     "synchronize_sketches",
+    "use_fused_linear",
 ]
 
 

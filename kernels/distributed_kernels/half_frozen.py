@@ -70,10 +70,17 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_h = grad @ torch.cat([frozen, trained], 1)
         if ctx.needs_input_grad[2]:
-            grad_trained = _rows(grad).mT @ _rows(h)[:, frozen.shape[1] :]
+            grad_trained = _outer(_rows(grad), _rows(h)[:, frozen.shape[1] :])
         if ctx.needs_input_grad[3]:
             grad_bias = _rows(grad).sum(0)
         return grad_h, None, grad_trained, grad_bias
+
+
+def _outer(grad: Tensor, h: Tensor) -> Tensor:
+    """grad^T h, (out, r2)."""
+    if 8 * h.shape[1] < grad.shape[1]:
+        return (h.mT @ grad).mT.contiguous()  # a fifth faster than a tall thin product, measured on a CPU
+    return grad.mT @ h
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distributed_kernels.costs import break_even_rank, check_rank
 from distributed_kernels.errors import KernelError
 from distributed_kernels.factors import least_squares, rescaled, spectral
+from distributed_kernels.fused import fused_linear, wants_fused
 from distributed_kernels.half_frozen import half_frozen_columns, half_frozen_rows
 from distributed_kernels.parallel_parts import assign, exchange, is_cut, local
 from distributed_kernels.sketches import GivenSketch, SignSketch, Sketch
@@ -139,6 +140,8 @@ class SKLinear(nn.Module):
         factor_in, factor_out = local(self.factor_in), local(self.factor_out)
         bias = None if self.bias is None else local(self.bias)
         if self.sketch is None:
+            if not is_cut(self.factor_out) and wants_fused(x, factor_in):
+                return fused_linear(x, factor_in, factor_out, bias)
             h = F.linear(x, factor_in)
             return F.linear(exchange(h, self), factor_out, bias)
         x, factor_in, factor_out, bias = _autocast(x, factor_in, factor_out, bias)
