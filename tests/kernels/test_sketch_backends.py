@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_kernels import SketchedMLP, SKLinear, sketch_checksums
+from distributed_kernels import GivenSketch, SketchedMLP, SKLinear, sketch_checksums
 from distributed_plugins.sketches import SynchronizeSketches
 from torch import nn
 
@@ -29,6 +29,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 MODES = pytest.mark.parametrize("train_both", [True, False], ids=["both", "frozen"])
 _adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+
+
+def by_hand(made: SketchedMLP) -> SketchedMLP:
+    """`made` with its first two sketches as matrices of its own."""
+    cpu = torch.device("cpu")
+    for layer in layers(made)[:2]:
+        frozen_in, frozen_out = layer.sketch.whole(cpu, torch.float64)
+        layer.sketch = GivenSketch(frozen_out.T + 0.1, frozen_in.T - 0.1, dtype=torch.float64)
+    return made
 
 
 def model(train_both: bool = False, seed: int = 3) -> SketchedMLP:
@@ -83,6 +92,19 @@ def test_two_ranks_train_what_one_process_trains(train_both: bool, place: str, r
     train(together, place, rank_pool, callbacks=[] if train_both else [SketchesAreEqual()])
     assert distance(alone, together) < EXACT
     assert distance(alone, model(train_both)) > 1e-2
+
+
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_matrices_given_by_hand(place: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Two ranks for the first half, then one process with matrices of another seed: the saved ones count."""
+    alone, together = by_hand(model()), by_hand(model())
+    train(alone, "serial", None)
+    assert distance(alone, model()) > 1e-2
+    resumable: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "resume_from_checkpoint": True}
+    train(together, place, rank_pool, 5, callbacks=[SketchesAreEqual()], **resumable)
+    together = by_hand(model(seed=50))
+    train(together, "serial", None, **resumable)
+    assert distance(alone, together) < EXACT
 
 
 def test_a_checkpoint_brings_its_sketch_to_the_next_backend(rank_pool: RankPool, tmp_path: Path) -> None:

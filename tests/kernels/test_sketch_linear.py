@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import distributed_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +194,14 @@ def test_autocast(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
+def test_low_precision_throughout(mode: dict[str, Any]) -> None:
+    """Weights in bf16, and the result within 2**-6 of the same in float64."""
+    layer, x = layer_of(dtype=torch.bfloat16, **mode), torch.randn(64, 40, dtype=torch.bfloat16)
+    exact = F.linear(x.double(), copy.deepcopy(layer).double().dense_weight(), layer.bias.double())
+    assert (layer(x).double() - exact).norm() < 2**-6 * exact.norm()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_checkpointed_and_copied_and_pickled(mode: dict[str, Any]) -> None:
     layer, x = layer_of(**mode), torch.randn(5, 40, dtype=F64, requires_grad=True)
     layer(x).sum().backward()
@@ -356,3 +365,11 @@ def test_errors_travel_between_processes() -> None:
     with pytest.raises(KernelError) as caught:
         SKLinear(4, 3, 9)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_every_public_name_resolves() -> None:
+    for name in distributed_kernels.__all__:
+        assert getattr(distributed_kernels, name) is not None
+    assert dir(distributed_kernels) == sorted(distributed_kernels.__all__)
+    with pytest.raises(AttributeError, match="SKLinaer"):
+        distributed_kernels.SKLinaer  # noqa: B018

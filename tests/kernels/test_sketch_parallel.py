@@ -20,6 +20,7 @@ from distributed_kernels import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -268,6 +269,25 @@ def check_seeds_need_no_synchronising(group: Any) -> None:
     check_sketch_sync(model, group)
 
 
+def check_fsdp2_from_the_meta_device(group: Any, frozen: bool) -> None:
+    """Sharded before it has values, then reset on ranks that draw different numbers."""
+    size = dist.get_world_size(group)
+    cut = nn.Sequential(SKLinear(INTO, OUT, 6, train_both=not frozen, dtype=F64, device="meta"))
+    fully_shard(cut, mesh=DeviceMesh.from_group(group, "cpu"))
+    cut.to_empty(device="cpu")
+    cut[0].reset_parameters()
+    whole = seeded(lambda: nn.Sequential(layer(frozen)))
+    whole[0].sketch = cut[0].sketch
+    for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
+        a.data = b.full_tensor().detach().clone()
+    x = seeded(lambda: torch.randn(8, INTO, dtype=F64))
+    near(whole[0].dense_weight(), cut[0].dense_weight())
+    cut(part(x, group, 0)).square().sum().backward()
+    whole(x).square().sum().backward()
+    for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
+        near(b.grad.full_tensor() * size, a.grad)
+
+
 SIZES = pytest.mark.parametrize("size", [2, 4])
 FROZEN = pytest.mark.parametrize("frozen", [False, True], ids=["both", "frozen"])
 
@@ -289,6 +309,12 @@ def test_a_pair_sends_rank_numbers_a_row_each_way(on_ranks: Any, size: int, froz
 @pytest.mark.parametrize("gather", [True, False])
 def test_the_seeds_layer(on_ranks: Any, size: int, gather: bool) -> None:
     on_ranks(check_the_seeds_layer, size, gather=gather, frozen=size == 4)
+
+
+@SIZES
+@FROZEN
+def test_fsdp2_from_the_meta_device(on_ranks: Any, size: int, frozen: bool) -> None:
+    on_ranks(check_fsdp2_from_the_meta_device, size, frozen=frozen)
 
 
 def test_dtensors_pass_through(on_ranks: Any) -> None:
