@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.backend import Backend, World
     from distributed.interfaces.history import History
     from distributed.interfaces.task import Progress
 
@@ -31,6 +31,7 @@ class Context(ABC):
     Attributes:
         config: the run's configuration.
         world: this rank's place.
+        backend: for collectives of callbacks on all ranks, which call them at the same step.
         progress: cursor and counters; read-only by convention.
         history: what has been recorded so far (rank 0's is the one returned).
         model: the user's module, unwrapped.
@@ -41,6 +42,7 @@ class Context(ABC):
 
     config: DistributedConfig
     world: World
+    backend: Backend
     progress: Progress
     history: History
     model: Any

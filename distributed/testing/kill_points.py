@@ -263,7 +263,7 @@ class Witness(Callback):
         switch = arm()
         switch.record(start=context.progress.step, time=time.time())
         self._ids: list[int] = []
-        backend = context.backend  # type: ignore[attr-defined]  # the context is the loop
+        backend: Any = context.backend
         run_window = backend.run_window
 
         def recorded(window: Window) -> Any:

@@ -1,0 +1,33 @@
+"""KernelError: a mistake that the caller can mend."""
+
+from __future__ import annotations
+
+__all__ = ["KernelError"]
+
+
+class KernelError(ValueError):
+    """What was given cannot be computed: one paragraph that says how to mend it.
+
+    Args:
+        message: which argument, and what is wrong with it.
+        got: the value received.
+        allowed: the values that would do, in words.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, message: str, *, got: object, allowed: str | None = None, remedy: str) -> None:
+        self.message, self.got, self.allowed, self.remedy = message, got, allowed, remedy
+        parts = [f"{message.rstrip('. ')}.", f"Got {got!r}."]
+        if allowed is not None:
+            parts.append(f"Allowed: {allowed.rstrip('.')}.")
+        parts.append(f"{remedy.rstrip('.')}.")
+        super().__init__(" ".join(" ".join(part.split()) for part in parts))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.got, self.allowed, self.remedy)
+
+
+def _rebuild(
+    kind: type[KernelError], message: str, got: object, allowed: str | None, remedy: str
+) -> KernelError:
+    return kind(message, got=got, allowed=allowed, remedy=remedy)
