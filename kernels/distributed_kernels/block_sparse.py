@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -80,7 +79,8 @@ def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group
             allowed=f"divisors of {length}",
             remedy="Choose slices of whole blocks",
         )
-    rank, blocks = dist.get_rank(group), length // block_size
+    ring, blocks = Ring.of(group), length // block_size
+    rank = ring.position
     take, rows = Take.all(length), mask[..., rank * blocks : (rank + 1) * blocks, :]
 
     def pieces(source: int) -> list[Piece]:
@@ -89,7 +89,7 @@ def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group
         part = rows[..., source * blocks : (source + 1) * blocks]
         return list(masked_pieces(take, take, part, block_size, causal and source == rank))
 
-    return Branch(pieces, ring=Ring.of(group))
+    return Branch([pieces(source) for source in range(ring.size)], ring)
 
 
 def masked_pieces(

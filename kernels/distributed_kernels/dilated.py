@@ -7,7 +7,8 @@ their softmax denominators, which is one softmax over all kept keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch.distributed as dist
@@ -18,9 +19,23 @@ from distributed_kernels.checks import check_attention, check_segments, scale_of
 from distributed_kernels.comm import Ring, check_equal_slices
 from distributed_kernels.errors import KernelError
 from distributed_kernels.pieces import Branch, Piece, local, piecewise_attention
-from distributed_kernels.takes import Run, Take
+from distributed_kernels.takes import EVERY_HEAD, Run, Take
 
-__all__ = ["dilated_attention", "dilated_takes"]
+__all__ = ["Cut", "Meeting", "dilated_attention", "dilated_branches"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Which slices of a segment meet: the queries' and the keys', of how many, and the keys' block."""
+
+    position: int = 0
+    source: int = 0
+    slices: int = 1
+    block: int = 0
+
+
+Cut = Callable[[Take, Take, Meeting], Sequence[Piece]]
+"""What of the kept queries meets what of the kept keys: (queries, keys, meeting) to pieces."""
 
 
 def dilated_attention(
@@ -62,63 +77,78 @@ def dilated_attention(
     """
     check_attention(q, k, v)
     check_segments(segment_lengths, dilation_rates)
-    heads, length = q.shape[1:3]
+
+    def whole(queries: Take, keys: Take, meeting: Meeting) -> list[Piece]:
+        if causal and meeting.source > meeting.position:
+            return []
+        return [Piece(queries, keys, causal and meeting.source == meeting.position, meeting.block)]
+
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
-    if group is None or group.size() == 1:
-        branches = [local(list(_local_pieces(length, heads, w, r, causal, first_head))) for w, r in pairs]
-    else:
-        check_equal_slices(q, group)
-        branches = [_branch_across(length, heads, w, r, causal, first_head, group) for w, r in pairs]
+    branches = dilated_branches(q, pairs, whole, group, first_head)
     return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
 
 
-def dilated_takes(
-    heads: int, start: int, width: int, segments: int, rate: int, first_head: int
-) -> list[Take]:
-    """What a branch keeps of `segments` segments of `width` positions from row `start` on.
+def dilated_branches(
+    q: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    cut: Cut,
+    group: ProcessGroup | None,
+    first_head: int = 0,
+) -> list[Branch]:
+    """One branch for each (segment length, rate): local, or round the ranks that a segment spans.
 
-    One take for each number of kept rows: heads whose first row comes late in a segment that the rate does
-    not divide have one row less. Heads that keep nothing are in none.
+    Raises:
+        KernelError: a segment length that is neither a divisor nor a multiple of the slice.
     """
-    groups = []
+    if group is None or group.size() == 1:
+        return [_local_branch(q, width, rate, cut, first_head) for width, rate in pairs]
+    check_equal_slices(q, group)
+    return [_branch_across(q, width, rate, cut, group, first_head) for width, rate in pairs]
+
+
+def _local_branch(q: Tensor, width: int, rate: int, cut: Cut, first_head: int) -> Branch:
+    heads, length = q.shape[1:3]
+    takes = _segment_takes(length, heads, min(width, length), rate, first_head) if length else ()
+    return local([piece for take in takes for piece in cut(take, take, Meeting())])
+
+
+def _segment_takes(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[Take]:
+    whole, rest = divmod(length, width)
+    yield from _equal_takes(_kept(0, width, whole, heads, rate, first_head))
+    if rest:
+        yield from _equal_takes(_kept(length - rest, rest, 1, heads, rate, first_head))
+
+
+def _kept(
+    start: int, width: int, segments: int, heads: int, rate: int, first_head: int
+) -> list[tuple[slice, tuple[Run, ...]]]:
+    """What the heads of each residue keep of the segments from row `start` on; possibly no rows."""
+    groups: list[tuple[slice, tuple[Run, ...]]] = []
     for residue in range(min(rate, heads)):
         offset = (residue + first_head) % rate
-        if kept := len(range(offset, width, rate)):
-            run = Run(start, width, kept, segments, offset, rate)
-            groups.append((slice(residue, None, rate), (run,)))
-    if rate == 1:
-        return [Take.rows(run) for _, (run,) in groups]
+        run = Run(start, width, len(range(offset, width, rate)), segments, min(offset, width - 1), rate)
+        groups.append((EVERY_HEAD if rate == 1 else slice(residue, None, rate), (run,)))
+    return groups
+
+
+def _equal_takes(groups: list[tuple[slice, tuple[Run, ...]]]) -> Iterator[Take]:
+    """One take for each number of rows kept, which differs by one where the rate divides no segment."""
 
     def rows(group: tuple[slice, tuple[Run, ...]]) -> int:
         return group[1][0].length
 
-    return [Take(tuple(equal)) for _, equal in groupby(sorted(groups, key=rows, reverse=True), key=rows)]
-
-
-def _segment_takes(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[Take]:
-    width = min(width, length)
-    whole, rest = divmod(length, width)
-    yield from dilated_takes(heads, 0, width, whole, rate, first_head)
-    if rest:
-        yield from dilated_takes(heads, length - rest, rest, 1, rate, first_head)
-
-
-def _local_pieces(
-    length: int, heads: int, width: int, rate: int, causal: bool, first_head: int
-) -> Iterator[Piece]:
-    if length == 0:
-        return
-    for take in _segment_takes(length, heads, width, rate, first_head):
-        yield Piece(take, take, causal)
+    for kept, equal in groupby(sorted(groups, key=rows, reverse=True), key=rows):
+        if kept:
+            yield Take(tuple(equal))
 
 
 def _branch_across(
-    length: int, heads: int, width: int, rate: int, causal: bool, first_head: int, group: ProcessGroup
+    q: Tensor, width: int, rate: int, cut: Cut, group: ProcessGroup, first_head: int
 ) -> Branch:
-    ranks, rank = group.size(), dist.get_rank(group)
+    length, ranks, rank = q.shape[2], group.size(), dist.get_rank(group)
     width = min(width, length * ranks)
     if length % width == 0:
-        return local(list(_local_pieces(length, heads, width, rate, causal, first_head)))
+        return _local_branch(q, width, rate, cut, first_head)
     if width % length:
         raise KernelError(
             f"segment_lengths: {width} neither divides nor is a multiple of a rank's slice of {length}",
@@ -129,41 +159,31 @@ def _branch_across(
     span = width // length
     first = rank // span * span
     ring = Ring.of(group, range(first, min(first + span, ranks)))
-    return _travelling_branch(length, heads, rate, causal, first_head, ring)
+    if ring.size == 1:
+        # What is left of the sequence for the last segment is this one slice.
+        return _local_branch(q, length, rate, cut, first_head)
+    return _travelling_branch(length, q.shape[1], rate, cut, ring, first_head)
 
 
-def _travelling_branch(
-    length: int, heads: int, rate: int, causal: bool, first_head: int, ring: Ring
-) -> Branch:
-    """A branch whose segment is the ring's slices: each position's kept rows travel."""
+def _travelling_branch(length: int, heads: int, rate: int, cut: Cut, ring: Ring, first_head: int) -> Branch:
+    """A branch whose segment is the ring's slices: what each keeps travels.
 
-    def takes(source: int) -> list[Take | None]:
+    All heads in one block where the rate divides the slice, so that all keep equally many rows; else the
+    heads of each residue in a block of their own.
+    """
+
+    def takes(source: int) -> list[Take]:
         # The segment began `source` slices before this row 0.
-        shift = (first_head - source * length) % rate
-        return [*dilated_takes_by_head(length, heads, rate, shift)]
+        groups = _kept(0, length, 1, heads, rate, (first_head - source * length) % rate)
+        return [Take(tuple(groups))] if length % rate == 0 else [Take((group,)) for group in groups]
 
     def pieces(source: int) -> list[Piece]:
-        if causal and source > ring.position:
-            return []
-        own, theirs = takes(ring.position), takes(source)
-        return [
-            Piece(mine, Take.all(keys.length), causal and source == ring.position, block)
-            for block, (mine, keys) in enumerate(zip(own, theirs, strict=True))
-            if mine is not None and keys is not None and mine.length and keys.length
-        ]
+        found: list[Piece] = []
+        for block, (own, theirs) in enumerate(zip(takes(ring.position), takes(source), strict=True)):
+            meeting = Meeting(ring.position, source, ring.size, block)
+            if own.length and theirs.length:
+                found += cut(own, Take.all(theirs.length), meeting)
+        return found
 
-    return Branch(pieces, takes, ring)
-
-
-def dilated_takes_by_head(length: int, heads: int, rate: int, first_head: int) -> list[Take]:
-    """What a slice keeps of a segment, in takes whose heads are the same on every rank.
-
-    One take of all heads where the rate divides the slice, so that all keep equally many; else one for
-    each residue, possibly of no rows.
-    """
-    groups = []
-    for residue in range(min(rate, heads)):
-        offset = (residue + first_head) % rate
-        run = Run(0, length, len(range(offset, length, rate)), 1, min(offset, length - 1), rate)
-        groups.append((slice(residue, None, rate), (run,)))
-    return [Take(tuple(groups))] if length % rate == 0 else [Take((group,)) for group in groups]
+    everyone = range(ring.size)
+    return Branch([pieces(each) for each in everyone], ring, [takes(each) for each in everyone])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["PATTERNS", "block_density", "block_pattern"]
+__all__ = ["PATTERNS", "block_density", "block_pattern", "check_pattern"]
 
 PATTERNS = ("local", "strided", "global")
 
@@ -43,9 +43,8 @@ def block_pattern(
     Raises:
         KernelError: an unknown name, a ratio outside (0, 1], or a block size below 1.
     """
-    names = tuple(pattern.split("+"))
-    _check(pattern, names, block_size, sparsity_ratio)
-    return _pattern(names, -(-length // block_size), sparsity_ratio, causal).clone()
+    check_pattern(pattern, block_size, sparsity_ratio)
+    return _pattern(tuple(pattern.split("+")), -(-length // block_size), sparsity_ratio, causal).clone()
 
 
 def block_density(mask: Tensor, *, causal: bool = False) -> float:
@@ -101,14 +100,14 @@ def _strided(blocks: int, budget: float, causal: bool) -> Tensor:
     """Evenly spaced key blocks, counted back from the query's own: floor(budget * distance) grows there."""
     distance = _distance(blocks).abs()
     steps: Tensor = torch.floor((distance + 1) * budget) - torch.floor(distance * budget)
-    kept: Tensor = steps > 0
-    return kept
+    return steps > 0
 
 
 def _global(blocks: int, budget: float, causal: bool) -> Tensor:
     """The first blocks' columns and rows: g of them keep 1 - (1 - g/blocks)^2 of all."""
     first = torch.arange(blocks) < round((1 - (1 - budget) ** 0.5) * blocks)
-    return first[:, None] | first[None, :]
+    either: Tensor = first[:, None] | first[None, :]
+    return either
 
 
 _BUILD: dict[str, Callable[[int, float, bool], Tensor]] = {
@@ -118,8 +117,13 @@ _BUILD: dict[str, Callable[[int, float, bool], Tensor]] = {
 }
 
 
-def _check(pattern: str, names: tuple[str, ...], block_size: int, ratio: float) -> None:
-    if any(name not in PATTERNS for name in names):
+def check_pattern(pattern: str, block_size: int, ratio: float) -> None:
+    """Raise unless `block_pattern` takes these.
+
+    Raises:
+        KernelError: names the one that it does not take.
+    """
+    if any(name not in PATTERNS for name in pattern.split("+")):
         raise KernelError(
             "pattern: no pattern of that name",
             got=pattern,

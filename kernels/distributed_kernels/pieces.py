@@ -51,40 +51,41 @@ class Piece:
 class Branch:
     """Pieces whose keys are on the ranks of one ring.
 
+    All is laid out before the first rank is spoken to, so that a mistake is raised while nobody waits.
+
     Attributes:
-        blocks: for a position in the ring, the takes of that rank's k and v that travel; None stands
-            for all of k and v as they are.
-        pieces: for a position in the ring, the pieces over keys that came from there.
+        pieces: for each position in the ring, the pieces over keys that came from there.
         ring: the ring; of this rank alone by default.
+        blocks: for each position, the takes of that rank's k and v that travel; None for all of k and v
+            as they are, as it must be in a ring of one, where nothing travels.
     """
 
-    pieces: Callable[[int], Sequence[Piece]]
-    blocks: Callable[[int], Sequence[Take | None]] = lambda source: (None,)
+    pieces: Sequence[Sequence[Piece]]
     ring: Ring = field(default_factory=Ring)
+    blocks: Sequence[Sequence[Take]] | None = None
+
+    def takes(self, source: int, x: Tensor) -> Sequence[Take]:
+        """What of `x` travels from the rank at `source`."""
+        return (Take.all(x.shape[2]),) if self.blocks is None else self.blocks[source % self.ring.size]
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """This rank's blocks of `x`, each (B, heads, rows, D)."""
-        takes = self.blocks(self.ring.position)
-        return [x if take is None else take.gather(x).squeeze(2) for take in takes]
+        return [take.gather(x).squeeze(2) for take in self.takes(self.ring.position, x)]
 
     def add_to(self, x: Tensor, blocks: Sequence[Tensor]) -> None:
         """Add what `gather` would have made to the rows it comes from."""
-        for take, block in zip(self.blocks(self.ring.position), blocks, strict=True):
-            if take is None:
-                x.add_(block)
-            else:
-                take.add_to(x, block.unsqueeze(2))
+        for take, block in zip(self.takes(self.ring.position, x), blocks, strict=True):
+            take.add_to(x, block.unsqueeze(2))
 
     def shapes(self, source: int, x: Tensor) -> list[tuple[int, ...]]:
         """Shapes of the blocks that the rank at `source` gathers, whose tensors are shaped as `x`."""
-        takes = self.blocks(source % self.ring.size)
-        shapes = [tuple(x.shape) if take is None else take.shape(x) for take in takes]
-        return [shape if len(shape) == 4 else (*shape[:2], *shape[3:]) for shape in shapes]
+        shapes = [take.shape(x) for take in self.takes(source, x)]
+        return [(*shape[:2], *shape[3:]) for shape in shapes]
 
 
 def local(pieces: Sequence[Piece]) -> Branch:
     """A branch whose keys are all on this rank."""
-    return Branch(lambda source: pieces)
+    return Branch([pieces])
 
 
 def _fold(block: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def _forward_branch(
         last = hop + 1 == ring.size
         shift = None if last else ring.shift(travelling, branch.shapes(source - 1, k) * 2)
         half = len(travelling) // 2
-        for piece in branch.pieces(source):
+        for piece in branch.pieces[source]:
             keys, values = travelling[piece.block], travelling[half + piece.block]
             _forward_piece(piece, q, keys, values, softmax, scale, blocks)
         travelling = travelling if shift is None else shift.wait()
@@ -205,7 +206,7 @@ def _backward_piece(piece: Piece, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum,
 def _backward_branch(branch: Branch, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
     if branch.ring.size == 1:
         # Nothing travels: gradients go straight into the totals.
-        for piece in branch.pieces(0):
+        for piece in branch.pieces[0]:
             _backward_piece(piece, whole, k, v, dk, dv)
         return
     home = _ring_gradients(branch, whole, k, v)
@@ -224,7 +225,7 @@ def _ring_gradients(branch: Branch, whole: _Whole, k: Tensor, v: Tensor) -> list
         shift = ring.shift(travelling, shapes) if hop + 1 < ring.size else None
         sums = [_Sum(x) for x in travelling]
         half = len(travelling) // 2
-        for piece in branch.pieces(source):
+        for piece in branch.pieces[source]:
             first, second = piece.block, half + piece.block
             _backward_piece(piece, whole, travelling[first], travelling[second], sums[first], sums[second])
         totals = [each.total for each in sums]
