@@ -15,12 +15,17 @@ class KernelError(ValueError):
         remedy: what to do about it.
     """
 
-    def __init__(self, message: str, *, got: object, allowed: str | None = None, remedy: str) -> None:
+    def __init__(
+        self, message: str, *, got: object = None, allowed: object = None, remedy: str | None = None
+    ) -> None:
         self.message, self.got, self.allowed, self.remedy = message, got, allowed, remedy
-        parts = [f"{message.rstrip('. ')}.", f"Got {got!r}."]
+        parts = [f"{message.rstrip('. ')}."]
+        if got is not None:
+            parts.append(f"Got {got!r}.")
         if allowed is not None:
-            parts.append(f"Allowed: {allowed.rstrip('.')}.")
-        parts.append(f"{remedy.rstrip('.')}.")
+            parts.append(f"Allowed: {str(allowed).rstrip('.')}.")
+        if remedy is not None:
+            parts.append(f"{remedy.rstrip('.')}.")
         super().__init__(" ".join(" ".join(part.split()) for part in parts))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -28,6 +33,6 @@ class KernelError(ValueError):
 
 
 def _rebuild(
-    kind: type[KernelError], message: str, got: object, allowed: str | None, remedy: str
+    kind: type[KernelError], message: str, got: object, allowed: object, remedy: str | None
 ) -> KernelError:
     return kind(message, got=got, allowed=allowed, remedy=remedy)

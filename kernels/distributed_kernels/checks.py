@@ -1,0 +1,109 @@
+"""What every attention of this room asks of its tensors before it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distributed_kernels.errors import KernelError
+
+__all__ = ["check_attention", "check_segments", "scale_of"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """`scale`, or one over the square root of the head's width."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, *, same_length: bool = True) -> None:
+    """Raise unless q, k, v are (batch, heads, length, head_dim) that attention can be computed of.
+
+    Args:
+        q, k, v: the tensors.
+        same_length: whether keys must be as many as queries.
+
+    Raises:
+        KernelError: shapes, dtypes or devices that do not agree, no float, or half precision on a device
+            without it.
+    """
+    _check_shapes(q, k, v, same_length)
+    for name, x in (("k", k), ("v", v)):
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise KernelError(
+                f"{name}: dtype and device must be those of q",
+                got=f"{x.dtype} on {x.device}",
+                allowed=f"{q.dtype} on {q.device}",
+                remedy=f"Move it: {name}.to(q)",
+            )
+    _check_dtype(q)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> None:
+    if q.dim() != 4:
+        raise KernelError(
+            "q: attention takes four dimensions",
+            got=tuple(q.shape),
+            allowed="(batch, heads, length, head_dim)",
+            remedy="Split the heads: x.unflatten(-1, (heads, -1)).transpose(1, 2)",
+        )
+    batch, heads, length, width = q.shape
+    wanted = f"({batch}, {heads}, {length if same_length else 'keys'}, {width})"
+    lengths = length if same_length or k.dim() != 4 else k.shape[2]
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != (batch, heads, lengths, width):
+            raise KernelError(
+                f"{name}: shape does not agree with q's {tuple(q.shape)}",
+                got=tuple(x.shape),
+                allowed=wanted,
+                remedy="Heads shared by several queries must be repeated: repeat_interleave(..., dim=1)",
+            )
+
+
+def _check_dtype(q: Tensor) -> None:
+    if q.dtype not in _FLOATS:
+        raise KernelError(
+            "q: attention is computed on floating point numbers",
+            got=q.dtype,
+            allowed=", ".join(map(str, _FLOATS)),
+            remedy="Convert q, k and v, for instance with .float()",
+        )
+    half_on_cpu = q.dtype == torch.float16 and q.device.type == "cpu"
+    no_bfloat = (
+        q.dtype == torch.bfloat16 and q.device.type == "cuda" and not torch.cuda.is_bf16_supported(False)
+    )
+    if half_on_cpu or no_bfloat:
+        raise KernelError(
+            f"q: {q.device.type} has no arithmetic in this precision",
+            got=q.dtype,
+            allowed="bfloat16 or float32" if half_on_cpu else "float16 or float32",
+            remedy="Convert q, k and v; nothing is converted silently",
+        )
+
+
+def check_segments(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:
+    """Raise unless there is one positive rate for each positive segment length.
+
+    Raises:
+        KernelError: names the list and the value that is wrong.
+    """
+    if not segment_lengths or len(segment_lengths) != len(dilation_rates):
+        raise KernelError(
+            "segment_lengths and dilation_rates: one rate for each segment length",
+            got=f"{list(segment_lengths)} and {list(dilation_rates)}",
+            allowed="two lists of one length, at least 1",
+            remedy="Each pair (length, rate) is a branch; give every branch both",
+        )
+    for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        for place, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise KernelError(
+                    f"{name}[{place}]: must be a positive whole number",
+                    got=value,
+                    allowed="1, 2, ...",
+                    remedy="LongNet takes powers of two, such as 2048, 4096, 8192 with rates 1, 2, 4",
+                )

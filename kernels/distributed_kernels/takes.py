@@ -1,0 +1,128 @@
+"""Which rows of which heads a piece of attention reads and writes, as strided views.
+
+No index tensors: a view is free to read where one run covers it, and a sum into a view needs no
+atomic additions, for a `Take` names no row of a head twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["EVERY_HEAD", "Run", "Take"]
+
+EVERY_HEAD = slice(None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`length` rows, `step` apart, from `offset` on, in each of `segments` windows of `width` rows.
+
+    The windows lie side by side from row `start` on.
+    """
+
+    start: int
+    width: int
+    length: int
+    segments: int = 1
+    offset: int = 0
+    step: int = 1
+
+    def view(self, x: Tensor) -> Tensor:
+        """(B, h, N, ...) -> (B, h, segments, length, ...), sharing memory."""
+        rows = x.narrow(2, self.start, self.segments * self.width)
+        windows: Tensor = rows.unflatten(2, (self.segments, self.width))
+        end = self.offset + max(self.step * (self.length - 1) + 1, 0)
+        return windows[:, :, :, self.offset : end : self.step]
+
+    def part(self, first: int, end: int) -> Run:
+        """Rows `first` to `end` of every window's rows."""
+        return replace(self, offset=self.offset + self.step * first, length=end - first)
+
+
+@dataclass(frozen=True)
+class Take:
+    """Groups of heads, each with its runs of rows; runs of one group are joined along the rows.
+
+    Every group has equally many segments, and equally many rows in all.
+    """
+
+    groups: tuple[tuple[slice, tuple[Run, ...]], ...]
+
+    @classmethod
+    def rows(cls, *runs: Run, heads: slice = EVERY_HEAD) -> Take:
+        """The same rows of all of `heads`."""
+        return cls(((heads, runs),))
+
+    @classmethod
+    def all(cls, length: int) -> Take:
+        """Every row of every head."""
+        return cls.rows(Run(0, length, length))
+
+    @property
+    def length(self) -> int:
+        """Rows of a head in one segment."""
+        return sum(run.length for run in self.groups[0][1])
+
+    @property
+    def segments(self) -> int:
+        return self.groups[0][1][0].segments
+
+    def parts(self, ranges: Sequence[tuple[int, int]], heads: slice = EVERY_HEAD) -> Take:
+        """Rows [first, end) of every segment for each of `ranges`, joined; each group must be one run.
+
+        `heads` other than all needs a take of one group of all heads.
+        """
+        groups = []
+        for own, (run,) in self.groups:
+            group = own if heads == EVERY_HEAD else heads
+            groups.append((group, tuple(run.part(first, end) for first, end in ranges)))
+        return Take(tuple(groups))
+
+    def covers(self, length: int) -> bool:
+        """Whether these are all rows of all heads in their order: then a block is the tensor itself."""
+        if len(self.groups) != 1 or len(self.groups[0][1]) != 1:
+            return False
+        heads, (run,) = self.groups[0]
+        whole = run.step == 1 and run.length == run.width and run.segments * run.width == length
+        return heads == EVERY_HEAD and whole
+
+    def heads(self, total: int) -> int:
+        """How many of `total` heads are taken."""
+        return sum(len(range(total)[heads]) for heads, _ in self.groups)
+
+    def views(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(first head, first row, view) of each run within the gathered block."""
+        head = 0
+        for heads, runs in self.groups:
+            row, own = 0, x[:, heads]
+            for run in runs:
+                yield head, row, run.view(own)
+                row += run.length
+            head += own.shape[1]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, H, N, ...) -> (B, heads, segments, length, ...): a view if one run, else a copy."""
+        if len(self.groups) == 1:
+            runs = [view for _, _, view in self.views(x)]
+            return runs[0] if len(runs) == 1 else torch.cat(runs, 3)
+        block = x.new_empty(self.shape(x))
+        for part, view in self._matched(x, block):
+            part.copy_(view)
+        return block
+
+    def add_to(self, x: Tensor, block: Tensor) -> None:
+        """Add a gathered block to the rows it came from."""
+        for part, view in self._matched(x, block):
+            view.add_(part)
+
+    def _matched(self, x: Tensor, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for head, row, view in self.views(x):
+            yield block[:, head : head + view.shape[1], :, row : row + view.shape[3]], view
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Shape of the block that `gather` makes of `x`."""
+        return (x.shape[0], self.heads(x.shape[1]), self.segments, self.length, *x.shape[3:])

@@ -1,0 +1,111 @@
+"""What runs on the ranks. Every rank makes the whole input from the seed and takes its slice."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import distributed_kernels as kernels
+import torch
+import torch.distributed as dist
+from distributed_kernels import KernelError, count_traffic
+from torch import Tensor
+
+Result = dict[str, Any]
+
+
+def whole_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v and the output's gradient of the whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+
+
+def contiguous_slice(x: Tensor, group: Any, dim: int = 2) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def _values_and_gradients(attention: Any, inputs: list[Tensor]) -> Result:
+    q, k, v, dout = inputs
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    with count_traffic() as forward:
+        out = attention(*leaves)
+    with count_traffic() as backward:
+        grads = torch.autograd.grad(out, leaves, dout)
+    return {
+        "results": [out.detach(), *grads],
+        "forward": forward.received,
+        "backward": backward.received,
+    }
+
+
+def attention(
+    group: Any, *, function: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any
+) -> Result:
+    """`function` of the room on contiguous slices: values, gradients, bytes."""
+    if (inner := options.pop("inner", None)) is not None:
+        options["attention"] = partial(getattr(kernels, inner.pop("function")), **inner)
+    inputs = [contiguous_slice(x, group) for x in whole_inputs(shape, dtype)]
+    return _values_and_gradients(partial(getattr(kernels, function), group=group, **options), inputs)
+
+
+def zigzag(group: Any, *, shape: tuple[int, ...], **options: Any) -> Result:
+    """Ring attention on zigzag slices; the results are gathered into the sequence's order."""
+    inputs = [kernels.zigzag_slice(x, group, 2) for x in whole_inputs(shape)]
+    found = _values_and_gradients(partial(kernels.ring_attention, group=group, **options), inputs)
+    found["results"] = [kernels.zigzag_gather(x, group, 2) for x in found["results"]]
+    return found
+
+
+def zigzag_differs_from_contiguous(group: Any, *, shape: tuple[int, ...]) -> bool:
+    """Contiguous slices given to the zigzag layout are another attention: the layout is not decoration."""
+    inputs = [contiguous_slice(x, group) for x in whole_inputs(shape)][:3]
+    zigzag, contiguous = (
+        kernels.ring_attention(*inputs, group=group, causal=True, layout=layout)
+        for layout in ("zigzag", "contiguous")
+    )
+    return not torch.allclose(zigzag, contiguous)
+
+
+def module(group: Any, *, name: str, shape: tuple[int, int, int], own_group: bool, **options: Any) -> Result:
+    """A module on slices: its output and input gradient, and the parameters' gradients summed."""
+    layer = seeded_module(name, shape[-1], group=group if own_group else None, **options)
+    x, dout = (contiguous_slice(each, group, 1) for each in whole_inputs(shape)[:2])
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.backward(dout)
+    for parameter in layer.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    assert x.grad is not None
+    return {"results": [out.detach(), x.grad], "parameters": [p.grad for p in layer.parameters()]}
+
+
+def seeded_module(name: str, width: int, **options: Any) -> torch.nn.Module:
+    torch.manual_seed(3)
+    layer: torch.nn.Module = getattr(kernels, name)(width, **options)
+    return layer
+
+
+def error(group: Any, *, function: str, shape: tuple[int, ...], uneven: bool = False, **options: Any) -> str:
+    """The message of the KernelError that `function` raises, on this rank."""
+    q, k, v, _ = (contiguous_slice(x, group) for x in whole_inputs(shape))
+    if uneven and dist.get_rank(group) == 0:
+        q, k, v = (x[:, :, :-1] for x in (q, k, v))
+    try:
+        getattr(kernels, function)(q, k, v, group=group, **options)
+    except KernelError as caught:
+        return str(caught)
+    return ""
+
+
+def foreign_group(group: Any) -> str:
+    """The message when a rank uses a group that it is no member of; rank 0 is in it and does nothing."""
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return ""
+    inputs = whole_inputs((1, 2, 8, 4))[:3]
+    try:
+        # A non-member is handed this stand-in by torch.
+        kernels.ring_attention(*inputs, group=alone)
+    except KernelError as caught:
+        return str(caught)
+    return "no error"
