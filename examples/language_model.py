@@ -1,4 +1,4 @@
-"""A byte-level language model that learns to write Python from Python's own standard library.
+"""A byte-level language model with dilated attention that learns to write Python from Python's own standard library.
 
     python -m distributed.cli train --script examples/language_model.py --num-processes 2
     python -m distributed.cli train --script examples/language_model.py --max-steps 2000 --num-gpus 8
@@ -7,6 +7,8 @@ Nothing is downloaded: the text is the source code of the interpreter that runs 
 
 Worth a look:
 
+- `create_distributed_model("small")` is the same model with 140 million parameters and 16,384 tokens of
+  context (docs/kernels.md);
 - the model is a *factory*: every rank builds it under the same seed, and nothing has to travel;
 - the loss is the default cross-entropy; outputs of shape (batch, length, classes) are understood;
 - `warmup_steps`, the cosine and `max_steps` count optimizer steps, whatever ranks and accumulation;
@@ -24,32 +26,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed import Trainer
+from distributed_kernels import create_distributed_model
 
 NUM_BYTES = 400_000  # of source code, a tenth of it for validation
-LENGTH = 64  # bytes of context; with 256 the class axis of (N, 256, 256) could not be told apart
-WIDTH = 96
+LENGTH = 128  # bytes of context; with 256 the class axis of (N, 256, 256) could not be told apart
 
 
-class ByteModel(nn.Module):
-    """A causal transformer over bytes: (N, length) int64 -> logits (N, length, 256)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        block = nn.TransformerEncoderLayer(
-            WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
-        hidden = self.bytes(x) + self.places(torch.arange(length, device=x.device))
-        logits: Tensor = self.head(self.norm(self.blocks(hidden, mask=mask, is_causal=True)))
-        return logits
+def build_model() -> nn.Module:
+    """(N, LENGTH) bytes -> logits (N, LENGTH, 256): neighbours in full, what lies farther back in ever thinner rows."""
+    return create_distributed_model(
+        embed_dim=96,
+        num_heads=4,
+        num_layers=2,
+        segment_lengths=(32, 64, 128),
+        dilation_rates=(1, 2, 4),
+        vocab_size=256,
+        max_seq_len=LENGTH,
+    )
 
 
 def read_library(limit: int) -> Tensor:
@@ -78,7 +71,7 @@ def main() -> None:
     data = read_library(NUM_BYTES)
     split = len(data) * 9 // 10
     trainer = Trainer(
-        ByteModel,
+        build_model,
         global_batch_size=64,
         gradient_accumulation_steps=2,
         max_steps=60,
