@@ -1,4 +1,4 @@
-"""A byte-level language model with dilated attention that learns to write Python from Python's own standard library.
+"""A byte-level language model with dilated attention learns Python from Python's own standard library.
 
     python -m distributed.cli train --script examples/language_model.py --num-processes 2
     python -m distributed.cli train --script examples/language_model.py --max-steps 2000 --num-gpus 8
@@ -23,17 +23,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from distributed_kernels import create_distributed_model
 from torch import Tensor, nn
 
 from distributed import Trainer
-from distributed_kernels import create_distributed_model
 
 NUM_BYTES = 400_000  # of source code, a tenth of it for validation
 LENGTH = 128  # bytes of context; with 256 the class axis of (N, 256, 256) could not be told apart
 
 
 def build_model() -> nn.Module:
-    """(N, LENGTH) bytes -> logits (N, LENGTH, 256): neighbours in full, what lies farther back in ever thinner rows."""
+    """(N, LENGTH) bytes -> logits (N, LENGTH, 256): near bytes in full, far ones ever thinner."""
     return create_distributed_model(
         embed_dim=96,
         num_heads=4,

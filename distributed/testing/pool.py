@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -154,6 +154,10 @@ class _Ranks:
         return error_of(first, sorted(set(failed) - {first["rank"]}))
 
     def close(self) -> None:
+        for connection in self._ranks:
+            # Said, too: a process forked meanwhile may hold the sockets open.
+            with suppress(OSError):
+                connection.send(None)
         self._stack.close()
 
 
@@ -191,16 +195,21 @@ def serve(home: Path) -> int:
 
 
 def _listen(connection: Connection, folders: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
-    while True:
-        try:
-            folder = connection.recv()
-            busy.set()
-            folders.put(folder)
-        except (EOFError, OSError):
-            if busy.is_set():
-                os._exit(1)  # it may wait in a collective for a rank that failed
-            folders.put(None)
-            return
+    while (folder := _next_folder(connection)) is not None:
+        busy.set()
+        folders.put(folder)
+    if busy.is_set():
+        os._exit(1)  # it may wait in a collective for a rank that failed
+    folders.put(None)
+
+
+def _next_folder(connection: Connection) -> str | None:
+    """None when the pool ends or is gone."""
+    try:
+        folder: str | None = connection.recv()
+    except (EOFError, OSError):
+        return None
+    return folder
 
 
 if __name__ == "__main__":

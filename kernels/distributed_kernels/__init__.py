@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distributed_kernels.errors import KernelError
     from distributed_kernels.factorize import LayerReport, factorize_conv, factorize_linear
     from distributed_kernels.fused import fused_linear, fused_linear_available, use_fused_linear
-    from distributed_kernels.language_model import DilatedLanguageModel, PRESETS, create_distributed_model
+    from distributed_kernels.language_model import PRESETS, DilatedLanguageModel, create_distributed_model
     from distributed_kernels.linear import SKLinear
     from distributed_kernels.modules import (
         BlockSparseRingDistributedDilatedAttention,

@@ -127,12 +127,28 @@ class RingDistributedDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` over a sequence that ranks hold in slices.
 
     Segments longer than a slice go round the ring of the ranks they span; of keys and values, only what
-    the branch keeps travels. `group` is torch's default group when None, and one process without it.
+    the branch keeps travels.
+
+    Args:
+        group: the ranks that hold the sequence; None where there is one process.
+        **options: as for `MultiheadDilatedAttention`.
+
+    Raises:
+        KernelError: there are several ranks and no group: whether they hold slices of one sequence, or
+            sequences of their own, is not to be guessed.
     """
 
     @property
     def group(self) -> ProcessGroup | None:
-        return super().group or _default_group()
+        group = super().group
+        if group is None and _several_ranks():
+            raise KernelError(
+                f"group: {type(self).__name__} has to be told which ranks hold slices of one sequence",
+                allowed="a process group",
+                remedy="Pass group=torch.distributed.group.WORLD when all do; where each rank trains on"
+                " sequences of its own, as in data parallelism, use MultiheadDilatedAttention",
+            )
+        return group
 
 
 class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention):
@@ -198,7 +214,7 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         *,
-        sequence_parallel: bool = True,
+        sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
@@ -206,7 +222,9 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     @property
     def group(self) -> ProcessGroup | None:
-        return (super().group or _default_group()) if self.sequence_parallel else None
+        if not self.sequence_parallel:
+            return None
+        return super().group or (dist.group.WORLD if _several_ranks() else None)
 
 
 DistributedImprovedMultiheadDilatedAttention = DistributedMultiheadDilatedAttention
@@ -258,8 +276,8 @@ class DilatedTransformerBlock(nn.Module):
         return grown
 
 
-def _default_group() -> ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_heads(embed_dim: int, num_heads: int) -> None:

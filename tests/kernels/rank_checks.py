@@ -79,6 +79,16 @@ def module(group: Any, *, name: str, shape: tuple[int, int, int], own_group: boo
     return {"results": [out.detach(), x.grad], "parameters": [p.grad for p in layer.parameters()]}
 
 
+def module_error(group: Any, *, name: str) -> str:
+    """The message of the KernelError of a module that was given no group, on this rank."""
+    layer = seeded_module(name, 16, num_heads=4, segment_lengths=[8], dilation_rates=[1])
+    try:
+        layer(torch.zeros(1, 8, 16))
+    except KernelError as caught:
+        return str(caught)
+    return ""
+
+
 def seeded_module(name: str, width: int, **options: Any) -> torch.nn.Module:
     torch.manual_seed(3)
     layer: torch.nn.Module = getattr(kernels, name)(width, **options)

@@ -212,7 +212,7 @@ def test_modules_over_ranks(ranks: Ranks, name: str) -> None:
         "causal": True,
         **MODULES[name],
     }
-    own = name in ("MultiheadDilatedAttention", "DilatedTransformerBlock")
+    own = name != "DistributedMultiheadDilatedAttention"  # which takes the default group, being asked to
     found = ranks.run("module", 4, name=name, shape=(2, 32, 16), own_group=own, **options)
     layer = seeded_module(name, 16, **options)
     x, dout = whole_inputs((2, 32, 16))[:2]
@@ -224,6 +224,15 @@ def test_modules_over_ranks(ranks: Ranks, name: str) -> None:
     for mine, parameter in zip(found[1]["parameters"], layer.parameters(), strict=True):
         assert parameter.grad is not None
         assert torch.allclose(mine, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["RingDistributedDilatedAttention", "BlockSparseRingDistributedDilatedAttention"]
+)
+def test_ranks_are_not_guessed_to_share_a_sequence(ranks: Ranks, name: str) -> None:
+    for message in ranks.run("module_error", 4, name=name):
+        assert "has to be told which ranks" in message
+        assert "group=torch.distributed.group.WORLD" in message
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
