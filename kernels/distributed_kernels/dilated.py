@@ -56,7 +56,7 @@ def dilated_attention(
     padded. A segment length above the sequence's is the sequence's. A position that no branch keeps for a
     head gives out 0 for that head, so one rate should be 1.
 
-    Cost: 4 length heads head_dim sum(w / r^2) multiply-adds forward, half when causal; memory linear.
+    Cost: 4 length heads head_dim sum(w / r^2) FLOPs forward, half when causal; memory linear in the length.
 
     Args:
         q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence.

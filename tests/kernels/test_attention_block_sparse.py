@@ -130,14 +130,11 @@ def a_triangle_in_every_block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def softmax_of_each_block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    all_of_it = torch.ones(4, 4)
-    parts = [
-        oracles.weighted_attention(
-            q[:, :, i : i + 4], k[:, :, j : j + 4], v[:, :, j : j + 4], torch.ones(4, 4)
-        )
-        for i in range(0, 16, 4)
-        for j in range(0, i + 1, 4)
-    ]
+    def block(i: int, j: int) -> Tensor:
+        keys, values = k[:, :, j : j + 4], v[:, :, j : j + 4]
+        return oracles.weighted_attention(q[:, :, i : i + 4], keys, values, torch.ones(4, 4))
+
+    parts = [block(i, j) for i in range(0, 16, 4) for j in range(0, i + 1, 4)]
     rows = [sum(parts[first : first + n], torch.zeros(())) for n, first in ((1, 0), (2, 1), (3, 3), (4, 6))]
     return torch.cat(rows, 2)
 

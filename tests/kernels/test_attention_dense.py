@@ -47,6 +47,20 @@ def test_out_against_the_oracle(
         )
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(7, 12), (12, 7)])
+def test_the_other_corner_is_seen(queries: int, keys: int) -> None:
+    """A causal rectangle hung from the bottom right, as some kernels have it, is not ours."""
+    count = torch.ones(queries, keys).tril(keys - queries)
+    q = inputs(1, 2, queries, 8, count=1)
+    k, v = inputs(1, 2, keys, 8, count=2)
+    found = errors(
+        lambda q, k, v: oracles.weighted_attention(q, k, v, count),
+        lambda q, k, v: oracles.weighted_attention(q, k, v, rectangle(queries, keys, True)),
+        [*q, k, v],
+    )
+    assert found[0] > 0.01
+
+
 @blocks
 @precisions
 @pytest.mark.parametrize("causal", [False, True])
