@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPool", "serve"]
 
+_Key = tuple[str, int, int]
+
 _SOCKET = "DISTRIBUTED_POOL_SOCKET"
 _POLL = 0.5
 """Seconds between looks at whether the launcher still runs, while ranks start."""
+_IDLE = 60.0
+"""Seconds without a run after which ranks are ended: some (Horovod's) keep a core busy with waiting."""
 _END = 30.0
 """Seconds that the launcher may take to end its ranks."""
 
@@ -52,23 +57,30 @@ class RankPool(Launcher):
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._pools: dict[tuple[str, int, int], _Ranks] = {}
+        self._pools: dict[_Key, _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         key = plan.spec.launcher, plan.world_size, plan.num_replicas
+        self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
         ranks = self._pools.get(key)
         if ranks is None:
             ranks = self._pools[key] = _Ranks(plan)
         try:
             ranks.run(command.folder, self.timeout)
         except BaseException:
-            self._pools.pop(key).close()
+            self._end([key])
             raise
 
     def close(self) -> None:
         """End all ranks."""
-        while self._pools:
-            self._pools.popitem()[1].close()
+        self._end(self._pools)
+
+    def _end(self, keys: Iterable[_Key]) -> None:
+        ended = [self._pools.pop(key) for key in list(keys)]
+        for ranks in ended:
+            ranks.dismiss()
+        for ranks in ended:
+            ranks.close()
 
 
 class _Ranks:
@@ -77,6 +89,7 @@ class _Ranks:
     def __init__(self, plan: RunPlan) -> None:
         self._stack = ExitStack()
         self._error: BaseException | None = None
+        self._ended = time.monotonic()
         self._ranks: dict[Connection, int] = {}
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
         (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
@@ -115,7 +128,18 @@ class _Ranks:
             return
         self._ranks[self._stack.enter_context(connection)] = connection.recv()
 
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last run ended."""
+        return time.monotonic() - self._ended
+
     def run(self, folder: Path, timeout: float) -> None:
+        try:
+            self._run(folder, timeout)
+        finally:
+            self._ended = time.monotonic()
+
+    def _run(self, folder: Path, timeout: float) -> None:
         for connection in self._ranks:
             connection.send(str(folder))
         waiting, deadline = dict(self._ranks), time.monotonic() + timeout
@@ -153,11 +177,14 @@ class _Ranks:
         assert first is not None
         return error_of(first, sorted(set(failed) - {first["rank"]}))
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """Tell the ranks to end: a process forked meanwhile may hold the sockets open."""
         for connection in self._ranks:
-            # Said, too: a process forked meanwhile may hold the sockets open.
             with suppress(OSError):
                 connection.send(None)
+
+    def close(self) -> None:
+        """Wait for the launcher, which ends with its ranks."""
         self._stack.close()
 
 

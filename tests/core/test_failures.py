@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
@@ -154,6 +155,23 @@ def test_a_pool_survives_a_failed_run(rank_pool: RankPool) -> None:
     good = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", batch_size=4)
     good.launcher = rank_pool
     assert good.fit(Samples()).num_samples == 16
+
+
+def test_a_pool_ends_ranks_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.testing.pool._IDLE", 0.0)
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
+    alive = [children()]
+    with closing(RankPool()) as pool:
+        for num_ranks in (2, 3):
+            trainer = Trainer(nn.Linear(4, 2), num_processes=num_ranks, device="cpu", batch_size=4)
+            trainer.launcher = pool
+            trainer.fit(Samples())
+            alive.append(children() - alive[0])
+    assert len(alive[1]) >= 2
+    assert alive[1].isdisjoint(alive[2])
 
 
 # Kills. `Endless` trains until it is stopped; a rank says through a pipe that it is at work.
