@@ -94,7 +94,7 @@ def check_segments(segment_lengths: Sequence[int], dilation_rates: Sequence[int]
     if not segment_lengths or len(segment_lengths) != len(dilation_rates):
         raise KernelError(
             "segment_lengths and dilation_rates: one rate for each segment length",
-            got=f"{list(segment_lengths)} and {list(dilation_rates)}",
+            got=(list(segment_lengths), list(dilation_rates)),
             allowed="two lists of one length, at least 1",
             remedy="Each pair (length, rate) is a branch; give every branch both",
         )

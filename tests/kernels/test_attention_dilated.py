@@ -234,7 +234,7 @@ def test_infinity_minus_infinity_is_seen() -> None:
     ("lengths", "rates", "message"),
     [
         ([], [], "at least 1"),
-        ([4, 8], [1], r"\[4, 8\] and \[1\]"),
+        ([4, 8], [1], r"\[4, 8\], \[1\]"),
         ([4, 0], [1, 2], r"segment_lengths\[1\].*Got 0"),
         ([4, 8], [1, -2], r"dilation_rates\[1\].*Got -2"),
         ([4.0], [1], r"segment_lengths\[0\].*Got 4.0"),
