@@ -79,6 +79,17 @@ def module(group: Any, *, name: str, shape: tuple[int, int, int], own_group: boo
     return {"results": [out.detach(), x.grad], "parameters": [p.grad for p in layer.parameters()]}
 
 
+def language_model(group: Any, *, tokens: torch.Tensor, **options: Any) -> Result:
+    """The logits of this rank's slice of `tokens`, and the parameters' gradients of all slices."""
+    torch.manual_seed(3)
+    model = kernels.create_distributed_model(group=group, **options).double()
+    logits = model(contiguous_slice(tokens, group, 1))
+    logits.square().sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    return {"results": [logits.detach()], "parameters": [p.grad for p in model.parameters()]}
+
+
 def module_error(group: Any, *, name: str) -> str:
     """The message of the KernelError of a module that was given no group, on this rank."""
     layer = seeded_module(name, 16, num_heads=4, segment_lengths=[8], dilation_rates=[1])

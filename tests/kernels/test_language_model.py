@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from distributed_kernels import PRESETS, DilatedLanguageModel, KernelError, create_distributed_model
 
+from tests.kernels.gloo_ranks import Ranks
+
 TINY: Mapping[str, Any] = {
     "embed_dim": 32,
     "num_heads": 4,
@@ -74,6 +76,21 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_the_output_layer_is_the_embedding() -> None:
     model = tiny()
     assert model.head.weight is model.tokens.weight
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_a_sequence_compute_what_one_computes(ranks: Ranks, size: int) -> None:
+    tokens = torch.randint(17, (2, 32))
+    found = ranks.run("language_model", size, tokens=tokens, **TINY)
+    torch.manual_seed(3)
+    model = create_distributed_model(**TINY).double()
+    logits = model(tokens)
+    logits.square().sum().backward()
+    joined = torch.cat([each["results"][0] for each in found[:size]], 1)
+    torch.testing.assert_close(joined, logits, atol=1e-10, rtol=0)
+    for mine, parameter in zip(found[0]["parameters"], model.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize(
