@@ -63,6 +63,14 @@ def test_language_model_learns_the_same_on_one_and_two_ranks_and_backends(tmp_pa
     assert bits[0] < 5.0  # uniform bytes take 8, bytes by their frequency alone about 4.8
 
 
+def test_sketched_digits_on_two_backends(tmp_path: Path) -> None:
+    for backend, words in (("pytorch-ddp", ["--", "--frozen"]), ("fsdp", [])):
+        flags = ["--num-processes", "2", "--backend", backend]
+        out = run(tmp_path, *TRAIN, *script("sketched_digits.py"), *flags, *words)
+        assert f"{backend}: 2 ranks" in out
+        assert figure(out, r"best validation accuracy (\S+) on 2 rank") > 0.95
+
+
 def test_own_loop_under_torchrun_and_alone(tmp_path: Path) -> None:
     for launch, ranks in ((TORCHRUN, 2), ([], 1)):
         out = run(tmp_path, *launch, str(EXAMPLES / "own_loop.py"))
