@@ -104,6 +104,6 @@ def check_segments(segment_lengths: Sequence[int], dilation_rates: Sequence[int]
                 raise KernelError(
                     f"{name}[{place}]: must be a positive whole number",
                     got=value,
-                    allowed="1, 2, ...",
+                    allowed="1 and more",
                     remedy="LongNet takes powers of two, such as 2048, 4096, 8192 with rates 1, 2, 4",
                 )

@@ -168,7 +168,10 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
     """
     if preset is not None and preset not in PRESETS:
         raise KernelError(
-            "no such preset", got=repr(preset), allowed=", ".join(PRESETS), remedy="Name one of these"
+            "preset: there is none of that name",
+            got=preset,
+            allowed=", ".join(PRESETS),
+            remedy="Name one of these",
         )
     chosen = {**(PRESETS[preset] if preset else {}), **parameters}
     needed = set(PRESETS["small"])

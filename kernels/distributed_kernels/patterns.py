@@ -131,7 +131,7 @@ def check_pattern(pattern: str, block_size: int, ratio: float) -> None:
             remedy="For blocks of your own choice give mask=",
         )
     if block_size < 1:
-        raise KernelError("block_size: must be positive", got=block_size, allowed="1, 2, ...")
+        raise KernelError("block_size: must be positive", got=block_size, allowed="1 and more")
     if not 0 < ratio <= 1:
         raise KernelError(
             "sparsity_ratio: is the share of blocks to keep",
