@@ -93,7 +93,6 @@ class DilatedLanguageModel(nn.Module):
         _check_positive(num_layers=num_layers, vocab_size=vocab_size, max_seq_len=max_seq_len)
         self.max_seq_len = max_seq_len
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        self.group = group
         self.tokens = nn.Embedding(vocab_size, embed_dim)
         self.positions = nn.Embedding(max_seq_len, embed_dim)
         self.blocks = nn.ModuleList(
@@ -112,6 +111,13 @@ class DilatedLanguageModel(nn.Module):
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         self.reset_parameters()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share each sequence, as the blocks know them; None for whole sequences."""
+        block = self.blocks[0]
+        assert isinstance(block, DilatedTransformerBlock)
+        return block.attention.group
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -139,9 +145,8 @@ class DilatedLanguageModel(nn.Module):
 
     def _places(self, tokens: Tensor) -> Tensor:
         """Positions in the whole sequence, (length,)."""
-        length = tokens.shape[1]
-        rank = 0 if self.group is None else dist.get_rank(self.group)
-        size = 1 if self.group is None else dist.get_world_size(self.group)
+        length, group = tokens.shape[1], self.group
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if length * size > self.max_seq_len:
             raise KernelError(
                 "the sequence is longer than the model has positions for",

@@ -11,6 +11,7 @@ Either sum carries rows x rank elements, once; everything else is local.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,9 +52,9 @@ class _SKParallel(ParallelStyle):
         layer.register_forward_hook(partial(self._leave, mesh=device_mesh))
         return layer
 
+    @abstractmethod
     def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
         """Note this rank's range of the cut features with the layer's sketch."""
-        raise NotImplementedError
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = args[0]
