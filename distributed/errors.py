@@ -11,7 +11,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["Preempted", "UserError", "WorkerError", "did_you_mean"]
+__all__ = ["EXIT_PREEMPTED", "Preempted", "UserError", "WorkerError", "did_you_mean"]
+
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL: told to go, and saved."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -68,7 +71,7 @@ def _rebuild_user_error(
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has saved: exit code 75 (EX_TEMPFAIL), so that a scheduler that
+    """The run was asked to stop and has saved: exit code `EXIT_PREEMPTED`, so that a scheduler that
     requeues by exit code starts it again.
 
     Attributes:
@@ -79,7 +82,7 @@ class Preempted(SystemExit):
 
     def __init__(self, signal: str, step: int, checkpoint: str) -> None:
         self.signal, self.step, self.checkpoint = signal, step, checkpoint
-        super().__init__(75)
+        super().__init__(EXIT_PREEMPTED)
 
     def __str__(self) -> str:
         return (

@@ -66,6 +66,8 @@ def hearing(tell: Callable[[str], None] = ask) -> Iterator[None]:
         tell: called with the name of the signal, in the main thread.
     """
     before = _install(lambda number, frame: tell(signal.Signals(number).name))
+    if before:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept some for us
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from distributed import stacks
 from distributed.errors import UserError, WorkerError
 from distributed.failures import GRACE, error_of, report_of
 from distributed.journal import ENDED, RUNNING, Entry, Journal, follow, keep
+from distributed.preemption import SIGNALS
 from distributed.watch import WATCHED, Limits, Watch, write_report
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def watch_beside(order: Mapping[str, Any]) -> None:
         order: ``folder`` with the ranks' journals, which is removed in the end if it is ``own``;
             ``pids``: rank -> process id; ``limits``.
     """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process of a step
     folder = Path(order["folder"])
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:

@@ -151,6 +151,29 @@ def test_one_rank_of_torchrun_is_enough(left_alone: dict[int, Path], tmp_path: P
     assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
 
 
+def test_our_torchrun_passes_signals_on_and_exits_with_75(
+    left_alone: dict[int, Path], tmp_path: Path
+) -> None:
+    """Sent to torchrun itself, which would die of it; and nobody is started again."""
+    ours = (sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=2", "--standalone")
+    gone = train(tmp_path, 2, *ours, "--max-restarts=2", SIGNAL="SIGUSR1", SIGNAL_TO="parent", SIGNAL_AT="2")
+    assert gone.returncode == 75, gone.stderr
+    assert gone.stdout.count("SIGUSR1: step") == 1
+    done = train(tmp_path, 2, *ours)
+    assert done.returncode == 0, done.stderr
+    whole = weights(left_alone[2])
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
+
+
+def test_our_torchrun_leaves_failures_as_they_are(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    ours = (sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=1", "--standalone", str(script))
+    done = subprocess.run(ours, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "exitcode  : 3" in done.stderr
+
+
 def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:
     gone = train(
         tmp_path, 1, SIGNAL="SIGTERM", SIGNAL_TO="self", SIGNAL_AT="2", CHECKPOINT='{"on_signal": false}'
