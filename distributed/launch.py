@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.elastic import Alone, Elastic, Membership, claim_directory, restarts_of
 from distributed.errors import UserError
+from distributed.host_watch import HostWatch
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.task import Progress, Task
@@ -138,7 +139,11 @@ class LocalLauncher(Launcher):
 
 
 def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Supervisor:
-    envs, watch = rank_envs(plan, command, host, port), Watch(command.folder, Limits.of(plan))
+    envs = rank_envs(plan, command, host, port)
+    hosts = None
+    if plan.num_nodes > 1:
+        hosts = HostWatch((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
+    watch = Watch(command.folder, Limits.of(plan), hosts)
     return Supervisor(command.argv, envs, command.folder, watch, plan.config.heeds_signals)
 
 

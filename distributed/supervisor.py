@@ -167,6 +167,8 @@ class Supervisor:
         self._pipe = None
         for thread in self._relays:
             thread.join(timeout=GRACE)
+        if self.watch is not None:
+            self.watch.close()
 
     def _watch(self, entry: _Rank) -> None:
         """Notice the end of a rank without reaping it."""

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from distributed import accounts, stacks
 from distributed.blame import Seen, Verdict, Worker, judge
 from distributed.errors import WorkerError
+from distributed.failures import report_of
 from distributed.journal import RUNNING, Entry, Journal
 
 if TYPE_CHECKING:
+    from distributed.host_watch import HostWatch, LostHost
     from distributed.plan import RunPlan
 
 __all__ = ["WATCHED", "Limits", "Watch", "write_report"]
@@ -31,6 +33,8 @@ _BUSY = 0.02
 """Share of a core above which a rank computes: on a crowded host it may get no more than that, and one
 that waits uses next to nothing."""
 _WORKERS = 8
+_HEARSAY = 1.5
+"""Seconds to wait for the name of a lost host when a rank only knows that it lost another."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,11 @@ class Watch:
     Args:
         folder: private; holds the ranks' journals and stacks.
         limits: when to speak up.
+        hosts: tells of the other hosts; None on one host.
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self.folder, self.limits = folder, limits
+    def __init__(self, folder: Path, limits: Limits, hosts: HostWatch | None = None) -> None:
+        self.folder, self.limits, self.hosts = folder, limits, hosts
         self.host = socket.gethostname()
         shortest = min(limits.stall_report or 4.0, limits.hang_timeout or 4.0)
         self.period = min(1.0, max(0.05, shortest / 4))
@@ -97,8 +102,11 @@ class Watch:
             pids: rank -> process id of those that still run.
 
         Raises:
-            WorkerError: the run hangs; names the rank to blame. A report was written.
+            WorkerError: the run hangs, or another host is lost; names the rank or host to blame. A report
+                was written.
         """
+        if self.hosts is not None and (lost := self.hosts.lost) is not None:
+            raise self._lost(lost, pids)
         entries = {rank: Entry.read(Journal.path(self.folder, rank)) for rank in pids}
         ages = {rank: self._age(rank, pids[rank], entry) for rank, entry in entries.items()}
         still = {rank: age for rank, age in ages.items() if _counts(entries[rank])}
@@ -159,6 +167,11 @@ class Watch:
         busy = track.share > _BUSY or loads or process.state == "R"
         return Seen(rank, self.host, pid, entry, age, process.state, busy, stack, workers)
 
+    def close(self) -> None:
+        """The ranks have ended."""
+        if self.hosts is not None:
+            self.hosts.close()
+
     # -- telling ---------------------------------------------------------------------
 
     def _report(self, ranks: list[Seen], hangs: bool) -> None:
@@ -181,6 +194,20 @@ class Watch:
         text = accounts.stalled(ranks, verdict, ended=False)
         write_report(self.limits.folder, text)
         print(text, file=sys.stderr, flush=True)
+
+    def _lost(self, lost: LostHost, pids: Mapping[int, int]) -> WorkerError:
+        error = lost.error()
+        entries = [entry for rank in pids if (entry := Entry.read(Journal.path(self.folder, rank)))]
+        place = max(entries, key=lambda entry: entry.step, default=None)
+        text = error.summary + (f". The ranks here were in {place.place()}" if place else "") + "."
+        where = write_report(self.limits.folder, text)
+        return WorkerError(
+            text + (f" This report is in {where}." if where else ""),
+            rank=error.rank,
+            host=error.host,
+            exc_type=error.exc_type,
+            step=place.step if place else None,
+        )
 
     def _say_that_it_moves(self, ages: Mapping[int, float]) -> None:
         if self._told is None or ages.get(self._told[0], 0.0) >= self._told[1]:
@@ -205,6 +232,9 @@ class Watch:
         """
         if report.get("user_error") is not None:
             return dict(report)
+        if report["second_hand"] and self.hosts is not None and (lost := self.hosts.lost_within(_HEARSAY)):
+            error = self._lost(lost, pids)
+            return {**report, **report_of(error, error.rank), "blamed": True, "account": ""}
         gone = set(failed)
         # One that waited in vain does not know for whom; their stacks tell.
         unsure = bool(report["second_hand"]) or report["exc_type"] == "SIGABRT"

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import mkdtemp
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import stacks
 from distributed.errors import UserError, WorkerError
 from distributed.failures import GRACE, error_of, report_of
+from distributed.host_watch import HostWatch
 from distributed.journal import ENDED, RUNNING, Entry, Journal, follow, keep
 from distributed.preemption import SIGNALS
 from distributed.watch import WATCHED, Limits, Watch, write_report
@@ -58,7 +59,7 @@ class Observed:
         self._folder: Path | None = None
         self._journal: Journal | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
-        self._rank = 0
+        self._rank, self._run = 0, ""
         if plan.mode == "spawn" and os.environ.get(WATCHED) == "1":
             self._begin(Path(os.environ["DISTRIBUTED_RUN_DIR"]), int(os.environ["RANK"]))
 
@@ -82,6 +83,7 @@ class Observed:
         if world.local_rank == 0:
             own = os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
         found = backend.gather_objects((world.node_rank, world.rank, os.getpid(), own))
+        self._run = found[0][3] or ""
         here = [entry for entry in found if entry[0] == world.node_rank]
         folder = next((entry[3] for entry in here if entry[3]), None)
         if folder is None:
@@ -89,10 +91,17 @@ class Observed:
         self._begin(Path(folder), world.rank)
         backend.barrier()  # every journal is there when the watcher looks
         if own is not None:
-            self._start({rank: pid for _, rank, pid, _ in here}, world.num_nodes)
+            self._start({rank: pid for _, rank, pid, _ in here}, backend)
 
-    def _start(self, pids: Mapping[int, int], num_nodes: int) -> None:
+    def _start(self, pids: Mapping[int, int], backend: Backend) -> None:
+        num_nodes, hosts = backend.world.num_nodes, None
+        if num_nodes > 1 and getattr(backend, "store", None) is not None:
+            from distributed.rendezvous import meeting_place
+
+            place, timeout = meeting_place(self.plan.joined), self.plan.config.host_timeout
+            hosts = [place, backend.world.node_rank, sorted(pids), timeout, self._run]
         order = {
+            "hosts": hosts,
             "path": [entry or os.getcwd() for entry in sys.path],
             "folder": str(self._folder),
             "own": "DISTRIBUTED_RUN_DIR" not in os.environ,
@@ -153,10 +162,19 @@ def watch_beside(order: Mapping[str, Any]) -> None:
     folder = Path(order["folder"])
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:
-        _watch(Watch(folder, Limits(**order["limits"])), pids)
+        hosts = _hosts(*order["hosts"]) if order["hosts"] else None
+        watch = Watch(folder, Limits(**order["limits"]), hosts)
+        try:
+            _watch(watch, pids)
+        finally:
+            watch.close()
     finally:
         if order["own"]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hosts(place: Sequence[Any], node: int, ranks: Sequence[int], timeout: float, run: str) -> HostWatch:
+    return HostWatch((place[0], place[1]), node, tuple(ranks), timeout, run)
 
 
 def _watch(watch: Watch, pids: dict[int, int]) -> None:
@@ -175,8 +193,9 @@ def _watch(watch: Watch, pids: dict[int, int]) -> None:
         except WorkerError as error:
             print(error, file=sys.stderr, flush=True)
             _leave(watch.folder, report_of(error, error.rank))
-            # The others lose it, and find out here what of.
-            os.kill(pids[error.rank], signal.SIGKILL)
+            # The others lose it, and find out here what of. Who waits for a lost host waits in vain.
+            for rank in [error.rank] if error.rank in pids else pids:
+                os.kill(pids[rank], signal.SIGKILL)
             return _linger(watch, pids, closed)
 
 

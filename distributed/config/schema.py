@@ -139,6 +139,10 @@ class DistributedConfig(BaseModel):
         description="Seconds after which a run that hangs is ended, with that report as its error; None"
         " never.",
     )
+    host_timeout: PositiveFloat | None = Field(
+        10.0,
+        description="Seconds without a sign of life after which another host counts as lost; None never.",
+    )
     divergence_check_steps: PositiveInt | None = Field(
         100,
         description="Optimizer steps after which a log step compares replicated parameters over the ranks;"
