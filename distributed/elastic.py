@@ -189,7 +189,13 @@ class Elastic:
         with self.members.store(plan.world_size) as (host, port):
             supervisor = self.supervise(plan, host, port)
             with self.members.watch(supervisor.ask_to_go):
-                supervisor.run()
+                try:
+                    supervisor.run()
+                except WorkerError as error:
+                    # Leaving the others may take long when it is the network that is gone.
+                    if self._failures < plan.config.max_restarts:
+                        print(error.summary, flush=True)
+                    raise
         return supervisor
 
     def _note(self, error: WorkerError) -> None:
@@ -201,7 +207,7 @@ class Elastic:
         checkpoint = newest_checkpoint(self.plan)
         self.members.note_failure(error, checkpoint)
         self.restarts.append(error.summary)
-        print(f"{error.summary}\nrestart {self._failures} of {allowed}", flush=True)
+        print(f"restart {self._failures} of {allowed}", flush=True)
 
     def _announce(self, before: int, plan: RunPlan) -> None:
         changed = f" instead of {before}" if plan.world_size != before else ""

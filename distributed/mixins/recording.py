@@ -261,8 +261,15 @@ class RecordingMixin:
         # Once is chance: on a busy machine any rank may have to wait for a core.
         before, found = self._suspect, find_straggler(phases)
         self._suspect = found[0] if found else None
-        if found and found[0] == before and self.world.rank == 0:
-            logger.warning("%s (steps up to %d)", found[1], self.progress.step)
+        if found is None or found[0] != before:
+            return
+        # All ranks are here: they judge by the same numbers.
+        several = self.world.num_nodes > 1
+        host = f" (host {self.backend.gather_objects(self.world.host)[found[0]]})" if several else ""
+        if self.world.rank == 0:
+            name = f"rank {found[0]}"
+            said = found[1].replace(name, f"{name}{host}", 1)
+            logger.warning("%s (steps up to %d)", said, self.progress.step)
 
 
 def not_finite(loss: Any, place: str, optimizer: Any) -> UserError:

@@ -268,7 +268,7 @@ class Recorder(RecordingMixin):
     _suspect = None
 
     def __init__(self, rank: int) -> None:
-        self.world: Any = SimpleNamespace(rank=rank)
+        self.world: Any = SimpleNamespace(rank=rank, num_nodes=1)
         self.progress: Any = SimpleNamespace(step=7)
 
 
