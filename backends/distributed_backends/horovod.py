@@ -32,6 +32,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 checkpoint=True,
             ),
+            deploy_form="mpi",
         )
     ]
 

@@ -38,6 +38,7 @@ def register_backends() -> list[BackendSpec]:
                 gradient_buckets=True,
                 checkpoint=True,
             ),
+            deploy_form="ray",
         )
     ]
 

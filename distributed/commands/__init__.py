@@ -26,6 +26,7 @@ VERBS = (
     Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
     Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
+    Verb("deploy", "distributed.commands.deploy", "Write the files with which a cluster runs it."),
     Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
 )

@@ -6,9 +6,11 @@ import argparse
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
+
 from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
 
-__all__ = ["add_config_flags", "collect_layers", "schema_of"]
+__all__ = ["add_config_flags", "add_model_flags", "collect_layers", "collect_model", "schema_of"]
 
 # Short names that a tired person types, beside the field's own.
 _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
@@ -21,6 +23,7 @@ _SECTION_FLAGS = {
     "elastic.min_ranks": "--min-ranks",
 }
 _PREFIX = "field:"
+_OWN = "own:"
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +70,24 @@ def collect_layers(args: argparse.Namespace) -> list[Layer]:
     return [*layers, Layer("flag", given), Layer("--set", parse_assignments(args.set))]
 
 
+def add_model_flags(group: argparse._ArgumentGroup, model: type[BaseModel]) -> None:
+    """Add one flag per field of `model`, a repeatable one where it holds several values."""
+    for name, schema in model.model_json_schema()["properties"].items():
+        flag = f"--{name.replace('_', '-')}"
+        if schema.get("type") in ("array", "object"):
+            metavar = "NAME=VALUE" if schema["type"] == "object" else "TEXT"
+            about = f"{_help(schema)} Repeatable."
+            group.add_argument(flag, dest=f"{_OWN}{name}", action="append", metavar=metavar, help=about)
+        else:
+            _add_field(group, name, [flag], schema, prefix=_OWN)
+
+
+def collect_model(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of `add_model_flags` said, by field; a flag not given is left out."""
+    own = {name.removeprefix(_OWN): value for name, value in vars(args).items() if name.startswith(_OWN)}
+    return {name: value for name, value in own.items() if value is not None}
+
+
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON schema of the field `name`, dotted for sections."""
     root = _root_schema()
@@ -93,10 +114,12 @@ class _NumNodes(argparse.Action):
             setattr(namespace, f"{_PREFIX}elastic.min_nodes", fewest)
 
 
-def _add_field(group: argparse._ArgumentGroup, name: str, flags: list[str], schema: dict[str, Any]) -> None:
+def _add_field(
+    group: argparse._ArgumentGroup, name: str, flags: list[str], schema: dict[str, Any], prefix: str = _PREFIX
+) -> None:
     options = schema.get("anyOf", [schema])
     kinds = {option.get("type") for option in options} - {"null"}
-    about: dict[str, Any] = {"dest": _PREFIX + name, "default": None, "help": _help(schema)}
+    about: dict[str, Any] = {"dest": prefix + name, "default": None, "help": _help(schema)}
     if kinds == {"boolean"}:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **about)
         return
@@ -111,7 +134,9 @@ def _add_field(group: argparse._ArgumentGroup, name: str, flags: list[str], sche
 
 
 def _help(schema: dict[str, Any]) -> str:
-    default = schema.get("default")
+    default = (
+        schema.get("default") or None if schema.get("type") in ("array", "object") else schema.get("default")
+    )
     shown = str(default).lower() if isinstance(default, bool) else default
     text = f"{schema['description']}{'' if default is None else f' Default: {shown}.'}"
     return text.replace("%", "%%")

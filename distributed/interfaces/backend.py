@@ -70,6 +70,8 @@ class BackendSpec:
         objects: ``package.module:Class`` of the `Framework` that knows the user's model, optimizer
             and data in the caller's process.
         transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
+        deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
+            joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
     """
 
     name: str
@@ -87,6 +89,7 @@ class BackendSpec:
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
     objects: str = "distributed.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
+    deploy_form: str = "torchrun"
 
     @property
     def label(self) -> str:

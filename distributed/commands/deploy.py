@@ -1,0 +1,91 @@
+"""``deploy``: write the files with which a cluster runs this configuration."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributed.commands.flags import add_config_flags, add_model_flags, collect_layers, collect_model
+from distributed.commands.parser import refuse_unknown
+from distributed.commands.script import find_script
+from distributed.errors import UserError
+
+__all__ = ["TARGETS", "Target", "add_arguments", "run"]
+
+
+class Target(NamedTuple):
+    """One kind of cluster.
+
+    Attributes:
+        module: where its settings and `render` live; imported when the target is asked for.
+        settings: the name of its settings' class.
+        summary: one line for ``--help``.
+    """
+
+    module: str
+    settings: str
+    summary: str
+
+
+TARGETS = {
+    "slurm": Target("distributed.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."),
+}
+
+_EPILOG = (
+    "What follows `--` is the script's own. --num-nodes, --gpus-per-node and the like say what is asked for."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the targets of ``deploy`` and their flags."""
+    targets = parser.add_subparsers(title="targets", metavar="TARGET", dest="target", required=True)
+    for name, target in TARGETS.items():
+        own = targets.add_parser(name, help=target.summary, description=target.summary, epilog=_EPILOG)
+        own.set_defaults(parser=own, passes_arguments_on=True)
+        own.add_argument(
+            "--output", metavar="DIR", required=True, help="Where the files go; made when missing."
+        )
+        own.add_argument(
+            "--script", metavar="FILE", help="Script to train; without it, the bundled digits.py."
+        )
+        own.add_argument("--force", action="store_true", help="Overwrite files that exist.")
+        own.add_argument("--settings", metavar="FILE", help="YAML file with the settings below; flags win.")
+        group = own.add_argument_group(f"settings of {name}")
+        add_model_flags(group, getattr(import_module(target.module), target.settings))
+        add_config_flags(own)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Render, then write; nothing is written when anything is wrong.
+
+    Raises:
+        UserError: a wrong value, a job that no cluster could run, files that exist.
+    """
+    from distributed.deploy.files import write
+    from distributed.deploy.job import make_job
+    from distributed.deploy.settings import read_settings
+    from distributed.plugin_manager import get_catalog
+
+    if args.unknown:
+        refuse_unknown(args.unknown, args.parser)
+    target = TARGETS[args.target]
+    module: Any = import_module(target.module)
+    settings = read_settings(getattr(module, target.settings), args.settings, collect_model(args))
+    output = _output(args.output)
+    script = None if args.script is None else find_script(args.script)
+    job = make_job(collect_layers(args), script, args.script or "", args.rest, get_catalog())
+    rendered = module.render(job, settings, output)
+    for path in write(rendered, output, args.force):
+        print(f"wrote {path}")
+    for note in rendered.notes:
+        print(f"note: {note}")
+    print(f"submit with: {rendered.submit}")
+    return 0
+
+
+def _output(text: str) -> Path:
+    if not text or "\0" in text or not text.isprintable():
+        raise UserError("not a folder's name", field="--output", got=text)
+    return Path(text)

@@ -1,0 +1,106 @@
+"""What clusters accept as names, times, amounts and environment variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "check_env",
+    "check_text",
+    "env_mapping",
+    "looks_secret",
+    "parse_bytes",
+    "parse_slurm_time",
+]
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|APIKEY|AUTH)(_|$)", re.IGNORECASE)
+# Addresses with a password in them, whatever the variable is called.
+_URL_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@")
+_SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+def env_mapping(value: Any) -> Any:
+    """``["A=1"]``, as flags give it, as ``{"A": "1"}``; a mapping stays.
+
+    Raises:
+        ValueError: an item without ``=``.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    found = {}
+    for item in value:
+        name, equals, text = str(item).partition("=")
+        if not equals:
+            raise ValueError(f"'{item}' has no '=': give NAME=VALUE")
+        found[name] = text
+    return found
+
+
+def check_env(env: Mapping[str, str], remedy: str) -> None:
+    """Refuse what is no variable, what no file can hold, and secrets in clear.
+
+    Raises:
+        ValueError: with `remedy` when a name or value looks like a secret.
+    """
+    for name, value in env.items():
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"'{name}' is no name of a variable: letters, digits and _, no digit first")
+        check_text(value, name)
+        if looks_secret(name, value):
+            raise ValueError(f"{name} looks like a secret, and the files would hold it in clear. {remedy}")
+
+
+def looks_secret(name: str, value: str = "") -> bool:
+    """Whether a variable's name, or a password in an address, says that it is nobody else's business."""
+    return bool(_SECRET.search(name) or _URL_SECRET.search(value))
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse what no argument, variable or text file can hold.
+
+    Raises:
+        ValueError: a NUL, or half a character.
+    """
+    if "\0" in text:
+        raise ValueError(f"{what} holds a NUL character, which no program can be given")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not valid Unicode") from None
+
+
+def parse_slurm_time(text: str) -> int:
+    """Seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises:
+        ValueError: it is none of these, or zero.
+    """
+    match = _SLURM_TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no time limit: give minutes, H:M:S or DAYS-H:M:S")
+    days, *rest = match.groups()
+    parts = [int(part) for part in rest if part is not None]
+    units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    if seconds <= 0:
+        raise ValueError(f"'{text}' is no time at all")
+    return seconds
+
+
+def parse_bytes(text: str, units: Mapping[str, int]) -> int:
+    """Bytes of an amount such as ``16G``, by the factors in `units`.
+
+    Raises:
+        ValueError: no number, an unknown unit, or nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
+    if match is None or match[2] not in units:
+        known = ", ".join(unit or "none" for unit in units)
+        raise ValueError(f"'{text}' is no amount of memory: a number and a unit ({known})")
+    amount = int(float(match[1]) * units[match[2]])
+    if amount <= 0:
+        raise ValueError(f"'{text}' is no memory at all")
+    return amount
