@@ -10,11 +10,12 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test check clean help horovod
+.PHONY: demo test test-cluster check clean help horovod
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
+	@echo "make test-cluster   real Slurm, hosts in network namespaces: as root (make cluster-tools installs what it needs)"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make clean   remove the environment, caches and what demo wrote"
@@ -25,6 +26,12 @@ demo: $(VENV)/.for-demo
 
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# The two groups wait for daemons and time limits most of the time, so they run side by side.
+test-cluster: $(VENV)/.for-dev
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py $(PYTEST_FLAGS) & slurm=$$!; \
+	$(BIN)/python -m pytest tests/cluster --ignore=tests/cluster/test_slurm.py $(PYTEST_FLAGS); hosts=$$?; \
+	wait $$slurm && exit $$hosts
 
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .

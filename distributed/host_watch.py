@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributed.errors import WorkerError
+from distributed.network import is_loopback, own_addresses
 
 __all__ = ["HostWatch", "LostHost"]
 
@@ -141,13 +142,16 @@ class HostWatch:
 
     def _serve(self) -> None:
         try:
-            listener = socket.create_server(("", 0), backlog=1024)
+            # Several "hosts" that meet on loopback are one, and nobody else's business.
+            alone = is_loopback(self._place[0])
+            listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=1024)
         except OSError:
             return  # this host cannot be watched, which is no reason to fail
         with self._lock:
             self._lines.append(listener)
         threading.Thread(target=self._beat, daemon=True).start()
-        where = {"addresses": _own_addresses(), "port": listener.getsockname()[1], "token": self._token}
+        addresses = ["127.0.0.1"] if alone else own_addresses()
+        where = {"addresses": addresses, "port": listener.getsockname()[1], "token": self._token}
         store = self._store()
         if store is None:
             return
@@ -194,11 +198,11 @@ class HostWatch:
             self._listen(peer, messages)
 
     def _find(self, store: Any) -> dict[str, Any] | None:
-        while not self._closed.is_set():
-            with suppress(RuntimeError):
-                store.wait([self._key], timedelta(seconds=_BEAT))
-                found: dict[str, Any] = json.loads(store.get(self._key))
-                return found
+        with suppress(RuntimeError):  # the store may go with the run
+            while not self._closed.wait(0.1):
+                if store.check([self._key]):
+                    found: dict[str, Any] = json.loads(store.get(self._key))
+                    return found
         return None
 
     def _call(self, where: dict[str, Any]) -> socket.socket | None:
@@ -216,7 +220,7 @@ class HostWatch:
 
     def _store(self) -> Any:
         """A client of the ranks' store, once somebody serves it; None when this ends before."""
-        import torch.distributed as dist
+        import torch.distributed as dist  # slow, and none but several hosts need it
 
         while not self._closed.is_set():
             with suppress(OSError, RuntimeError):
@@ -254,15 +258,3 @@ class HostWatch:
             for line in self._lines:
                 with suppress(OSError):
                     line.send(text, socket.MSG_DONTWAIT)  # a full buffer is a host that does not listen
-
-
-def _own_addresses() -> list[str]:
-    """How other hosts may reach this one, by IPv4."""
-    import psutil
-
-    return [
-        address.address
-        for addresses in psutil.net_if_addrs().values()
-        for address in addresses
-        if address.family == socket.AF_INET and not address.address.startswith("127.")
-    ]

@@ -19,9 +19,10 @@ from distributed.host_watch import HostWatch
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.task import Progress, Task
+from distributed.network import is_loopback, loopback_interface
 from distributed.plan import rescale
 from distributed.plugin_manager import load_target
-from distributed.rendezvous import Rendezvous, is_loopback, loopback_interface
+from distributed.rendezvous import Rendezvous
 from distributed.seeding import isolated_rng
 from distributed.supervisor import Supervisor
 from distributed.transport import save_task, write_private

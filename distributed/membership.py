@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from distributed.elastic import Place, claim_directory, served
 from distributed.errors import UserError, WorkerError
-from distributed.rendezvous import connect, is_loopback, is_own_address, listen, serve
+from distributed.network import is_loopback, is_own_address
+from distributed.rendezvous import connect, listen, serve
 
 if TYPE_CHECKING:
     from distributed.plan import RunPlan

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distributed.errors import UserError
+from distributed.network import is_loopback
 
 if TYPE_CHECKING:
     from distributed.joined import Joined
@@ -20,10 +21,7 @@ __all__ = [
     "Rendezvous",
     "await_ranks",
     "connect",
-    "is_loopback",
-    "is_own_address",
     "listen",
-    "loopback_interface",
     "meeting_place",
     "open_store",
     "serve",
@@ -86,16 +84,6 @@ def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> 
     )
 
 
-def is_own_address(host: str) -> bool:
-    """Whether `host` names this machine: only what it owns can be bound to."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
-
-
 def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) -> dist.TCPStore:
     """The store that somebody serves there, once somebody does.
 
@@ -104,17 +92,6 @@ def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) 
     """
     _await_server(host, port, rank, timeout.total_seconds())
     return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can only be reached from itself."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def loopback_interface() -> str:
-    """The name of the loopback interface, for gloo."""
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
 
 
 def meeting_place(joined: Joined | None) -> tuple[str, int]:

@@ -21,7 +21,8 @@ import horovod.torch as hvd
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from distributed.rendezvous import await_ranks, loopback_interface, open_store
+from distributed.network import loopback_interface
+from distributed.rendezvous import await_ranks, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -16,8 +16,9 @@ import ray.train
 import ray.train.collective
 import torch.distributed as dist
 
+from distributed.network import loopback_interface
 from distributed.plugin_manager import load_target
-from distributed.rendezvous import Rendezvous, loopback_interface
+from distributed.rendezvous import Rendezvous
 from distributed.transport import write_private
 from distributed_backends.ray_files import folder_on, pack, unpack
 from distributed_backends.ray_launcher import REPORT

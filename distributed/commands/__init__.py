@@ -28,5 +28,10 @@ VERBS = (
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
     Verb("deploy", "distributed.commands.deploy", "Write the files with which a cluster runs it."),
     Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
+    Verb(
+        "preflight",
+        "distributed.commands.preflight",
+        "Let the hosts of a run test each other before it starts.",
+    ),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
 )

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.interfaces.backend import World
-from distributed.rendezvous import await_ranks, is_loopback, loopback_interface, meeting_place, open_store
+from distributed.network import is_loopback, loopback_interface
+from distributed.rendezvous import await_ranks, meeting_place, open_store
 
 if TYPE_CHECKING:
     from distributed.plan import RunPlan

@@ -19,9 +19,9 @@ from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerErro
 from distributed.config import DistributedConfig, load
 from distributed.interfaces.callback import Context
 from distributed.joined import Joined
+from distributed.network import loopback_interface
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
-from distributed.rendezvous import loopback_interface
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.pool import RankPool
 

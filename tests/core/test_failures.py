@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
-from distributed.rendezvous import loopback_interface
+from distributed.network import loopback_interface
 from distributed.testing.pool import RankPool
 
 HOST = os.uname().nodename

@@ -1,0 +1,40 @@
+"""Addresses and interfaces of this host."""
+
+from __future__ import annotations
+
+import socket
+
+__all__ = ["is_loopback", "is_own_address", "loopback_interface", "own_addresses"]
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` names this machine: only what it owns can be bound to."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def loopback_interface() -> str:
+    """The name of the loopback interface, for gloo."""
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
+
+
+def own_addresses() -> list[str]:
+    """How other hosts may reach this one, by IPv4."""
+    import psutil
+
+    return [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]

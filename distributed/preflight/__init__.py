@@ -1,0 +1,1 @@
+"""What several hosts find out about each other before a run: see `measure.survey`."""
