@@ -10,6 +10,7 @@ from distributed.batch import BatchPlan, rescale_batch, resolve_batch
 from distributed.choice import check_accumulation, check_capabilities, chosen_backend, move_to_zero
 from distributed.errors import UserError
 from distributed.joined import Joined
+from distributed.places import as_host, check_nodes, meeting_notes, place_of
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -121,8 +122,9 @@ def resolve(
     """
     notes: list[str] = []
     config = move_to_zero(config, catalog, notes)
+    config, joined = as_host(config, joined)
     spec = chosen_backend(config, catalog)
-    joined = _place(config, joined)
+    joined = place_of(config, joined)
     device = _device(config, spec, resources, joined, notes)
     num_devices, local_size = _ranks(config, spec, resources, device, joined)
     num_replicas = _num_replicas(config, spec, num_devices, joined)
@@ -155,7 +157,8 @@ def resolve(
         joined=joined,
         notes=notes,
     )
-    _check_nodes(plan)
+    check_nodes(plan)
+    notes += meeting_notes(plan)
     catalog.manager.hook.check_plan(plan=plan)
     return replace(plan, counts=_counts(plan, catalog)) if config.is_elastic else plan
 
@@ -219,29 +222,6 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
             remedy="Choose a global_batch_size that every number of ranks divides",
         )
     return tuple(found)
-
-
-def _place(config: DistributedConfig, joined: Joined | None) -> Joined | None:
-    if config.launch in ("spawn", "per-rank"):
-        return None
-    if config.launch == "join" and joined is None:
-        raise UserError(
-            "there is no launcher to join",
-            field="launch",
-            got="join",
-            remedy="Start with torchrun, srun or mpirun, or use launch=auto",
-        )
-    if joined is not None:
-        asked = config.num_ranks
-        if asked is not None and asked != joined.size:
-            raise UserError(
-                f"the config asks for {asked} ranks and {joined.launcher} started {joined.size}",
-                field="num_gpus",
-                got=asked,
-                allowed=str(joined.size),
-                remedy=f"Leave num_gpus out under {joined.launcher}, or start {asked} processes",
-            )
-    return joined
 
 
 def _device(
@@ -368,22 +348,6 @@ def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) ->
         )
     factor = batch.global_batch_size / scaling.base_batch_size
     return config.learning_rate * (factor if scaling.rule == "linear" else factor**0.5)
-
-
-def _check_nodes(plan: RunPlan) -> None:
-    config = plan.config
-    if plan.mode != "spawn" or plan.num_nodes == 1 or plan.spec.remote:
-        return
-    # Hosts that come and go have no fixed number.
-    needed = ("rdzv_endpoint",) if config.is_elastic else ("node_rank", "rdzv_endpoint")
-    missing = [name for name in needed if getattr(config, name) is None]
-    if missing:
-        raise UserError(
-            f"{plan.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",
-            field=missing[0],
-            remedy="Run the same command on every node with --node-rank 0, 1, ... and"
-            " --rdzv-endpoint HOST:PORT of node 0, or start with torchrun or srun",
-        )
 
 
 def visible_gpus() -> int:
