@@ -95,3 +95,17 @@ def test_a_job_that_fails_is_not_requeued(cluster: slurm.Cluster, tmp_path: Path
     cluster.wait(lambda: cluster.state(job)["JobState"] in ENDED, 90, "the job ended")
     done = cluster.state(job)
     assert (done["JobState"], done["ExitCode"], done["Restarts"]) == ("FAILED", "1:0", "0"), output(tmp_path)
+
+
+def test_srun_alone_starts_every_hosts_ranks(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """One task a host; where they meet is Slurm's to say. `preflight` runs the same way."""
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", sys.executable]
+    ours = [*srun, "-m", "distributed.cli"]
+    place = ["--num-nodes", "2", "--gpus-per-node", "2", "--device", "cpu"]
+    trained = cluster.call(*ours, "train", *place, "--epochs", "1", cwd=tmp_path)
+    assert "4 ranks on 2 nodes" in trained
+    assert "note: hosts meet at n1:" in trained
+    assert "epoch 0" in trained
+    tested = cluster.call(*ours, "preflight", *place, "--checkpoint-dir", str(tmp_path), cwd=tmp_path)
+    assert "shared by all hosts" in tested
+    assert "gloo:" in tested
