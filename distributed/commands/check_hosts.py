@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
@@ -104,14 +105,19 @@ def _links(hosts: list[Facts]) -> Iterator[Finding]:
     if broken:
         return
     usual, pace = median(x.round_trip for _, _, x in links), median(x.bandwidth for _, _, x in links)
-    slow = False
-    for a, b, link in links:
-        late = link.round_trip > max(_SLOW * usual, _LATE)
-        if late or link.bandwidth * _SLOW < pace:
-            slow = True
-            told = f"{a} to {b}: {link.round_trip * 1e3:.2f} ms and {link.bandwidth / 1e6:.0f} MB/s"
-            told += f"; the median of all is {usual * 1e3:.2f} ms and {pace / 1e6:.0f} MB/s"
-            yield Finding("links", "warn", told, f"Leave {b} out, or look at its cable, port and load")
+    slow = [
+        (a, b, link)
+        for a, b, link in links
+        if link.round_trip > max(_SLOW * usual, _LATE) or link.bandwidth * _SLOW < pace
+    ]
+    # The host that most slow ways have in common is the one to look at.
+    culprit = Counter(name for a, b, _ in slow for name in (a, b)).most_common(1)
+    for a, b, link in slow:
+        told = f"{a} to {b}: {link.round_trip * 1e3:.2f} ms and {link.bandwidth / 1e6:.0f} MB/s"
+        told += f"; the median of all is {usual * 1e3:.2f} ms and {pace / 1e6:.0f} MB/s"
+        yield Finding(
+            "links", "warn", told, f"Look at {culprit[0][0]}: its cable, port and load; or leave it out"
+        )
     if not slow:
         told = f"every host reaches every other: {usual * 1e3:.2f} ms, {pace / 1e6:.0f} MB/s (medians)"
         yield Finding("links", "ok", told)

@@ -73,7 +73,9 @@ def test_a_slow_link_is_named_and_a_clock_that_may_be_right_is_not() -> None:
     hosts = [replace(host(0), node=n, host=f"n{n}", links={}) for n in range(3)]
     for a in hosts:
         a.links = {b.node: Link("", 1e-4, 1e8 if b.node == 2 else 1e9) for b in hosts if b is not a}
-    assert [f.message.partition(":")[0] for f in found(*hosts)] == ["n0 to n2", "n1 to n2"]
+    slow = found(*hosts)
+    assert [f.message.partition(":")[0] for f in slow] == ["n0 to n2", "n1 to n2"]
+    assert all(f.remedy.startswith("Look at n2:") for f in slow)
     assert found(host(0), host(1, clock=1.5, clock_error=0.6)) == []
 
 
