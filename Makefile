@@ -10,7 +10,7 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-cluster check clean help horovod
+.PHONY: demo test test-cluster cluster-tools check clean help horovod
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
@@ -26,6 +26,9 @@ demo: $(VENV)/.for-demo
 
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+cluster-tools:
+	tests/cluster/install.sh
 
 # The two groups wait for daemons and time limits most of the time, so they run side by side.
 test-cluster: $(VENV)/.for-dev
