@@ -27,6 +27,7 @@ VERBS = (
     Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
     Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
+    Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
     Verb("report", "distributed.commands.report", "Write an HTML page about a run, or several compared."),
     Verb("runs", "distributed.commands.runs", "List the runs below a folder: status, progress, best figure."),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: no record there, one that cannot be read, or plotly is not installed.
     """
     from distributed.report.page import check_plotly, write
-    from distributed.report.runs import read_runs
+    from distributed.report.stitch import read_runs
 
     check_plotly()
     from distributed.report.story import report

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no such folder.
     """
-    from distributed.report.runs import find_runs, read_runs
+    from distributed.report.stitch import find_runs, read_runs
 
     folder = Path(args.folder)
     if not folder.is_dir():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from distributed.report.runs import Run
@@ -79,25 +80,25 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def scalings(runs: Sequence[Run]) -> list[Scaling]:
-    """Groups of runs of one backend that differ in nothing but the number of ranks."""
+    """Groups of finished runs of one backend that differ in nothing but the number of ranks."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        if run.place.get("world_size") and run.throughput():
+        if run.place.get("world_size") and run.throughput() and run.status == "finished":
             groups.setdefault((str(run.place.get("backend")), _rest(run)), []).append(run)
     found = []
     for (backend, _), members in groups.items():
         for kind, name in (("strong", "global_batch_size"), ("weak", "batch_size")):
-            parts: dict[Any, dict[int, Run]] = {}
+            parts: dict[Any, dict[int, list[Run]]] = {}
             for run in members:
                 share = _batch(run, name) if kind == "strong" else _share(run)
-                parts.setdefault(share, {})[int(run.place["world_size"])] = run
+                parts.setdefault(share, {}).setdefault(int(run.place["world_size"]), []).append(run)
             found += [_scaling(backend, kind, part) for part in parts.values() if len(part) > 1]
     return found
 
 
-def _scaling(backend: str, kind: str, runs: dict[int, Run]) -> Scaling:
+def _scaling(backend: str, kind: str, runs: Mapping[int, Sequence[Run]]) -> Scaling:
     ranks = sorted(runs)
-    throughput = [runs[rank].throughput() or 0.0 for rank in ranks]
+    throughput = [median(run.throughput() or 0.0 for run in runs[rank]) for rank in ranks]
     per_rank = [value / rank for rank, value in zip(ranks, throughput, strict=True)]
     return Scaling(backend, kind, ranks, throughput, [value / per_rank[0] for value in per_rank])
 

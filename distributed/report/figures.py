@@ -7,7 +7,7 @@ A trace says which colour it wants by ``meta``: ``{"color": n}``, the n-th of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -17,7 +17,7 @@ from distributed.report.runs import Run, Series
 from distributed.report.shares import PHASES, over_steps, whole
 from distributed.report.values import label_of, unit_of
 
-__all__ = ["Panel", "bar_panel", "line_panel", "panels_of", "stacked_bars"]
+__all__ = ["Panel", "line_panel", "panels_of", "stacked_bars"]
 
 _HANDLED = ("epoch", "loss", "learning_rate", "samples_per_second", "grad_norm", "gpu_utilisation")
 _SEEN = frozenset({"epoch", "train_loss", "learning_rate", "val_loss"})
@@ -41,6 +41,15 @@ class Panel:
     note: str = ""
     wide: bool = False
 
+    def legend(self) -> list[tuple[str, int, str]]:
+        """(name, colour, ``fill``, ``solid`` or ``dot``) of what is drawn; nothing for one line alone."""
+        traces = [
+            trace for trace in self.figure.data if not (trace.meta.get("faint") or trace.meta.get("hidden"))
+        ]
+        if len(traces) < 2:
+            return []
+        return [(trace.name, trace.meta["color"], _mark_of(trace)) for trace in traces]
+
 
 def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
     """Every plot for which some run has figures.
@@ -60,13 +69,29 @@ def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
     for name in _union(run.figures() for run in runs):
         if name not in _HANDLED and not name.startswith(("memory_", "time_")):
             found.append(_over_steps(runs, names, name))
-    return [panel for panel in found if panel is not None]
+    return _without_gaps([panel for panel in found if panel is not None])
+
+
+def _without_gaps(panels: list[Panel]) -> list[Panel]:
+    """Two stand in a row; one that is left alone takes all of it."""
+    room, filled = False, []
+    for index, panel in enumerate(panels):
+        last = index + 1 == len(panels) or panels[index + 1].wide
+        filled.append(replace(panel, wide=True) if last and not room and not panel.wide else panel)
+        room = not room and not filled[-1].wide
+    return filled
 
 
 def line_panel(
-    title: str, lines: Lines, *, unit: str = "", x: str = "optimizer step", note: str = "", log: bool = False
+    title: str,
+    lines: Lines,
+    *,
+    unit: str = "",
+    x: str = "optimizer step",
+    note: str = "",
+    ticks: Sequence[int] = (),
 ) -> Panel:
-    """Lines over steps (or whatever `x` says)."""
+    """Lines over steps (or whatever `x` says); with `ticks`, from zero and with marks at those places."""
     figure = go.Figure()
     for name, series, options in lines:
         few = options.get("points") or len(series.steps) < 3
@@ -78,33 +103,30 @@ def line_panel(
                 mode="lines+markers" if few else "lines",
                 line={"width": 1 if options.get("faint") else 2, "dash": options.get("dash", "solid")},
                 marker={"size": 6},
-                meta={"color": options.get("color", 0), "faint": bool(options.get("faint"))},
-                showlegend=not options.get("faint"),
-                hovertemplate=f"%{{y:.4~g}}{f' {unit}' if unit else ''}",
+                meta={"color": options.get("color", 0), "faint": bool(options.get("faint"))}
+                | ({"hidden": True} if options.get("hidden") else {}),
+                error_y=_spread(options),
+                hovertemplate=f"%{{y:,.4~g}}{f' {unit}' if unit else ''}",
             )
         )
     _lay_out(figure, x, unit)
-    if log:
-        figure.update_yaxes(type="log")
+    if ticks:
+        figure.update_xaxes(tickvals=list(ticks))
+        figure.update_yaxes(rangemode="tozero")
     return Panel(title, figure, note)
 
 
-def bar_panel(title: str, bars: Lines, *, unit: str, x: str, note: str = "") -> Panel:
-    """Groups of bars: each of `bars` has a value for each of its ``steps``."""
-    figure = go.Figure()
-    for name, series, options in bars:
-        figure.add_trace(
-            go.Bar(
-                x=[str(step) for step in series.steps],
-                y=series.values,
-                name=escape(name),
-                meta={"color": options.get("color", 0)},
-                hovertemplate=f"%{{y:.4~g}} {unit}",
-            )
-        )
-    _lay_out(figure, x, unit)
-    figure.update_layout(barmode="group", hovermode="x")
-    return Panel(title, figure, note)
+def _spread(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "low" not in options:
+        return None
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": options["high"],
+        "arrayminus": options["low"],
+        "thickness": 1.2,
+        "width": 4,
+    }
 
 
 def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str, note: str = "") -> Panel:
@@ -123,9 +145,8 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str,
             )
         )
     _lay_out(figure, unit, "")
-    figure.update_layout(barmode="stack", hovermode="closest", height=190 + 34 * len(rows))
+    figure.update_layout(barmode="stack", hovermode="closest", height=70 + 44 * len(rows))
     figure.update_yaxes(autorange="reversed", ticklabelstandoff=6)
-    figure.update_layout(legend={"traceorder": "normal"})
     return Panel(title, figure, note, wide=True)
 
 
@@ -178,7 +199,6 @@ def _simple(runs: Sequence[Run], names: Sequence[str], figure: str, kind: str) -
     if not lines:
         return None
     panel = line_panel(label_of(figure), lines, unit=unit)
-    panel.figure.update_layout(showlegend=len(runs) > 1)
     if figure == "samples_per_second":
         panel.figure.update_yaxes(rangemode="tozero")
     return _marked(panel, runs)
@@ -220,7 +240,6 @@ def _shares(run: Run) -> Panel | None:
         )
     _lay_out(figure, "optimizer step", "%")
     figure.update_yaxes(range=[0, 100])
-    figure.update_layout(legend={"traceorder": "normal"})
     note = "Shares of rank 0's time between log steps, as its host sees it."
     return _marked(Panel("Where the time of a step goes", figure, note), [run])
 
@@ -253,11 +272,15 @@ def _lay_out(figure: go.Figure, x: str, y: str) -> None:
         height=300,
         margin={"l": 8, "r": 12, "t": 8, "b": 8},
         hovermode="x unified",
-        legend={"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top"},
+        showlegend=False,  # the page has its own, which wraps on a phone
         barcornerradius=3,
     )
     figure.update_xaxes(title={"text": x, "standoff": 8}, automargin=True, zeroline=False, fixedrange=False)
-    figure.update_yaxes(title={"text": y, "standoff": 8}, automargin=True, zeroline=False, tickformat=".4~g")
+    figure.update_yaxes(title={"text": y, "standoff": 8}, automargin=True, zeroline=False, tickformat=",.6~g")
+
+
+def _mark_of(trace: Any) -> str:
+    return "fill" if trace.type == "bar" or trace.stackgroup else str(trace.line.dash or "solid")
 
 
 def _union(lists: Iterable[list[str]]) -> list[str]:

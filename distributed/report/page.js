@@ -13,6 +13,7 @@
       copy.marker = { ...copy.marker, color: own };
       return copy;
     }
+    if (copy.error_y) copy.error_y.color = own;
     copy.line = { ...copy.line, color: meta.faint ? see_through(own, 0.45) : own };
     copy.marker = { ...copy.marker, color: own };
     if (meta.fill) copy.fillcolor = see_through(own, 0.75);

@@ -20,7 +20,19 @@ from distributed.plugin_manager import require
 if TYPE_CHECKING:
     from distributed.report.figures import Panel
 
-__all__ = ["Html", "check_plotly", "facts", "note", "page", "plots", "section", "table", "unfold", "write"]
+__all__ = [
+    "Html",
+    "check_plotly",
+    "facts",
+    "note",
+    "page",
+    "paragraph",
+    "plots",
+    "section",
+    "table",
+    "unfold",
+    "write",
+]
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -32,6 +44,9 @@ _HEAD = """<!doctype html>
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <link rel="icon" href="data:,">
 """
+
+
+_SHORT = 24
 
 
 class Html(str):
@@ -51,6 +66,11 @@ def section(title: str, *parts: Html) -> Html:
     """A heading and what is below it; nothing when that is nothing."""
     inner = "".join(parts)
     return Html(f"<section><h2>{_html(title)}</h2>{inner}</section>\n" if inner else "")
+
+
+def paragraph(text: str) -> Html:
+    """A paragraph in the size of the page's first sentence."""
+    return Html(f"<p class=lead>{_html(text)}</p>\n")
 
 
 def note(text: str) -> Html:
@@ -82,14 +102,18 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
     kinds = [' class="number"' if index in numbers else "" for index in range(len(heads))]
     head = "".join(f"<th{kind}>{_html(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
     body = "".join(
-        "<tr>"
-        + "".join(f"<td{kind}>{_html(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-        + "</tr>\n"
+        "<tr>" + "".join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True)) + "</tr>\n"
         for row in rows
     )
     return Html(
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
     )
+
+
+def _cell(text: str, kind: str) -> str:
+    # What is short enough is easier to read on one line, also where a table has to scroll.
+    kind = kind or (' class="short"' if len(text) <= _SHORT else "")
+    return f"<td{kind}>{_html(text)}</td>"
 
 
 def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
@@ -107,10 +131,19 @@ def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
         cells.append(
             f"<figure{' class=wide' if panel.wide else ''}><h3>{_html(panel.title)}</h3>"
             f'<div class="plot" id="plot-{number}" style="height:{height:.0f}px" role="img"'
-            f' aria-label="{escape(panel.title)}"></div>{caption}</figure>'
+            f' aria-label="{escape(panel.title)}"></div>{_legend(panel)}{caption}</figure>'
         )
     explained = f'<p class="quiet">{key}</p>' if key else ""
     return Html(f'{explained}<div class="plots">{"".join(cells)}</div>\n') if cells else Html("")
+
+
+def _legend(panel: Panel) -> str:
+    # Names in a figure are escaped already, for plotly takes some HTML in them.
+    marks = [
+        f'<span><i class="mark {kind}" style="--own:var(--c{colour % 8})"></i>{name}</span>'
+        for name, colour, kind in panel.legend()
+    ]
+    return f'<div class="legend">{"".join(marks)}</div>' if marks else ""
 
 
 def page(title: str, body: Sequence[Html], panels: Sequence[Panel]) -> str:

@@ -324,16 +324,12 @@ def _scaling_panels(scaled: Sequence[Scaling]) -> list[Panel]:
         rates.append((name, Series(item.ranks, item.throughput), options))
         percent = [100 * value for value in item.efficiency]
         shares.append((name, Series(item.ranks, percent), options))
-    panels = [
-        line_panel("Throughput by ranks", rates, unit="samples/s", x="ranks"),
-        line_panel(
-            "Efficiency by ranks", shares, unit="%", x="ranks", note="Against the fewest ranks of each."
-        ),
+    ticks = sorted({ranks for item in scaled for ranks in item.ranks})
+    note = "Against the fewest ranks of each."
+    return [
+        line_panel("Throughput by ranks", rates, unit="samples/s", x="ranks", ticks=ticks),
+        line_panel("Efficiency by ranks", shares, unit="%", x="ranks", ticks=ticks, note=note),
     ]
-    for panel in panels:
-        panel.figure.update_yaxes(rangemode="tozero")
-        panel.figure.update_xaxes(dtick=1 if max(max(item.ranks) for item in scaled) < 12 else None)
-    return panels
 
 
 # -- words -------------------------------------------------------------------------------------
