@@ -14,6 +14,7 @@ last line at worst. ``run`` names a `fit`, ``attempt`` one start of its ranks.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -23,38 +24,66 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAME", "VERSION", "append", "without_passwords"]
+__all__ = ["NAME", "VERSION", "Writer", "append", "without_passwords"]
 
 NAME = "record.jsonl"
 VERSION = 1
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
 
 
-def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
-    """Add one line to the record in `folder`, which is made when missing.
+class Writer:
+    """Adds lines to the record in one folder; keeps the file open.
 
     Args:
-        folder: of this host.
-        kind: as in this module's table.
-        values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
+        folder: of this host; made when missing.
 
     Raises:
         OSError: it cannot be written.
     """
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(
-        _plain({"kind": kind, "time": round(time.time(), 3), **values}),
-        separators=(",", ":"),
-        allow_nan=False,
-    )
-    descriptor = os.open(place / NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(place / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._torn = not _ends_well(self._descriptor)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add one line.
+
+        Args:
+            kind: as in this module's table.
+            values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
+
+        Raises:
+            OSError: it cannot be written, or not all of it.
+        """
+        plain = _plain({"kind": kind, "time": round(time.time(), 3), **values})
+        line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        # What a killed process or a full disk tore ends here, and takes none of ours with it.
+        data = b"\n" + line if self._torn else line
+        self._torn = True
+        if os.write(self._descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file. May be repeated."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
+    """Add one line to the record in `folder`, as `Writer` does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    writer = Writer(folder)
     try:
-        # What a killed process tore ends here, and takes none of ours with it.
-        begin = b"" if _ends_well(place / NAME) else b"\n"
-        os.write(descriptor, begin + line.encode() + b"\n")
+        writer.append(kind, values)
     finally:
-        os.close(descriptor)
+        writer.close()
 
 
 def without_passwords(text: str) -> str:
@@ -62,13 +91,9 @@ def without_passwords(text: str) -> str:
     return _PASSWORD.sub(r"\1***@", text)
 
 
-def _ends_well(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
+def _ends_well(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def _plain(value: Any) -> Any:

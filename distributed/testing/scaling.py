@@ -156,12 +156,10 @@ def _results(
 
 def _run(plan: Plan, case: Case) -> float:
     """Samples per second of one run, in processes of its own."""
-    from distributed.commands.script import find_script
-
     script = plan.script or Path(__file__).parent.parent / "bundled" / "scaling.py"
     with TemporaryDirectory(prefix="scaling-") as folder:
         command = [
-            *(sys.executable, "-m", "distributed.cli", "train", "--script", str(find_script(str(script)))),
+            *(sys.executable, "-m", "distributed.cli", "train", "--script", str(script)),
             *("--backend", case.backend, "--num-processes", str(case.ranks)),
             *("--batch-size", str(case.batch_size), "--max-steps", str(plan.steps)),
             *("--log-every-n-steps", str(max(1, plan.steps // _INTERVALS)), "--record-dir", folder),

@@ -23,7 +23,7 @@ from distributed.config import DistributedConfig, explain
 from distributed.errors import WorkerError
 from distributed.hookspecs import hookimpl
 from distributed.interfaces.tracker import Tracker, TrackerSpec
-from distributed.report.lines import VERSION, append
+from distributed.report.lines import VERSION, Writer, append
 
 if TYPE_CHECKING:
     from distributed.interfaces.history import History
@@ -109,6 +109,8 @@ class RecordTracker(Tracker):
         self.config, self.folder = config, os.path.abspath(config.record_dir)
         self.context = {}
         self._attempt = secrets.token_hex(4)
+        self._has_gaps = False
+        self._writer: Writer | None = None
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -158,9 +160,20 @@ class RecordTracker(Tracker):
     def finish(self, status: str) -> None:
         """Write how the ranks' part ended."""
         self._line("finish", {"status": status})
+        if self._writer is not None:
+            self._writer.close()
 
     def _line(self, kind: str, values: Mapping[str, Any]) -> None:
-        append(self.folder, kind, {"attempt": self._attempt, **values})
+        try:
+            self._writer = self._writer or Writer(self.folder)
+            self._writer.append(kind, {"attempt": self._attempt, **values})
+        except OSError as error:
+            # A disk that is full now may have room again: later lines are tried.
+            if kind == "start":
+                raise
+            if not self._has_gaps:
+                logger.warning("the run's record in %s has a gap: %s", self.folder, error)
+            self._has_gaps = True
 
 
 def _write(plan: RunPlan, kind: str, values: Mapping[str, Any]) -> None:
