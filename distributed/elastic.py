@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from distributed.errors import UserError, WorkerError
+from distributed.plugin_manager import get_catalog
 from distributed.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class Elastic:
         checkpoint = newest_checkpoint(self.plan)
         self.members.note_failure(error, checkpoint)
         self.restarts.append(error.summary)
+        get_catalog().manager.hook.on_restart(plan=self.plan, error=error)
         print(f"restart {self._failures} of {allowed}", flush=True)
 
     def _announce(self, before: int, plan: RunPlan) -> None:

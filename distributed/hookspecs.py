@@ -9,6 +9,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.errors import WorkerError
     from distributed.interfaces.backend import BackendSpec
     from distributed.interfaces.callback import Callback
     from distributed.interfaces.history import History
@@ -53,5 +54,12 @@ def on_run_start(plan: RunPlan) -> None:
 
 
 @hookspec
-def on_run_end(plan: RunPlan, history: History | None) -> None:
-    """A run is over; `history` is None when it failed. Called in the caller's process."""
+def on_restart(plan: RunPlan, error: WorkerError) -> None:
+    """All ranks are about to be started again, because of `error`. Called in the caller's process of
+    each host; a launcher that starts ranks again by itself (Ray) does not tell."""
+
+
+@hookspec
+def on_run_end(plan: RunPlan, history: History | None, error: BaseException | None) -> None:
+    """A run is over; `history` is None when it failed, and `error` says why. Called in the caller's
+    process."""

@@ -56,7 +56,7 @@ __all__ = ["TrainingLoop"]
 
 
 class TrainingLoop(
-    EventsMixin, RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, TrackingMixin, Context
+    EventsMixin, TrackingMixin, RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, Context
 ):
     """One rank's training. Also the `Context` that callbacks see.
 
@@ -200,7 +200,7 @@ class TrainingLoop(
         self.history.epochs.append(metrics)
         self._notify("on_epoch_end", self, metrics)
         self.agree_to_stop()
-        self.track_metrics(metrics, self.progress.step)
+        self.track_epoch(metrics, self.progress.step)
         self.timers.enter("save")
         self.save_if_due(epoch_end=True, metrics=metrics)
 
@@ -250,7 +250,8 @@ class TrainingLoop(
                 "world_size": self.world.size,
                 "precision": self.plan.precision,
                 "learning_rate": self.plan.learning_rate,
-            }
+            },
+            self.place(),
         )
         self._notify("on_run_start", self)
 

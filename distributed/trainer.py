@@ -182,13 +182,14 @@ class Trainer:
         if plan.joined is None or plan.joined.rank == 0:
             print(plan.summary(), flush=True)
         catalog.manager.hook.on_run_start(plan=plan)
-        history: History | None = None
         try:
             outcome = launch.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
-            history = outcome.history
-        finally:
-            catalog.manager.hook.on_run_end(plan=plan, history=history)
+        except BaseException as error:
+            catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
+            raise
+        history = outcome.history
         history.total_time = perf_counter() - started
+        catalog.manager.hook.on_run_end(plan=plan, history=history, error=None)
         if history.preempted:
             raise self._preempted(history, outcome, plan)
         self._adopt(outcome, plan.config)

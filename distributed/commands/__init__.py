@@ -33,5 +33,8 @@ VERBS = (
         "distributed.commands.preflight",
         "Let the hosts of a run test each other before it starts.",
     ),
+    Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
+    Verb("report", "distributed.commands.report", "Write an HTML page about a run, or several compared."),
+    Verb("runs", "distributed.commands.runs", "List the runs below a folder: status, progress, best figure."),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
 )

@@ -17,6 +17,7 @@ _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
 # Fields of sections that have a flag of their own; the others are reached by --set.
 _SECTION_FLAGS = {
     "tracking.mlflow_experiment": "--mlflow-experiment",
+    "tracking.record_dir": "--record-dir",
     "profile.enabled": "--profile",
     "ray.address": "--address",
     "elastic.max_restarts": "--max-restarts",

@@ -269,6 +269,13 @@ class DistributedConfig(BaseModel):
         return self.mlflow_tracking or self.tracking.mlflow_experiment is not None
 
     @property
+    def record_dir(self) -> str | None:
+        """Where the run's record is written; None nowhere."""
+        folder = self.tracking.record_dir or self.checkpoint_dir
+        folder = None if folder is None else folder.removeprefix("file://")
+        return None if folder is None or "://" in folder else folder
+
+    @property
     def heeds_signals(self) -> bool:
         """Whether SIGTERM and SIGUSR1 save and end the run."""
         return self.checkpoint_dir is not None and self.checkpoint.on_signal

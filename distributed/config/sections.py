@@ -144,6 +144,11 @@ class TrackingSection(Section):
     )
     mlflow_experiment: str | None = Field(None, description="MLflow experiment name; None is Default.")
     run_name: str | None = Field(None, description="Name of the run in the trackers.")
+    record_dir: str | None = Field(
+        None,
+        description="Folder for the run's record, which `report` reads. None is `checkpoint_dir` where that"
+        " is a path of this host; without either, nothing is written.",
+    )
     phase_timers: bool = Field(True, description="Log the share of time per phase, and stragglers.")
 
 

@@ -4,13 +4,46 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["Tracker", "TrackerSpec"]
+__all__ = ["Place", "Tracker", "TrackerSpec"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's ranks are, and where in the training they begin.
+
+    Attributes:
+        backend: its name.
+        world_size: ranks over all nodes.
+        num_nodes: nodes.
+        hosts: their names, rank 0's first.
+        device: where rank 0 computes, e.g. ``cpu`` or ``cuda:0``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        batch: the batch identity (C1).
+        step: optimizer steps taken before.
+        epoch: epochs complete before.
+        samples: of this epoch, trained on before.
+        total_steps: step at which this run ends, None when unknown.
+        checkpoint: path of the checkpoint it goes on from, None without.
+    """
+
+    backend: str = ""
+    world_size: int = 1
+    num_nodes: int = 1
+    hosts: tuple[str, ...] = ()
+    device: str = "cpu"
+    precision: str = "fp32"
+    batch: Mapping[str, int] = field(default_factory=dict)
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    total_steps: int | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,9 +72,11 @@ class Tracker(ABC):
     Attributes:
         context: where the caller stood when it asked for the run (an active MLflow run's
             id, say), as returned by `capture` in the caller's process.
+        place: where the run is and where it begins; known from `start` on.
     """
 
     context: dict[str, Any]
+    place: Place
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -56,6 +91,13 @@ class Tracker(ABC):
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers at an optimizer step."""
+
+    def log_epoch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the figures of an epoch that ended at an optimizer step; by default as any others."""
+        self.log_metrics(metrics, step)
+
+    def log_checkpoint(self, path: str, step: int) -> None:  # noqa: B027 - optional
+        """Record that the state after an optimizer step is saved at `path`."""
 
     def log_artifact(self, path: str) -> None:  # noqa: B027 - optional
         """Record a file or folder that belongs to the run."""

@@ -137,7 +137,7 @@ class CheckpointingMixin(ResumingMixin):
                 self.progress.best_metric = before
             self._count_failure(step, error)
             return None
-        self._note_saved(self.checkpointer, path, best)
+        self._note_saved(self.checkpointer, path, step, best)
         return path
 
     def news_of_saving(self) -> float:
@@ -174,7 +174,7 @@ class CheckpointingMixin(ResumingMixin):
             self._count_failure(step, error)
             return None
         if isinstance(begun, str):
-            self._note_saved(checkpointer, begun, best)
+            self._note_saved(checkpointer, begun, step, best)
             return begun
         self._pending = (begun, step, best, before)
         return begun.path if self.config.checkpoint.asynchronous else self.finish_saving()
@@ -191,12 +191,13 @@ class CheckpointingMixin(ResumingMixin):
         if self._failures >= self.config.checkpoint.max_failures:
             raise error
 
-    def _note_saved(self, checkpointer: PortableCheckpointer, path: str, best: bool) -> None:
+    def _note_saved(self, checkpointer: PortableCheckpointer, path: str, step: int, best: bool) -> None:
         self._failures = 0
         self.history.checkpoint = path
         if best:
             self._mark(checkpointer, path)
         self._notify("on_checkpoint", self, path)
+        self.track_checkpoint(path, step)
 
     def _claim(self, checkpointer: PortableCheckpointer) -> None:
         """Before the first save: what other runs left in the directory moves out of the way."""

@@ -56,6 +56,9 @@ class ResumingMixin:
     def _notify(self, event: str, *args: Any) -> None:
         """Tell the callbacks; without any, nobody."""
 
+    def track_checkpoint(self, path: str, step: int) -> None:
+        """Tell the trackers; without any, nobody."""
+
     def callback_states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has any."""
         return []

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig, explain
 from distributed.interfaces.backend import World
-from distributed.interfaces.tracker import Tracker, TrackerSpec
+from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.plugin_manager import Catalog, load_target, require
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.history import History
+    from distributed.interfaces.task import Progress
+    from distributed.plan import RunPlan
 
 __all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers"]
 
@@ -58,18 +64,43 @@ class TrackingMixin:
     """
 
     config: DistributedConfig
+    plan: RunPlan
+    backend: Backend
+    history: History
+    progress: Progress
+    total_steps: int | None
     world: World
     catalog: Catalog
     tracker_contexts: Mapping[str, dict[str, Any]]
     _trackers: dict[str, Tracker]
 
-    def setup_tracking(self, params: Mapping[str, Any]) -> None:
+    def place(self) -> Place:
+        """Where the run is and begins. Collective on several nodes."""
+        plan, world, progress = self.plan, self.world, self.progress
+        hosts = [world.host] if plan.num_nodes == 1 else self.backend.gather_objects(world.host)
+        return Place(
+            backend=plan.spec.name,
+            world_size=world.size,
+            num_nodes=plan.num_nodes,
+            hosts=tuple(dict.fromkeys(hosts)),
+            device=world.device,
+            precision=plan.precision,
+            batch=plan.batch.as_dict(),
+            step=progress.step,
+            epoch=progress.epoch,
+            samples=progress.samples,
+            total_steps=self.total_steps,
+            checkpoint=self.history.checkpoint,
+        )
+
+    def setup_tracking(self, params: Mapping[str, Any], place: Place | None = None) -> None:
         """Start the trackers that the configuration asks for.
 
         Args:
             params: what the configuration alone does not know, such as the batch identity
                 (C1). Recorded beside every configuration value that is not None, and wins
                 over one of the same name.
+            place: where the run is and begins.
 
         Raises:
             UserError: a tracker was asked for whose requirements are not installed.
@@ -82,15 +113,21 @@ class TrackingMixin:
         recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
             context = dict(self.tracker_contexts.get(spec.name, {}))
-            tracker = _attempt(spec.name, "start", _started, spec, self.config, context, recorded)
+            tracker = _attempt(spec.name, "start", _started, spec, self.config, context, place, recorded)
             if tracker is not None:
                 self._trackers[spec.name] = tracker
 
     def track_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` at optimizer step `step` with every tracker still alive."""
-        # A record's own "step" says what every tracker has as the abscissa.
-        figures = {name: value for name, value in metrics.items() if name != "step"}
-        self._each_tracker("log_metrics", figures, step)
+        self._each_tracker("log_metrics", _without_step(metrics), step)
+
+    def track_epoch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the figures of an epoch that ended at optimizer step `step`."""
+        self._each_tracker("log_epoch", _without_step(metrics), step)
+
+    def track_checkpoint(self, path: str, step: int) -> None:
+        """Record that the state after optimizer step `step` is saved at `path`."""
+        self._each_tracker("log_checkpoint", path, step)
 
     def track_artifact(self, path: str) -> None:
         """Record the file or folder `path` with every tracker still alive."""
@@ -109,10 +146,14 @@ class TrackingMixin:
 
 
 def _started(
-    spec: TrackerSpec, config: DistributedConfig, context: dict[str, Any], params: Mapping[str, Any]
+    spec: TrackerSpec,
+    config: DistributedConfig,
+    context: dict[str, Any],
+    place: Place | None,
+    params: Mapping[str, Any],
 ) -> Tracker:
     tracker: Tracker = load_target(spec.target)(config)
-    tracker.context = context
+    tracker.context, tracker.place = context, place or Place()
     tracker.start(params)
     return tracker
 
@@ -129,6 +170,11 @@ def _attempt(name: str, method: str, call: Callable[..., Any], *args: Any, faile
         what = f"{type(error).__name__}: {error}"
         logger.warning("tracker '%s' failed in %s and is dropped; training goes on. %s", name, method, what)
         return failed
+
+
+def _without_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A record's own "step" says what every tracker has as the abscissa."""
+    return {name: value for name, value in metrics.items() if name != "step"}
 
 
 def _scalar(value: Any) -> bool | int | float | str:

@@ -177,7 +177,11 @@ class EveryHook:
         self.called.append("on_run_start")
 
     @hookimpl
-    def on_run_end(self, plan: Any, history: Any) -> None:
+    def on_restart(self, plan: Any, error: Any) -> None:
+        self.called.append("on_restart")
+
+    @hookimpl
+    def on_run_end(self, plan: Any, history: Any, error: Any) -> None:
         self.called.append("on_run_end")
 
 
@@ -185,7 +189,7 @@ def test_every_hook_can_be_implemented_by_its_documented_arguments() -> None:
     plugin = EveryHook()
     catalog = build_catalog([plugin], found=[])
     catalog.add_commands(None)
-    for name in ("register_callbacks", "check_plan", "on_run_start", "on_run_end"):
+    for name in ("register_callbacks", "check_plan", "on_run_start", "on_restart", "on_run_end"):
         arguments = inspect.signature(getattr(hookspecs, name)).parameters
         getattr(catalog.manager.hook, name)(**dict.fromkeys(arguments))
     assert sorted(plugin.called) == sorted(HOOKS)

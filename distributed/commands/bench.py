@@ -1,0 +1,207 @@
+"""``bench scaling``: how throughput grows with the ranks, and how far the repeats lie apart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.commands.tables import print_json, print_table
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.report.figures import Panel
+    from distributed.testing.scaling import Figure, Plan, Result
+
+__all__ = ["add_arguments", "run"]
+
+_HEADS = ["backend", "scaling", "ranks", "batch/rank", "samples/s", "min to max", "efficiency", "min to max"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``bench`` and their flags."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    summary = "Throughput and efficiency by the number of ranks, strong and weak."
+    scaling = actions.add_parser("scaling", help=summary, description=summary)
+    flags = scaling.add_argument
+    flags("--backends", default="pytorch-ddp", metavar="A,B", help="Default: pytorch-ddp.")
+    flags("--ranks", default="1,2", metavar="N,N", help="Default: 1,2. Efficiency is against the fewest.")
+    flags(
+        "--mode",
+        choices=["strong", "weak", "both"],
+        default="both",
+        help="strong: the global batch stays; weak: each rank's batch stays. Default: both.",
+    )
+    flags("--batch-size", default="64", metavar="N", help="Per rank, on the fewest ranks. Default: 64.")
+    flags("--steps", default="120", metavar="N", help="Optimizer steps a run. Default: 120.")
+    flags("--repeats", default="3", metavar="N", help="Runs of each setting, in turns. Default: 3.")
+    flags("--width", default="256", metavar="N", help="Of the bundled network. Default: 256.")
+    flags("--depth", default="4", metavar="N", help="Its hidden layers. Default: 4.")
+    flags("--script", metavar="FILE", help="Train a script of your own instead of the bundled network.")
+    flags(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Any configuration field, as for train. Repeatable.",
+    )
+    flags("--json", action="store_true", help="Print JSON, every repeat in it.")
+    flags("--output", metavar="FILE", help="Also write an HTML page with plots.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        UserError: a wrong argument, a backend that is not there, or a run that failed.
+    """
+    from distributed.testing.scaling import measure
+
+    plan = _plan(args)
+    if args.output:
+        from distributed.report.page import check_plotly
+
+        check_plotly()
+    remarks = _remarks(plan)
+    for text in remarks:
+        print(f"note: {text}", file=sys.stderr)
+    results = measure(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
+    if args.json:
+        print_json({"remarks": remarks, "results": [_as_json(result) for result in results]})
+    else:
+        print_table(_HEADS, [_cells(result) for result in results])
+    if args.output:
+        _write_page(Path(args.output), plan, results, remarks)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from distributed.commands.script import find_script
+    from distributed.plugin_manager import get_catalog, require
+    from distributed.testing.scaling import Plan, cases_of
+
+    backends = list(dict.fromkeys(name.strip() for name in args.backends.split(",") if name.strip()))
+    for name in backends:
+        spec = get_catalog().backend(name, "--backends")
+        require(spec.requires, f"backend '{name}'", spec.install_hint)
+    if not backends:
+        raise UserError("no backend is named", field="--backends", got=args.backends)
+    script = None if args.script is None else find_script(args.script)
+    size = ["--width", str(_whole(args.width, "--width")), "--depth", str(_whole(args.depth, "--depth"))]
+    plan = Plan(
+        backends=backends,
+        ranks=sorted({_whole(word, "--ranks") for word in args.ranks.split(",")}),
+        modes=["strong", "weak"] if args.mode == "both" else [args.mode],
+        batch_size=_whole(args.batch_size, "--batch-size"),
+        steps=_whole(args.steps, "--steps"),
+        repeats=_whole(args.repeats, "--repeats"),
+        script=script,
+        arguments=size if script is None else (),
+        options=[word for assignment in args.set for word in ("--set", assignment)],
+    )
+    cases_of(plan)
+    return plan
+
+
+def _remarks(plan: Plan) -> list[str]:
+    """What a reader of the figures has to know of this machine."""
+    from distributed.plan import visible_gpus
+
+    cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
+    found = [f"{gpus} GPUs" if gpus else f"{cores} cores and no GPU, {os.environ.get('OMP_NUM_THREADS', '1')}"
+             " thread(s) per rank"]  # fmt: skip
+    have, what = (gpus, "GPUs") if gpus else (cores, "cores")
+    if plan.ranks[-1] > have:
+        found.append(
+            f"{plan.ranks[-1]} ranks share {have} {what}: their efficiency says more of this machine than of"
+            " the backend"
+        )
+    if plan.repeats < 3:
+        found.append("fewer than three repeats say little about noise")
+    return found
+
+
+def _cells(result: Result) -> list[str]:
+    rate, share = result.throughput, result.efficiency
+    return [
+        result.case.backend,
+        result.mode,
+        str(result.case.ranks),
+        str(result.case.batch_size),
+        f"{rate.median:,.0f}",
+        f"{rate.low:,.0f} to {rate.high:,.0f}",
+        f"{share.median:.2f}",
+        f"{share.low:.2f} to {share.high:.2f}",
+    ]
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        **asdict(result.case),
+        "mode": result.mode,
+        "samples_per_second": _figure(result.throughput),
+        "efficiency": _figure(result.efficiency),
+    }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {"median": figure.median, "min": figure.low, "max": figure.high, "repeats": list(figure.values)}
+
+
+def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequence[str]) -> None:
+    from distributed.report import page
+
+    what = "a network of random numbers" if plan.script is None else plan.script.name
+    panels = _panels(plan, results)
+    body = [
+        page.Html("<h1>Scaling</h1>\n"),
+        page.paragraph(
+            f"{what[0].upper()}{what[1:]}, {plan.steps} steps a run, {plan.repeats} repeats in turns."
+            " Points are medians, bars reach from the lowest to the highest repeat."
+        ),
+        *map(page.note, remarks),
+        page.plots(panels),
+        page.section("Figures", page.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
+    ]
+    page.write(path, page.page("Scaling", body, panels))
+    print(path)
+
+
+def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
+    from distributed.report.figures import line_panel
+    from distributed.report.runs import Series
+
+    rates, shares = [], []
+    for index, backend in enumerate(plan.backends):
+        for mode in plan.modes:
+            own = [result for result in results if (result.case.backend, result.mode) == (backend, mode)]
+            ranks = [result.case.ranks for result in own]
+            dash = "solid" if mode == "strong" or len(plan.modes) == 1 else "dot"
+            for lines, figures, scale in (
+                (rates, [result.throughput for result in own], 1.0),
+                (shares, [result.efficiency for result in own], 100.0),
+            ):
+                options = {
+                    "color": index,
+                    "points": True,
+                    "dash": dash,
+                    "low": [scale * (figure.median - figure.low) for figure in figures],
+                    "high": [scale * (figure.high - figure.median) for figure in figures],
+                }
+                series = Series(ranks, [scale * figure.median for figure in figures])
+                lines.append((f"{backend}, {mode}", series, options))
+    ticks = list(plan.ranks)
+    return [
+        line_panel("Throughput", rates, unit="samples/s", x="ranks", ticks=ticks),
+        line_panel("Efficiency", shares, unit="%", x="ranks", ticks=ticks),
+    ]
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+    return int(text)

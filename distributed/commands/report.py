@@ -1,0 +1,57 @@
+"""``report``: one HTML file about one run, or about several beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from distributed.errors import UserError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``report``."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="A run's folder: its checkpoint_dir or tracking.record_dir. Several are compared.",
+    )
+    parser.add_argument("--output", metavar="FILE", default="report.html", help="Default: report.html.")
+    parser.add_argument("--title", metavar="TEXT", help="Heading of the page; default: the run's name.")
+    parser.add_argument(
+        "--all", action="store_true", help="Also the earlier runs of a folder that was used again."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the records and write the page.
+
+    Raises:
+        UserError: no record there, one that cannot be read, or plotly is not installed.
+    """
+    from distributed.report.page import check_plotly, write
+    from distributed.report.stitch import read_runs
+
+    check_plotly()
+    from distributed.report.story import report
+
+    output = Path(args.output)
+    if output.is_dir():
+        raise UserError("this is a folder", field="--output", got=args.output, allowed="an HTML file")
+    found = []
+    for path in dict.fromkeys(args.runs):
+        runs = read_runs(Path(path))
+        left = len(runs) - 1
+        if left and not args.all:
+            runs[-1].notes.append(
+                f"The folder holds {left} earlier run{'s' if left > 1 else ''}, which --all shows as well."
+            )
+        found += runs if args.all else runs[-1:]
+    write(output, report(found, args.title))
+    for one in found:
+        for text in one.notes:
+            print(f"{one.folder}: {text}")
+    print(f"{output}  {output.stat().st_size / 1e6:.1f} MB, {len(found)} run{'s' if len(found) > 1 else ''}")
+    return 0

@@ -1,0 +1,108 @@
+"""The record of a run: ``record.jsonl``, one JSON object a line, only ever appended to.
+
+| kind | written by | when |
+|---|---|---|
+| ``start`` | rank 0 | ranks are up: configuration, place, versions, where the training goes on |
+| ``log``, ``epoch``, ``checkpoint`` | rank 0 | a log step, the end of an epoch, a committed checkpoint |
+| ``finish`` | rank 0 | the ranks are done: status |
+| ``restart`` | who started the ranks | a failure, and the ranks start again |
+| ``end`` | who called `fit` | status, totals, and the error if there was one |
+
+Each line is one write, so that lines of several processes do not mix; a process that is killed leaves a torn
+last line at worst. ``run`` names a `fit`, ``attempt`` one start of its ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NAME", "VERSION", "Writer", "append", "without_passwords"]
+
+NAME = "record.jsonl"
+VERSION = 1
+_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+
+
+class Writer:
+    """Adds lines to the record in one folder; keeps the file open.
+
+    Args:
+        folder: of this host; made when missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(place / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._torn = not _ends_well(self._descriptor)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add one line.
+
+        Args:
+            kind: as in this module's table.
+            values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
+
+        Raises:
+            OSError: it cannot be written, or not all of it.
+        """
+        plain = _plain({"kind": kind, "time": round(time.time(), 3), **values})
+        line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        # What a killed process or a full disk tore ends here, and takes none of ours with it.
+        data = b"\n" + line if self._torn else line
+        self._torn = True
+        if os.write(self._descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file. May be repeated."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
+    """Add one line to the record in `folder`, as `Writer` does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    writer = Writer(folder)
+    try:
+        writer.append(kind, values)
+    finally:
+        writer.close()
+
+
+def without_passwords(text: str) -> str:
+    """`text`, user names and passwords in its URLs left out."""
+    return _PASSWORD.sub(r"\1***@", text)
+
+
+def _ends_well(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return without_passwords(value if isinstance(value, str) else str(value))
