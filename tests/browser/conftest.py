@@ -1,0 +1,18 @@
+"""What the tests in a browser share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.browser import MISSING, Browser, started
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One headless Chromium for all tests; they are skipped where there is none."""
+    if MISSING:
+        pytest.skip(MISSING)
+    with started() as browser:
+        yield browser
