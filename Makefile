@@ -10,13 +10,14 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test check clean help horovod
+.PHONY: demo test check clean help horovod docs docs-serve
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make docs    the documentation site, in build/site (make docs-serve shows it)"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
 demo: $(VENV)/.for-demo
@@ -31,6 +32,13 @@ check: $(VENV)/.for-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A link that leads nowhere fails it.
+docs: $(VENV)/.for-docs
+	$(BIN)/python -m docs.site.build
+
+docs-serve: docs
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory build/site
 
 horovod: $(VENV)/.horovod
 
@@ -51,6 +59,11 @@ $(VENV)/.torch: $(PINS) | $(BIN)/pip
 
 $(VENV)/.for-demo: $(VENV)/.torch
 	$(INSTALL) -e '.[torch,examples,tensorboard,mlflow]'
+	touch $@
+
+# Pages are made from the source's text: no framework is needed.
+$(VENV)/.for-docs: $(PINS) | $(BIN)/pip
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/.for-dev: $(VENV)/.torch
