@@ -91,7 +91,9 @@ def modules_of(group: Group) -> dict[str, list[Name]]:
 def public_names(module: str) -> list[Name]:
     """The public names of `module`: its hooks, if it specifies any, and its ``__all__``."""
     found = _modules()[module]
-    hooks = [f.name for f in found.functions.values() if any(d.value == "hookspec" for d in f.decorators)]
+    hooks = [
+        f.name for f in found.functions.values() if any(str(d.value) == "hookspec" for d in f.decorators)
+    ]
     names = [*hooks, *(str(name) for name in found.exports or ())]
     return [_name(found, name) for name in names if not name.startswith("__")]
 
