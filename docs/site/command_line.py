@@ -15,8 +15,8 @@ __all__ = ["command_line_page", "parsers"]
 _HEAD = f"""# Command line
 
 `{PROG} VERB ...`, or `distributed VERB ...` where the package is installed. Every verb and
-flag, from the parsers, by `python -m docs.site.generate`; `--help` after a verb says the same. A plugin's verbs
-are listed by `{PROG} --help`. Exit codes are in [Launching](launching.md#errors-and-exit-codes).
+flag, from the parsers, by `python -m docs.site.generate`; `--help` after a verb says the same. A plugin's
+verbs are listed by `{PROG} --help`. Exit codes are in [Launching](launching.md#errors-and-exit-codes).
 
 """
 _SHARED = ("configuration", "configuration fields")

@@ -30,6 +30,7 @@ _LINK = re.compile(
 )
 """A link. Code is matched first: what looks like a link there is none."""
 _ROW = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<target>[^)]+)\)", re.MULTILINE)
+_REFERENCE = GUIDE / "reference.md"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
 
 
@@ -50,8 +51,6 @@ class Stage:
             self.place(page)
         for group in GROUPS:
             self._write(f"reference/{group.slug}.md", group_page(group))
-        head = (self.folder / "reference.md").read_text(encoding="utf-8").partition("\n## ")[0]
-        self._write("reference.md", f"{head}\n{overview(on_site=True)}")
         return navigation((GUIDE / "index.md").read_text(encoding="utf-8"), self)
 
     def place(self, path: Path) -> str:
@@ -63,7 +62,12 @@ class Stage:
         if path not in self._placed:
             page, text = _page_of(path)
             self._placed[path] = page  # before its links are followed: pages link to each other
-            self._write(page, self._linked(text, path if path.is_dir() else path.parent, page))
+            if path == _REFERENCE:
+                # In the repository names lead to files; here, to their docstrings.
+                text = text[: text.index("\n## ") + 1] + overview(on_site=True)
+            else:
+                text = self._linked(text, path if path.is_dir() else path.parent, page)
+            self._write(page, text)
         return self._placed[path]
 
     def _linked(self, text: str, folder: Path, page: str) -> str:
