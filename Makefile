@@ -10,7 +10,7 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-cluster cluster-tools check clean help horovod
+.PHONY: demo test test-cluster cluster-tools check clean help horovod docs docs-serve
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-cluster   real Slurm, hosts in network namespaces: as root (make cluster-tools installs what it needs)"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make docs    the documentation site, in build/site (make docs-serve shows it)"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
 demo: $(VENV)/.for-demo
@@ -42,6 +43,13 @@ check: $(VENV)/.for-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A link that leads nowhere fails it.
+docs: $(VENV)/.for-docs
+	$(BIN)/python -m docs.site.build
+
+docs-serve: docs
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory build/site
+
 horovod: $(VENV)/.horovod
 
 clean:
@@ -61,6 +69,11 @@ $(VENV)/.torch: $(PINS) | $(BIN)/pip
 
 $(VENV)/.for-demo: $(VENV)/.torch
 	$(INSTALL) -e '.[torch,examples,tensorboard,mlflow]'
+	touch $@
+
+# Pages are made from the source's text: no framework is needed.
+$(VENV)/.for-docs: $(PINS) | $(BIN)/pip
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/.for-dev: $(VENV)/.torch
