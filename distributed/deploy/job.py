@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.choice import move_to_zero
 from distributed.config import DistributedConfig, Layer, load_layers
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import BackendSpec
     from distributed.plugin_manager import Catalog
 
-__all__ = ["Job", "make_job", "restartable", "run_yaml", "torchrun_flags"]
+__all__ = ["Job", "form_of", "make_job", "restartable", "run_yaml", "torchrun_flags"]
+
+_Form = TypeVar("_Form")
 
 # Said by whoever starts the ranks: Slurm, Kubernetes, torchrun.
 _PLACE = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes", "node_rank", "rdzv_endpoint", "launch")
@@ -184,6 +186,23 @@ def restartable(job: Job, wanted: bool, flag: str) -> bool:
             remedy=f"Copy the checkpoint into checkpoint_dir, from where the job goes on; or say {flag}",
         )
     return True
+
+
+def form_of(job: Job, forms: Mapping[str, _Form], target: str) -> _Form:
+    """What `target` has for the way in which the job's backend is deployed.
+
+    Raises:
+        UserError: it has nothing for it.
+    """
+    form = job.spec.deploy_form
+    if form not in forms:
+        raise UserError(
+            f"backend '{job.spec.name}' is deployed as '{form}', and {target} has no such form here",
+            field="backend",
+            got=job.spec.name,
+            allowed=f"backends deployed as {', '.join(forms)}",
+        )
+    return forms[form]
 
 
 def torchrun_flags(job: Job, nodes: str) -> list[str]:
