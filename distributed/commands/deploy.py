@@ -31,6 +31,9 @@ class Target(NamedTuple):
 
 TARGETS = {
     "slurm": Target("distributed.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."),
+    "kubernetes": Target(
+        "distributed.deploy.kubernetes", "KubernetesSettings", "Manifests for kubectl apply -k."
+    ),
 }
 
 _EPILOG = (

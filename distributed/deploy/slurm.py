@@ -97,7 +97,9 @@ def _fits(pattern: re.Pattern[str], field: str, text: str | None, allowed: str) 
 
 def _check_option(option: str) -> None:
     if not re.fullmatch(r"[a-z][a-z-]*(=[^\s#\"'\\]+)?", option):
-        raise ValueError(f"option={option!r} is no option of sbatch: NAME or NAME=VALUE, without dashes and blanks")
+        raise ValueError(
+            f"option={option!r} is no option of sbatch: NAME or NAME=VALUE, without dashes and blanks"
+        )
     if _OWN_OPTIONS.match(option):
         raise ValueError(f"option={option!r} is set by the template; it has a flag of its own, or must stay")
 
