@@ -10,13 +10,14 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test check clean help horovod
+.PHONY: demo test check clean help horovod deploy-templates
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make deploy-templates  render deploy/ again, after a change of its example or of the renderer"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
 demo: $(VENV)/.for-demo
@@ -33,6 +34,9 @@ check: $(VENV)/.for-dev
 	$(BIN)/lint-imports
 
 horovod: $(VENV)/.horovod
+
+deploy-templates: $(VENV)/.for-dev
+	$(BIN)/python deploy/render.py
 
 clean:
 	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from distributed.deploy.checks import env_mapping
 from distributed.deploy.kube_text import check_image, check_label, check_name, parse_cpus, parse_memory
-from distributed.deploy.settings import Settings
+from distributed.deploy.settings import RunSettings
 
 __all__ = ["Kind", "KubernetesSettings"]
 
@@ -17,7 +17,7 @@ Kind = Literal["job", "jobset", "trainjob", "mpijob", "rayjob"]
 _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
-class KubernetesSettings(Settings):
+class KubernetesSettings(RunSettings):
     """What Kubernetes asks about a job."""
 
     kind: Literal["auto", "job", "jobset", "trainjob", "mpijob", "rayjob"] = Field(

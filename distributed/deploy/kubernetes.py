@@ -131,17 +131,12 @@ def _claims(pod: Pod) -> dict[str, list[dict[str, Any]]]:
 
 def _script(job: Job) -> tuple[str | None, dict[str, str]]:
     """The script's path in a pod, and the file that carries it there."""
-    if job.script is None:
+    text = job.script_text()
+    if job.script is None or text is None:
         return None, {}
     name = job.script.name if re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", job.script.name) else "train.py"
     if name in ("run.yaml", "start.sh"):
         name = "train.py"
-    try:
-        text = job.script.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(
-            "the script is not UTF-8, and no manifest can carry it", field="--script", got=job.script_name
-        ) from None
     return f"{CONFIG}/{name}", {name: text}
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from distributed.deploy.checks import check_text, parse_bytes, parse_slurm_time
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
-from distributed.deploy.settings import Settings
+from distributed.deploy.settings import RunSettings
 from distributed.deploy.shell import quote
 from distributed.deploy.slurm_steps import TRAPS, StepForm, cpus_per_node, ray_step, torchrun_step
 
@@ -36,7 +36,7 @@ _EARLY = 60
 """Seconds by which Slurm may send a signal before it was asked to."""
 
 
-class SlurmSettings(Settings):
+class SlurmSettings(RunSettings):
     """What Slurm asks about a job."""
 
     partition: str | None = Field(None, description="Partition, or several joined by commas.")
