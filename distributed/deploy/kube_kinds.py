@@ -158,7 +158,7 @@ def rayjob(pod: Pod, train: list[str]) -> Made:
     """A RayJob: a Ray cluster for the run alone, with the driver on its head."""
     nodes = pod.job.num_nodes
     head = pod.template(None, name="ray-head", gpus=False, fixed=False, ports=_ray_ports())
-    head["spec"]["containers"][0]["resources"]["requests"]["cpu"] = "1"
+    head["spec"]["containers"][0]["resources"].setdefault("requests", {})["cpu"] = "1"
     worker = pod.template(None, name="ray-worker", fixed=False)
     for template in (head, worker):
         template["spec"].pop("restartPolicy")  # the operator's own: a RayCluster replaces its pods
