@@ -10,7 +10,7 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-cluster cluster-tools check clean help horovod docs docs-serve
+.PHONY: demo test test-cluster cluster-tools check clean help horovod docs docs-serve deploy-templates
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
@@ -19,6 +19,7 @@ help:
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation site, in build/site (make docs-serve shows it)"
+	@echo "make deploy-templates  render deploy/ again, after a change of its example or of the renderer"
 	@echo "make clean   remove the environment, caches and what demo wrote"
 
 demo: $(VENV)/.for-demo
@@ -51,6 +52,9 @@ docs-serve: docs
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory build/site
 
 horovod: $(VENV)/.horovod
+
+deploy-templates: $(VENV)/.for-dev
+	$(BIN)/python deploy/render.py
 
 clean:
 	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

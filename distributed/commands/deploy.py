@@ -22,15 +22,24 @@ class Target(NamedTuple):
         module: where its settings and `render` live; imported when the target is asked for.
         settings: the name of its settings' class.
         summary: one line for ``--help``.
+        asks_for_ranks: it has to know how many ranks there are.
     """
 
     module: str
     settings: str
     summary: str
+    asks_for_ranks: bool = True
 
 
 TARGETS = {
     "slurm": Target("distributed.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."),
+    "kubernetes": Target(
+        "distributed.deploy.kubernetes", "KubernetesSettings", "Manifests for kubectl apply -k."
+    ),
+    "docker": Target("distributed.deploy.docker", "DockerSettings", "What builds an image for it.", False),
+    "ray": Target(
+        "distributed.deploy.ray", "RaySettings", "A Ray cluster by ssh, and a job for it or another."
+    ),
 }
 
 _EPILOG = (
@@ -75,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(getattr(module, target.settings), args.settings, collect_model(args))
     output = _output(args.output)
     script = None if args.script is None else find_script(args.script)
-    job = make_job(collect_layers(args), script, args.script or "", args.rest, get_catalog())
+    named = args.script or ""
+    job = make_job(
+        collect_layers(args), script, named, args.rest, get_catalog(), asks_for_ranks=target.asks_for_ranks
+    )
     rendered = module.render(job, settings, output)
     for path in write(rendered, output, args.force):
         print(f"wrote {path}")

@@ -55,7 +55,8 @@ def check_env(env: Mapping[str, str], remedy: str) -> None:
 
 def looks_secret(name: str, value: str = "") -> bool:
     """Whether a variable's name, or a password in an address, says that it is nobody else's business."""
-    return bool(_SECRET.search(name) or _URL_SECRET.search(value))
+    points = name.upper().endswith(("_FILE", "_PATH", "_DIR"))
+    return bool((_SECRET.search(name) and not points) or _URL_SECRET.search(value))
 
 
 def check_text(text: str, what: str) -> None:

@@ -6,12 +6,12 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.choice import move_to_zero
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers
-from distributed.deploy.checks import check_text
+from distributed.deploy.checks import check_text, looks_secret
 from distributed.errors import UserError
 from distributed.joined import Joined
 from distributed.plan import Facts, Resources, RunPlan, resolve
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import BackendSpec
     from distributed.plugin_manager import Catalog
 
-__all__ = ["Job", "make_job", "restartable", "run_yaml", "torchrun_flags"]
+__all__ = ["Job", "form_of", "make_job", "restartable", "run_yaml", "torchrun_flags"]
+
+_Form = TypeVar("_Form")
 
 # Said by whoever starts the ranks: Slurm, Kubernetes, torchrun.
 _PLACE = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes", "node_rank", "rdzv_endpoint", "launch")
@@ -67,6 +69,21 @@ class Job:
         """Fewest hosts to go on with; None: all."""
         return self.config.elastic.min_nodes
 
+    def script_text(self) -> str | None:
+        """What is in the script, None without one.
+
+        Raises:
+            UserError: it cannot be read as UTF-8, which is all that the files can hold.
+        """
+        if self.script is None:
+            return None
+        try:
+            return self.script.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot be read as text: {error}", field="--script", got=self.script_name
+            ) from None
+
     def train_words(self, config: str, script: str | None, resume: bool) -> list[str]:
         """The command line of ``train`` after ``python -m``, unquoted.
 
@@ -82,7 +99,12 @@ class Job:
 
 
 def make_job(
-    layers: Sequence[Layer], script: Path | None, script_name: str, arguments: Iterable[str], catalog: Catalog
+    layers: Sequence[Layer],
+    script: Path | None,
+    script_name: str,
+    arguments: Iterable[str],
+    catalog: Catalog,
+    asks_for_ranks: bool = True,
 ) -> Job:
     """Decide what runs, and refuse what could not.
 
@@ -92,6 +114,7 @@ def make_job(
         script_name: its path as it was typed.
         arguments: the script's own.
         catalog: what is installed; what a backend requires need not be, here.
+        asks_for_ranks: the target has to know how many ranks there are.
 
     Raises:
         UserError: as the run itself would, and where the number of ranks on a host is not known.
@@ -111,12 +134,13 @@ def make_job(
             allowed="auto, join",
         )
     num_ranks = config.num_ranks
-    if num_ranks is None:
+    if num_ranks is None and asks_for_ranks:
         raise UserError(
             "the cluster has to be asked for ranks, and their number is not known",
             field="gpus_per_node",
             remedy="Say --gpus-per-node N (and --num-nodes), or --num-processes N for ranks without GPUs",
         )
+    _check_secrets(config)
     notes: list[str] = []
     config = move_to_zero(config, catalog, notes)
     job = Job(
@@ -126,7 +150,7 @@ def make_job(
         script_name=script_name,
         arguments=words,
         num_nodes=config.num_nodes,
-        ranks_per_node=num_ranks // config.num_nodes,
+        ranks_per_node=(num_ranks or config.num_nodes) // config.num_nodes,
         uses_gpus=_uses_gpus(config),
         notes=tuple(notes),
     )
@@ -186,6 +210,23 @@ def restartable(job: Job, wanted: bool, flag: str) -> bool:
     return True
 
 
+def form_of(job: Job, forms: Mapping[str, _Form], target: str) -> _Form:
+    """What `target` has for the way in which the job's backend is deployed.
+
+    Raises:
+        UserError: it has nothing for it.
+    """
+    form = job.spec.deploy_form
+    if form not in forms:
+        raise UserError(
+            f"backend '{job.spec.name}' is deployed as '{form}', and {target} has no such form here",
+            field="backend",
+            got=job.spec.name,
+            allowed=f"backends deployed as {', '.join(forms)}",
+        )
+    return forms[form]
+
+
 def torchrun_flags(job: Job, nodes: str) -> list[str]:
     """Flags of torchrun that the configuration decides, unquoted.
 
@@ -200,6 +241,17 @@ def torchrun_flags(job: Job, nodes: str) -> list[str]:
     if job.min_nodes is not None:
         flags.append(f"--rdzv-conf=last_call_timeout={job.config.elastic.last_call:g}")
     return flags
+
+
+def _check_secrets(config: DistributedConfig) -> None:
+    for layer in as_layers(config):
+        for name, value in layer.values.items():
+            if isinstance(value, str) and looks_secret("", value):
+                raise UserError(
+                    "there is a password in it, and the files would hold it in clear",
+                    field=name,
+                    remedy="Leave it out of the address, and give it to the job as an environment variable",
+                )
 
 
 def _uses_gpus(config: DistributedConfig) -> bool:

@@ -12,22 +12,23 @@ from distributed.config.problems import user_error
 from distributed.deploy.checks import check_env, check_text, env_mapping
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["RunSettings", "Settings", "read_settings"]
 
 _Model = TypeVar("_Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """What a cluster asks about a job. Each target's model adds its own fields; its flags, help and
-    messages are made from them.
-
-    Attributes:
-        secret_remedy: what to do instead of writing a secret into a file.
-    """
+    """What a target asks. Each target's model adds its own fields; its flags, help and messages are made
+    from them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    name: str = Field("train", description="Name of the job, and of its files.")
+    name: str = Field("train", description="Name of the job, and of what is made for it.")
+
+
+class RunSettings(Settings):
+    """What every target asks that runs a job."""
+
     python: str = Field("python", description="The Python that runs the job, where it runs.")
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the job. No secrets: they are refused."

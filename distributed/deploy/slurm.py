@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from distributed.deploy.checks import check_text, parse_bytes, parse_slurm_time
 from distributed.deploy.files import Rendered
-from distributed.deploy.job import Job, restartable, run_yaml, torchrun_flags
-from distributed.deploy.settings import Settings
+from distributed.deploy.job import Job, form_of, restartable, run_yaml
+from distributed.deploy.settings import RunSettings
 from distributed.deploy.shell import quote
-from distributed.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from distributed.deploy.slurm_steps import TRAPS, StepForm, cpus_per_node, ray_step, torchrun_step
 
 __all__ = ["SlurmSettings", "render"]
+
+_FORMS: dict[str, StepForm] = {
+    "torchrun": torchrun_step,
+    "mpi": torchrun_step,  # its ranks join torchrun's as well, and no MPI has to match Slurm's
+    "ray": ray_step,
+}
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@+-]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -26,14 +29,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CONSTRAINT = re.compile(r"[A-Za-z0-9_.,:&|*()\[\]=-]+")
 _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _OWN_OPTIONS = re.compile(
-    r"--(job-name|nodes|ntasks.*|gpus.*|gres|cpus-per-task|mem|time|signal|requeue|no-requeue|open-mode|output"
+    r"(job-name|nodes|ntasks.*|gpus.*|gres|cpus-per-task|mem|time|signal|requeue|no-requeue|open-mode|output"
     r"|array|partition|account|qos|constraint|chdir|wrap|wait|no-kill)(=|$)"
 )
 _EARLY = 60
 """Seconds by which Slurm may send a signal before it was asked to."""
 
 
-class SlurmSettings(Settings):
+class SlurmSettings(RunSettings):
     """What Slurm asks about a job."""
 
     partition: str | None = Field(None, description="Partition, or several joined by commas.")
@@ -57,7 +60,7 @@ class SlurmSettings(Settings):
     setup: tuple[str, ...] = Field(
         (), description="Line of bash to run first, such as 'module load cuda' or 'source venv/bin/activate'."
     )
-    option: tuple[str, ...] = Field((), description="Further option of sbatch, such as --reservation=NAME.")
+    option: tuple[str, ...] = Field((), description="Further option of sbatch, such as reservation=NAME.")
 
     def secret_remedy(self) -> str:
         """What to do instead of writing a secret into a file."""
@@ -93,8 +96,10 @@ def _fits(pattern: re.Pattern[str], field: str, text: str | None, allowed: str) 
 
 
 def _check_option(option: str) -> None:
-    if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s#\"'\\]+)?", option):
-        raise ValueError(f"option={option!r} is no option of sbatch: --NAME or --NAME=VALUE, without blanks")
+    if not re.fullmatch(r"[a-z][a-z-]*(=[^\s#\"'\\]+)?", option):
+        raise ValueError(
+            f"option={option!r} is no option of sbatch: NAME or NAME=VALUE, without dashes and blanks"
+        )
     if _OWN_OPTIONS.match(option):
         raise ValueError(f"option={option!r} is set by the template; it has a flag of its own, or must stay")
 
@@ -110,43 +115,33 @@ def render(job: Job, settings: SlurmSettings, output: PurePath) -> Rendered:
     Raises:
         UserError: a requeued run would begin anew; a backend that Slurm cannot start.
     """
-    forms: dict[str, Callable[[Job, SlurmSettings, PurePath, bool], list[str]]] = {
-        "torchrun": _torchrun_step,
-        "mpi": _torchrun_step,  # its ranks join torchrun's as well, and no MPI has to match Slurm's
-    }
-    form = forms.get(job.spec.deploy_form)
-    if form is None:
-        raise UserError(
-            f"backend '{job.spec.name}' is deployed as '{job.spec.deploy_form}', and Slurm has no such form",
-            field="backend",
-            got=job.spec.name,
-            allowed=f"backends of the forms {', '.join(forms)}",
-        )
+    form = form_of(job, _FORMS, "Slurm")
     resume = restartable(job, settings.requeue, "--no-requeue")
     config = output / "run.yaml"
+    paths = str(config), job.script_name or None
     parts = [
         *_header(job, settings),
         *_opening(job, settings, config),
-        *form(job, settings, config, resume),
+        *form(job, settings.python, settings.cpus_per_task, job.train_words(*paths, resume)),
         *_ending(settings),
     ]
     script = output / f"{settings.name}.sbatch"
-    drop = ("node_rank", "rdzv_endpoint", "launch", "elastic", *_counted(job))
     return Rendered(
-        files={script.name: "\n".join(parts) + "\n", config.name: run_yaml(job, drop)},
+        files={script.name: "\n".join(parts) + "\n", config.name: run_yaml(job, _dropped(job))},
         submit=f"sbatch {quote(str(script))}",
         notes=[*job.notes, *_notes(job)],
     )
 
 
-def _counted(job: Job) -> tuple[str, ...]:
-    """Fields that count ranks: wrong as soon as a host is missing."""
+def _dropped(job: Job) -> tuple[str, ...]:
+    """Fields that the script says, or that are wrong as soon as a host is missing."""
+    if job.spec.remote:
+        return ("launch", "ray.address")
     counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
-    return counts if job.min_nodes is not None else ()
+    return ("node_rank", "rdzv_endpoint", "launch", "elastic", *(counts if job.min_nodes is not None else ()))
 
 
 def _header(job: Job, settings: SlurmSettings) -> list[str]:
-    cpus = settings.cpus_per_task or (None if job.uses_gpus else job.ranks_per_node)
     options = {
         "job-name": settings.name,
         "partition": settings.partition,
@@ -156,7 +151,7 @@ def _header(job: Job, settings: SlurmSettings) -> list[str]:
         "nodes": job.num_nodes,
         "ntasks-per-node": 1,
         **_gpus(job, settings),
-        "cpus-per-task": cpus,
+        "cpus-per-task": cpus_per_node(job, settings.cpus_per_task),
         "mem": settings.mem,
         "time": settings.time,
         "signal": f"B:USR1@{settings.warning}",
@@ -166,7 +161,7 @@ def _header(job: Job, settings: SlurmSettings) -> list[str]:
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     lines.append("#SBATCH --requeue" if settings.requeue else "#SBATCH --no-requeue")
     lines += ["#SBATCH --no-kill"] if job.min_nodes is not None else []
-    return ["#!/bin/bash", *lines, *(f"#SBATCH {option}" for option in settings.option)]
+    return ["#!/bin/bash", *lines, *(f"#SBATCH --{option}" for option in settings.option)]
 
 
 def _gpus(job: Job, settings: SlurmSettings) -> dict[str, str]:
@@ -187,7 +182,7 @@ def _opening(job: Job, settings: SlurmSettings, config: PurePath) -> list[str]:
         "# Setup lines may source what is not here; words in single quotes are meant as they are.",
         "# shellcheck disable=SC1090,SC1091,SC2016",
         "step=",
-        *_TRAPS,
+        *TRAPS,
         *(["", *settings.setup] if settings.setup else []),
         "",
         "set -u",
@@ -218,75 +213,6 @@ def _threads(job: Job, settings: SlurmSettings) -> list[str]:
     return [f"export OMP_NUM_THREADS={max(1, settings.cpus_per_task // job.ranks_per_node)}"]
 
 
-def _torchrun_step(job: Job, settings: SlurmSettings, config: PurePath, resume: bool) -> list[str]:
-    """One torchrun on each node; together they start the ranks."""
-    elastic = job.min_nodes is not None
-    cpus = settings.cpus_per_task or (None if job.uses_gpus else job.ranks_per_node)
-    script = job.script_name if job.script is not None else None
-    cpu = f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none"
-    # Nodes that come and go end at different times.
-    ends = "--no-kill --kill-on-bad-exit=0 --wait=0" if elastic else "--kill-on-bad-exit=0 --wait=60"
-    lines = [
-        f'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 {cpu} {ends}',
-        " ".join(
-            [f"{quote(settings.python)} -m distributed.torchrun", *torchrun_flags(job, '"$SLURM_NNODES"')]
-        ),
-        '--rdzv-backend=c10d --rdzv-endpoint="$meet:$port" --rdzv-id="$SLURM_JOB_ID-$restarts"',
-        " ".join(["-m", *map(quote, job.train_words(str(config), script, resume))]),
-    ]
-    return [*_elastic_comment(job), *_start(" \\\n    ".join(lines))]
-
-
-def _elastic_comment(job: Job) -> list[str]:
-    config = job.config
-    if not config.is_elastic:
-        return []
-    lines = [
-        f"# A rank that fails makes torchrun start all anew from the newest checkpoint, {config.max_restarts}"
-    ]
-    lines.append("# times at most (elastic.max_restarts).")
-    if job.min_nodes is not None:
-        lines += [
-            f"# The run goes on while {job.min_nodes} of {job.num_nodes} nodes are left (elastic.min_nodes),",
-            "# the first node among them: the others meet there. Without it the job ends.",
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        ]
-    return lines
-
-
-_TRAPS = [
-    "warned=0",
-    "# Slurm warns this shell alone; scancel passes it on to every process of every step, and not back here.",
-    'trap \'warned=1; [ -z "$step" ] || scancel --signal=USR1 "$SLURM_JOB_ID"\' USR1',
-    "# Ranks hear of SIGTERM themselves: wait for them to save.",
-    "trap : TERM",
-]
-
-
-def _start(step: str) -> list[str]:
-    """Run `step`, and leave its exit code in ``code``."""
-    return [
-        "code=75  # warned already: there is no time left to start in",
-        'if [ "$warned" -eq 0 ]; then',
-        *(f"    {line}" for line in f"{step} &".splitlines()),
-        *(f"    {line}" for line in _WAIT),
-        "fi",
-    ]
-
-
-_WAIT = [
-    "step=$!",
-    "# wait returns early when a signal was trapped; the step has ended when it is no process any more.",
-    'while kill -0 "$step" 2>/dev/null; do',
-    '    wait "$step"',
-    "done",
-    'wait "$step"',
-    "code=$?",
-    "# Warned before Python could listen, a step dies of it: as good as saved, for it had done nothing yet.",
-    'if [ "$warned" -eq 1 ] && [ "$code" -eq 138 ]; then code=75; fi',
-]
-
-
 def _ending(settings: SlurmSettings) -> list[str]:
     if not settings.requeue:
         return ["", 'exit "$code"']
@@ -307,6 +233,8 @@ def _ending(settings: SlurmSettings) -> list[str]:
 
 def _notes(job: Job) -> list[str]:
     found = []
+    if job.spec.remote and job.config.ray.address is not None:
+        found.append("ray.address is left out: the job starts a Ray cluster of its own")
     directory = job.config.checkpoint_dir
     local = ("/tmp", "/var/tmp", "/dev/shm", "/run")
     if directory is not None and any(PurePath(directory).is_relative_to(place) for place in local):

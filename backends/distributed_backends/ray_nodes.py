@@ -1,0 +1,104 @@
+"""A Ray cluster inside an allocation of nodes, as a batch script starts it.
+
+    python -m distributed_backends.ray_nodes start --meet HOST --port P --num-gpus 4 --num-cpus 32
+    python -m distributed_backends.ray_nodes run --meet HOST --port P --num-nodes 2 -- COMMAND ...
+
+`start` runs once on every node and stays; the host called like `--meet` is the head. `run` waits until all
+nodes are there, then becomes COMMAND.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from distributed.errors import UserError
+
+__all__ = ["main"]
+
+_PATIENCE = 300.0
+"""Seconds in which all nodes have to come."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start this node's part of the cluster, or run a command on the whole of it."""
+    parser = argparse.ArgumentParser(prog="python -m distributed_backends.ray_nodes")
+    actions = parser.add_subparsers(dest="action", required=True)
+    start = actions.add_parser("start", help="Be a node until told to go.")
+    start.add_argument("--num-cpus", type=int, required=True)
+    start.add_argument("--num-gpus", type=int, required=True)
+    run = actions.add_parser("run", help="Wait for all nodes, then run a command.")
+    run.add_argument("--num-nodes", type=int, required=True)
+    run.add_argument("command", nargs="+")
+    for action in (start, run):
+        action.add_argument("--meet", required=True, help="The head's host, as the scheduler calls it.")
+        action.add_argument("--port", type=int, required=True)
+    args = parser.parse_args(words)
+    try:
+        return _start(args) if args.action == "start" else _run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _start(args: argparse.Namespace) -> int:
+    """Become ``ray start --block``, which ends with the step."""
+    # The scheduler's warning is for the driver, and would end every process of Ray's.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    own = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    address = f"{_ip(args.meet)}:{args.port}"
+    place = ["--head", f"--port={args.port}", "--include-dashboard=false"]
+    where = place if own == args.meet else [f"--address={address}"]
+    sizes = [f"--num-cpus={args.num_cpus}", f"--num-gpus={args.num_gpus}"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    os.execv(sys.executable, [*ray, *where, *sizes, f"--node-ip-address={_ip(own)}"])
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Become the command when all nodes are there; it finds the cluster by ``RAY_ADDRESS``."""
+    address = f"{_ip(args.meet)}:{args.port}"
+    missing = _await_nodes(address, args.num_nodes)
+    if missing:
+        raise UserError(
+            f"{missing} of {args.num_nodes} Ray nodes did not come within {_PATIENCE:g} s",
+            field="--num-nodes",
+            got=args.num_nodes,
+            remedy="The output of the step that starts them says why",
+        )
+    os.environ["RAY_ADDRESS"] = address
+    os.execvp(args.command[0], args.command)
+
+
+def _await_nodes(address: str, number: int) -> int:
+    """How many of `number` nodes are still missing at the end of our patience; 0 as soon as none is."""
+    from importlib import import_module
+
+    # Ray has no public way to ask that is not a client of the cluster; its own tools take this one.
+    client = import_module("ray._raylet").GcsClient
+    deadline, alive = time.monotonic() + _PATIENCE, 0
+    while time.monotonic() < deadline:
+        try:
+            nodes = client(address=address).get_all_node_info(timeout=5.0).values()
+            alive = sum(1 for node in nodes if node.state == 0)
+        except Exception:  # noqa: BLE001 - the head is not there yet, said in one of several ways
+            alive = 0
+        if alive >= number:
+            return 0
+        time.sleep(0.5)
+    return number - alive
+
+
+def _ip(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        raise UserError("no such host", field="--meet", got=host) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
