@@ -70,6 +70,7 @@ class BackendSpec:
         objects: ``package.module:Class`` of the `Framework` that knows the user's model, optimizer
             and data in the caller's process.
         transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
+        search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
     """
 
     name: str
@@ -87,6 +88,7 @@ class BackendSpec:
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
     objects: str = "distributed.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
+    search: str | None = None
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ from distributed.interfaces.backend import World
 from distributed.interfaces.tracker import Tracker, TrackerSpec
 from distributed.plugin_manager import Catalog, load_target, require
 
-__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers"]
+__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers", "start_tracker"]
 
 logger = logging.getLogger("distributed")
 
@@ -81,8 +81,7 @@ class TrackingMixin:
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
         recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
-            context = dict(self.tracker_contexts.get(spec.name, {}))
-            tracker = _attempt(spec.name, "start", _started, spec, self.config, context, recorded)
+            tracker = start_tracker(spec, self.config, self.tracker_contexts.get(spec.name, {}), recorded)
             if tracker is not None:
                 self._trackers[spec.name] = tracker
 
@@ -108,12 +107,21 @@ class TrackingMixin:
                 del self._trackers[name]
 
 
+def start_tracker(
+    spec: TrackerSpec, config: DistributedConfig, context: Mapping[str, Any], params: Mapping[str, Any]
+) -> Tracker | None:
+    """The tracker, started; None and one warning when it fails."""
+    return _attempt(spec.name, "start", _started, spec, config, dict(context), params)  # type: ignore[no-any-return]
+
+
 def _started(
     spec: TrackerSpec, config: DistributedConfig, context: dict[str, Any], params: Mapping[str, Any]
 ) -> Tracker:
     tracker: Tracker = load_target(spec.target)(config)
+    # A trial's parameters are more than its trainer's configuration knows.
+    more = context.pop("params", {})
     tracker.context = context
-    tracker.start(params)
+    tracker.start({**params, **more})
     return tracker
 
 
