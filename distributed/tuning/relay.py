@@ -24,6 +24,9 @@ TRIAL = "DISTRIBUTED_TRIAL"
 """The variable that tells the ranks of a trial where to report: ``socket key waits``."""
 
 
+Hear = Callable[[dict[str, float], str | None, bool], None]
+
+
 class TrialReport(Callback):
     """On rank 0: hands every epoch's figures to the trial, and its checkpoint once that is committed.
 
@@ -37,7 +40,7 @@ class TrialReport(Callback):
 
     def __init__(self, address: str, key: bytes, waits: bool) -> None:
         self.address, self.key, self.waits = address, key, waits
-        self._held: dict[str, float] | None = None
+        self._held: dict[str, Any] | None = None
         self._connection: Connection[Any, Any] | None = None
 
     def on_run_start(self, context: Context) -> None:
@@ -47,7 +50,8 @@ class TrialReport(Callback):
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
         """Send the figures, or hold them back until the checkpoint is there."""
         self._flush(context)
-        self._held = dict(metrics)
+        last = context.total_steps is not None and context.progress.step >= context.total_steps
+        self._held = {"metrics": dict(metrics), "last": last}
         if not self.waits:
             self._flush(context)
 
@@ -66,7 +70,7 @@ class TrialReport(Callback):
         if held is None or self._connection is None:
             return
         try:
-            self._connection.send_bytes(json.dumps({"metrics": held, "checkpoint": checkpoint}).encode())
+            self._connection.send_bytes(json.dumps({**held, "checkpoint": checkpoint}).encode())
             self._connection.recv_bytes()
         except (EOFError, OSError):
             context.request_stop("the search has stopped this trial")
@@ -85,15 +89,15 @@ class Ear:
     """In the trial: a thread that hears its ranks.
 
     Args:
-        hear: called with an epoch's figures and its checkpoint's path, or None; SystemExit from it means
-            that the trial is to stop.
+        hear: called with an epoch's figures, its checkpoint's path or None, and whether it is the run's
+            last; SystemExit from it means that the trial is to stop.
         waits: see `TrialReport`.
 
     Attributes:
         stopped: the trial was told to stop.
     """
 
-    def __init__(self, hear: Callable[[dict[str, float], str | None], None], waits: bool) -> None:
+    def __init__(self, hear: Hear, waits: bool) -> None:
         self.stopped = False
         self.error: Exception | None = None
         self._hear, self._waits = hear, waits
@@ -140,17 +144,17 @@ class Ear:
                 try:
                     said = json.loads(connection.recv_bytes())
                     with self._one_at_a_time:
-                        if not self._heard(said["metrics"], said["checkpoint"]):
+                        if not self._heard(said["metrics"], said["checkpoint"], said["last"]):
                             return
                     connection.send_bytes(b"heard")
                 except (EOFError, OSError):
                     return
 
-    def _heard(self, metrics: dict[str, float], checkpoint: str | None) -> bool:
+    def _heard(self, metrics: dict[str, float], checkpoint: str | None, last: bool) -> bool:
         if self.stopped or self.error is not None:
             return False
         try:
-            self._hear(metrics, checkpoint)
+            self._hear(metrics, checkpoint, last)
         except SystemExit:
             self.stopped = True
         except Exception as error:  # noqa: BLE001 - raised again in the trial's own thread

@@ -193,7 +193,7 @@ class _Trial:
     def run(self) -> None:
         record = self.record
         if record.status == "finished":
-            self._tell(record.metrics, None)
+            self._tell(record.metrics, None, scored=not self.order.hands_over)
             return
         if record.status == "failed":
             raise RuntimeError(record.error)
@@ -220,15 +220,16 @@ class _Trial:
         if ear.stopped:
             raise SystemExit(0)
 
-    def _hear(self, metrics: dict[str, float], checkpoint: str | None) -> None:
+    def _hear(self, metrics: dict[str, float], checkpoint: str | None, last: bool) -> None:
         # num_fits has counted the fit under way.
         report = metrics if self.script.num_fits < 2 else {**metrics, "fit": self.script.num_fits}
         self.record.add(report)
         self.record.checkpoint = self._best_checkpoint() or checkpoint
         self._write()
         every = self.order.hands_over
-        due = every and "epoch" in report and (report["epoch"] + 1) % every == 0
-        self._tell(report, checkpoint if due else None)
+        due = every and not last and (report["epoch"] + 1) % every == 0
+        # After its last epoch a trial has nothing to go on with from elsewhere.
+        self._tell(report, checkpoint if due else None, scored=not (every and last))
 
     def _conclude(self, returned: Any, num_fits: int) -> None:
         if returned is not None and not isinstance(returned, Mapping):
@@ -251,7 +252,7 @@ class _Trial:
             self.record.add(figures)
         judged = any(deciding(self.order.metric, report) for report in self.record.reports)
         if figures or not judged:
-            self._tell(last, None, missing=not judged)
+            self._tell(last, None, missing=not judged, scored=not self.order.hands_over)
         self.record.status = "finished"
         self._write()
 
@@ -267,11 +268,13 @@ class _Trial:
         # Not every exception survives the way to the search.
         raise RuntimeError(f"{self.record.error}\n\n{details}") from None
 
-    def _tell(self, report: Mapping[str, Any], checkpoint: str | None, missing: bool = False) -> None:
+    def _tell(
+        self, report: Mapping[str, Any], checkpoint: str | None, missing: bool = False, scored: bool = True
+    ) -> None:
         """Report to the engine. A score that is no number is left out: a scheduler cannot compare it."""
         name = deciding(self.order.metric, report)
         extra: dict[str, Any] = {}
-        if name is not None and math.isfinite(report[name]):
+        if scored and name is not None and math.isfinite(report[name]):
             more = larger_is_better(self.order.mode, name)
             extra[SCORE] = float(report[name]) if more else -float(report[name])
         if "epoch" in report:
