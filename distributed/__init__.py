@@ -25,12 +25,14 @@ if TYPE_CHECKING:
         RayTrainer,
         TensorFlowDistributedTrainer,
     )
+    from distributed.tuner import DistributedTuner
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
     "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
+    "DistributedTuner": "distributed.tuner",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
@@ -49,6 +51,7 @@ __all__ = [
     "Callback",
     "DeepSpeedTrainer",
     "DistributedConfig",
+    "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
     "History",

@@ -41,7 +41,7 @@ from distributed.mixins.recording import RecordingMixin
 from distributed.mixins.streams import StreamsMixin
 from distributed.mixins.tracking import TrackingMixin
 from distributed.mixins.validation import ValidationMixin
-from distributed.optim import build_scheduler
+from distributed.optim import build_scheduler, hyperparameters, take_hyperparameters
 from distributed.preemption import hearing
 from distributed.seeding import isolated_rng, seed_streams
 
@@ -221,20 +221,20 @@ class TrainingLoop(
         self.check_same_data()
         self.steps_per_epoch = self.feed.num_windows
         self.total_steps = self._total_steps()
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        given = hyperparameters(self.optimizer)
         self.scheduler, self._scheduler_unit = build_scheduler(
             task.scheduler, self.optimizer, config, self.total_steps
         )
         seed_streams(mix(config.seed, world.rank), config.deterministic)
         if task.run_state:
-            self._take_up(task.run_state, rates)
+            self._take_up(task.run_state, [group["lr"] for group in given])
         self.timers.enter("resume")
         self._gather_callbacks()
         self.setup_checkpointing()
         if task.state_dir is not None:
             self.load_state(task.state_dir)
-        elif task.progress is None:
-            self.resume()
+        elif task.progress is None and self.resume() and config.checkpoint.hyperparameters == "given":
+            take_hyperparameters(self.optimizer, self.scheduler, given)
         self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
         self.next_ask = self.progress.step + 1
         # What a tracker or callback imports or sets up may draw, and would again after every restart.

@@ -25,6 +25,8 @@ __all__ = [
     "check_optimizer",
     "check_trainable",
     "follow_parameters",
+    "hyperparameters",
+    "take_hyperparameters",
 ]
 
 
@@ -206,3 +208,29 @@ def lr_factor(step: int, *, kind: str, warmup: int, total: int, floor: float) ->
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     shape = 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return floor + (1.0 - floor) * shape
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Each parameter group's own values: learning rate, weight decay, momentum and the like."""
+    return [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def take_hyperparameters(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> None:
+    """Put `given` in the place of what a checkpoint brought. A schedule goes on where it stands, from the
+    given learning rate.
+
+    Args:
+        optimizer: its state was just loaded.
+        scheduler: its scheduler, or None.
+        given: what `hyperparameters` said before, with the rates that no schedule has touched yet.
+    """
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        base = group.get("initial_lr", group["lr"])
+        share = group["lr"] / base if base else 1.0
+        group.update(values)
+        group["lr"] = values["lr"] * share
+        if "initial_lr" in group:
+            group["initial_lr"] = values["lr"]
+    for part in [scheduler, *getattr(scheduler, "_schedulers", [])]:
+        if hasattr(part, "base_lrs"):
+            part.base_lrs = [values["lr"] for values in given]

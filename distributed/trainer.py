@@ -94,8 +94,8 @@ class Trainer:
         return [Layer(f"default of {type(self).__name__}", {"backend": name})] if name else []
 
     def _configure(self, overrides: Mapping[str, Any]) -> DistributedConfig:
-        script = active()
-        return load_layers([*self._layers, Layer("fit", overrides), *(script.layers if script else [])])
+        script, given = active(), [*self._layers, Layer("fit", overrides)]
+        return script.complete(load_layers([*given, *script.layers])) if script else load_layers(given)
 
     @property
     def framework(self) -> Framework:
@@ -183,7 +183,11 @@ class Trainer:
             print(plan.summary(), flush=True)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
-            outcome = launch.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
+            contexts = capture_contexts(plan.config, catalog)
+            script = active()
+            for name, context in (script.tracker_contexts if script else {}).items():
+                contexts[name] = {**contexts.get(name, {}), **context}
+            outcome = launch.run(plan, task, contexts, self.launcher)
         except BaseException as error:
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise

@@ -28,6 +28,7 @@ def register_backends() -> list[BackendSpec]:
             inner="ray.inner",
             remote=True,
             launcher=_LAUNCHER,
+            search="distributed_backends.ray_tune:RayTune",
             summary="Ray Train starts the ranks, here or on a cluster; they run `ray.inner`",
             requires=("torch", "ray", "pyarrow"),
             install_hint="pip install 'distributed-trainer[ray]'",
@@ -62,8 +63,10 @@ def check_plan(plan: RunPlan) -> None:
 
 @hookimpl
 def register_callbacks(config: DistributedConfig) -> list[Callback]:
-    """What tells Ray each epoch's figures, in a worker of Ray Train or a trial of Ray Tune."""
+    """What tells Ray each epoch's figures, in a worker of Ray Train or a trial of Ray Tune. In a trial of
+    ours that is whatever trainer `train_fn` builds, its ranks processes of their own or not."""
+    from distributed.tuning.relay import trial_report
     from distributed_backends.ray_report import reporter
 
-    found = reporter(config.backend == "ray")
+    found = trial_report() or reporter(config.backend == "ray")
     return [found] if found else []

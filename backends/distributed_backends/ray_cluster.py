@@ -32,12 +32,15 @@ def address_of(section: RaySection) -> str | None:
 
 
 @contextmanager
-def connected(section: RaySection, num_cpus: int) -> Iterator[None]:
+def connected(
+    section: RaySection, num_cpus: int, resources: Mapping[str, float] | None = None
+) -> Iterator[None]:
     """Ray, connected; what was connected or started for it is gone afterwards.
 
     Args:
         section: the config's.
         num_cpus: CPUs that a cluster started here says it has, at least.
+        resources: others that such a cluster says it has.
 
     Raises:
         UserError: nobody answers at the address, or what does is not this Ray.
@@ -49,7 +52,7 @@ def connected(section: RaySection, num_cpus: int) -> Iterator[None]:
     address = address_of(section)
     try:
         if address is None:
-            _start(num_cpus)
+            _start(num_cpus, dict(resources or {}))
         else:
             _join(address)
         yield
@@ -68,13 +71,14 @@ def _check_same(address: str | None) -> None:
         )
 
 
-def _start(num_cpus: int) -> None:
+def _start(num_cpus: int, resources: dict[str, float]) -> None:
     # Some of Ray's servers listen on every interface all the same; the token that it has wanted
     # of every client since 2.60 keeps strangers out.
     with environment({"RAY_USAGE_STATS_ENABLED": "0"}):
         ray.init(
             address="local",
             num_cpus=max(num_cpus, len(os.sched_getaffinity(0))),
+            resources=resources or None,
             include_dashboard=False,
             **_QUIET,
         )

@@ -23,6 +23,7 @@ from distributed.failures import error_of, is_second_hand
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.plugin_manager import load_target
 from distributed.preemption import hearing
+from distributed.tuning.relay import TRIAL
 from distributed.watcher import found_by_watcher
 from distributed_backends.ray_cluster import (
     address_of,
@@ -51,10 +52,13 @@ _POLL = "0.2"
 class RayLauncher(Launcher):
     """Starts the ranks as workers of one Ray Train run, on the cluster that ``ray.address`` names.
 
-    A single rank of a Tune trial trains in the trial, which holds the resources for it.
+    A single rank of a Tune trial trains in the trial, which holds the resources for it. A trial of
+    `DistributedTuner` holds them for all its ranks, which it starts as every other backend does.
     """
 
     def num_gpus(self, config: DistributedConfig) -> int | None:
+        if _holds_all():
+            return None
         if in_trial() and (config.num_ranks or 1) == 1:
             return None
         if address_of(config.ray) is None and not ray.is_initialized():
@@ -65,6 +69,10 @@ class RayLauncher(Launcher):
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         if plan.world_size == 1 and in_trial():
             _run_here(command)
+            return
+        if _holds_all():
+            local: Launcher = load_target("distributed.launch:LocalLauncher")()
+            local.run(plan, command)
             return
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
         with connected(plan.config.ray, num_cpus):
@@ -78,6 +86,10 @@ class RayLauncher(Launcher):
                     note_restarts(command.folder, ["Ray started all ranks anew"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
+
+
+def _holds_all() -> bool:
+    return TRIAL in os.environ
 
 
 def _run_here(command: RankCommand) -> None:

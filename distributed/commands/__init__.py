@@ -23,6 +23,9 @@ class Verb(NamedTuple):
 
 VERBS = (
     Verb("train", "distributed.commands.train", "Train a script's model, or the bundled example."),
+    Verb(
+        "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
+    ),
     Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
     Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),

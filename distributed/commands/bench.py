@@ -175,8 +175,8 @@ def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
     from distributed.report.figures import line_panel
     from distributed.report.runs import Series
 
-    rates: list[Series] = []
-    shares: list[Series] = []
+    rates: list[tuple[str, Series, dict[str, object]]] = []
+    shares: list[tuple[str, Series, dict[str, object]]] = []
     for index, backend in enumerate(plan.backends):
         for mode in plan.modes:
             own = [result for result in results if (result.case.backend, result.mode) == (backend, mode)]

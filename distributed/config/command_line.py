@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from distributed.config.load import Layer
+from distributed.config.schema import DistributedConfig
 
 __all__ = ["ScriptRun", "active", "command_line"]
 
 
 class ScriptRun:
-    """One script under ``train --script``.
+    """One script under ``train --script``, or one trial of a search.
 
     Attributes:
         layers: configuration from the command line, strongest last.
         dry_run: print the plan instead of running it.
         num_fits: how often the script called `fit`.
+        tracker_contexts: tracker name -> what it is told besides what it captures.
     """
 
     def __init__(self, layers: Sequence[Layer], dry_run: bool = False) -> None:
         self.layers, self.dry_run, self.num_fits = list(layers), dry_run, 0
+        self.tracker_contexts: Mapping[str, dict[str, Any]] = {}
+
+    def complete(self, config: DistributedConfig) -> DistributedConfig:
+        """`config`, the script's with `layers` over it, as it is to be used."""
+        return config
 
 
 _ACTIVE: ScriptRun | None = None

@@ -94,6 +94,11 @@ class CheckpointSection(Section):
         description="SIGTERM and SIGUSR1 save at the same step on every rank and end the run with exit code"
         " 75; false, and a run without `checkpoint_dir`, leave them their usual meaning.",
     )
+    hyperparameters: Literal["saved", "given"] = Field(
+        "saved",
+        description="Learning rate, weight decay and the like of a resumed run: as they were saved, or as"
+        " they are given now, a schedule going on with the given rate.",
+    )
     metric: str | None = Field(
         None,
         description="Metric that decides `best`: a name of a validation figure. None takes"

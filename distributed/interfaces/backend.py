@@ -72,6 +72,7 @@ class BackendSpec:
         transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
         deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
             joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
+        search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
     """
 
     name: str
@@ -90,6 +91,7 @@ class BackendSpec:
     objects: str = "distributed.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
     deploy_form: str = "torchrun"
+    search: str | None = None
 
     @property
     def label(self) -> str:

@@ -84,6 +84,11 @@ class Tracker(ABC):
         nothing that is not already imported."""
         return {}
 
+    def child_context(self) -> dict[str, Any]:
+        """What a tracker is given as `context` to write a run within this one; empty when runs do not
+        nest. Called after `start`."""
+        return {}
+
     @abstractmethod
     def start(self, params: Mapping[str, Any]) -> None:
         """Open the run and record its parameters (flat names)."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Progress
     from distributed.plan import RunPlan
 
-__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers"]
+__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers", "start_tracker"]
 
 logger = logging.getLogger("distributed")
 
@@ -112,8 +112,8 @@ class TrackingMixin:
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
         recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
-            context = dict(self.tracker_contexts.get(spec.name, {}))
-            tracker = _attempt(spec.name, "start", _started, spec, self.config, context, place, recorded)
+            context = self.tracker_contexts.get(spec.name, {})
+            tracker = start_tracker(spec, self.config, context, recorded, place)
             if tracker is not None:
                 self._trackers[spec.name] = tracker
 
@@ -145,6 +145,18 @@ class TrackingMixin:
                 del self._trackers[name]
 
 
+def start_tracker(
+    spec: TrackerSpec,
+    config: DistributedConfig,
+    context: Mapping[str, Any],
+    params: Mapping[str, Any],
+    place: Place | None = None,
+) -> Tracker | None:
+    """The tracker, started; None and one warning when it fails."""
+    made: Tracker | None = _attempt(spec.name, "start", _started, spec, config, dict(context), place, params)
+    return made
+
+
 def _started(
     spec: TrackerSpec,
     config: DistributedConfig,
@@ -153,8 +165,10 @@ def _started(
     params: Mapping[str, Any],
 ) -> Tracker:
     tracker: Tracker = load_target(spec.target)(config)
+    # A trial's parameters are more than its trainer's configuration knows.
+    more = context.pop("params", {})
     tracker.context, tracker.place = context, place or Place()
-    tracker.start(params)
+    tracker.start({**params, **more})
     return tracker
 
 

@@ -54,6 +54,10 @@ class MLflowTracker(Tracker):
     experiment; parameters that the caller has logged already are left as they are.
     Only an explicit `tracking.mlflow_tracking_uri` of another store prevents it.
 
+    With ``parent_run_id`` in its context, as `child_context` puts it there, the run is a child of that
+    one; a child of the same name, which an earlier attempt left, is gone on with. With ``own_run_id`` it
+    goes on with that run as its own.
+
     MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set.
 
     Attributes:
@@ -61,6 +65,7 @@ class MLflowTracker(Tracker):
     """
 
     run_id: str
+    _is_parent = False
 
     def __init__(self, config: DistributedConfig) -> None:
         self.config = config
@@ -92,11 +97,17 @@ class MLflowTracker(Tracker):
         from mlflow.tracking import MlflowClient
 
         uri = self._tracking_uri()
+        parent = self.context.get("parent_run_id")
         joined = self.context.get("run_id") if uri == self.context.get("tracking_uri") else None
+        joined = None if parent else joined
         _prepare_local(uri)
         self._client = MlflowClient(uri)
         self._owned = joined is None
-        self.run_id = joined or self._create_run(uri)
+        earlier = joined or self.context.get("own_run_id") or (self._find_child(parent) if parent else None)
+        self._is_new = earlier is None
+        self.run_id = earlier or self._create_run(uri, parent)
+        if self._owned and not self._is_new:
+            self._client.update_run(self.run_id, "RUNNING")
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mlflow-tracker")
         self._log_params(params)
 
@@ -123,17 +134,45 @@ class MLflowTracker(Tracker):
             self._flush(wait=True)
         finally:
             self._executor.shutdown()
+            self._end_children()
             if self._owned:
                 self._client.set_terminated(self.run_id, STATUS[status])
+
+    def child_context(self) -> dict[str, Any]:
+        """Where this run is, for trackers of runs within it."""
+        self._is_parent = True
+        experiment_id = self._client.get_run(self.run_id).info.experiment_id
+        return {
+            "parent_run_id": self.run_id,
+            "tracking_uri": self._tracking_uri(),
+            "experiment_id": experiment_id,
+        }
+
+    def _end_children(self) -> None:
+        """Runs within this one that were killed are over, too."""
+        if not self._is_parent:
+            return
+        for child in self._children(self.run_id, "attributes.status = 'RUNNING'"):
+            self._client.set_terminated(child.info.run_id, "KILLED")
+
+    def _find_child(self, parent: str) -> str | None:
+        name = (self.config.tracking.run_name or "").replace("'", "")
+        found = self._children(parent, f"attributes.run_name = '{name}'") if name else []
+        return str(found[0].info.run_id) if found else None
+
+    def _children(self, parent: str, more: str) -> list[Any]:
+        where = self._client.get_run(parent).info.experiment_id
+        return list(self._client.search_runs([where], f"tags.`mlflow.parentRunId` = '{parent}' and {more}"))
 
     def _tracking_uri(self) -> str:
         explicit = self.config.tracking.mlflow_tracking_uri
         captured = self.context.get("tracking_uri")
         return explicit or captured or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_STORE
 
-    def _create_run(self, uri: str) -> str:
-        experiment_id = self._experiment_id(uri)
-        run = self._client.create_run(experiment_id, run_name=self.config.tracking.run_name)
+    def _create_run(self, uri: str, parent: str | None) -> str:
+        experiment_id = self.context["experiment_id"] if parent else self._experiment_id(uri)
+        tags = {"mlflow.parentRunId": parent} if parent else None
+        run = self._client.create_run(experiment_id, run_name=self.config.tracking.run_name, tags=tags)
         return str(run.info.run_id)
 
     def _experiment_id(self, uri: str) -> str:
@@ -151,7 +190,7 @@ class MLflowTracker(Tracker):
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         # MLflow refuses to change a parameter: what the caller or an earlier fit wrote stays.
-        known = {} if self._owned else self._client.get_run(self.run_id).data.params
+        known = {} if self._is_new else self._client.get_run(self.run_id).data.params
         fresh = [
             Param(_key(name), str(value)[:MAX_PARAM_VAL_LENGTH])
             for name, value in params.items()

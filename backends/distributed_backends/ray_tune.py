@@ -1,0 +1,215 @@
+"""RayTune: runs the trials of a search by Ray Tune."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from ray.tune.search.basic_variant import BasicVariantGenerator
+
+from distributed.config.sections import RaySection
+from distributed.interfaces.search import Search, SearchEngine, TrialEnd
+from distributed.tuning.record import load_trial
+from distributed.tuning.trial import MISSING, SCORE
+from distributed_backends.ray_cluster import connected, environment
+from distributed_backends.ray_room import Room, make_room
+from distributed_backends.ray_schedulers import hands_over, make_scheduler, own_metric
+from distributed_backends.ray_space import describe, translate
+
+__all__ = ["RayTune"]
+
+_NAME = "ray"
+"""The folder within the search's that Ray keeps its own record in."""
+_SNAPSHOT = "2"
+"""Seconds between Ray's snapshots of the search: what a kill can cost. Trials keep records of their own."""
+_VARIABLES = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": _SNAPSHOT,
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # A score that is not a number is not reported; the record says so.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "5",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+_GRACE = 15.0
+"""Seconds that a trial's trainer has to end when the trial is stopped."""
+
+
+class RayTune(SearchEngine):
+    """Trials are actors of Ray Tune, each with room for all its ranks on one node: the trial starts them
+    itself, as `fit` does everywhere, so no rank waits for room that the trial holds."""
+
+    def describe(self, space: Mapping[str, Any]) -> dict[str, str]:
+        return describe(space)
+
+    def hands_over(self, search: Search) -> int:
+        return hands_over(search)
+
+    def run(self, search: Search) -> list[TrialEnd]:
+        room = make_room(search)
+        with (
+            connected(RaySection(address=search.address), room.num_cpus, room.resources),
+            environment(_VARIABLES),
+            _quiet(),
+        ):
+            room.check()
+            print(room.summary(search), flush=True)
+            results = _tuner(search, room).fit()
+            ends = [_end(trial, results[i]) for i, trial in enumerate(_trials_of(results))]
+        _forget_checkpoints(search)
+        return ends
+
+
+def _tuner(search: Search, room: Room) -> tune.Tuner:
+    actor = tune.with_resources(_actor(_order(search)), room.of_trial())
+    path = Path(search.folder, _NAME)
+    if search.resume and tune.Tuner.can_restore(str(path)) and list(path.glob("experiment_state-*.json")):
+        return tune.Tuner.restore(str(path), actor, resume_unfinished=True)
+    space = translate(search.space)
+    scheduler = make_scheduler(search, space)
+    metric = None if own_metric(scheduler) else SCORE
+    generator = BasicVariantGenerator(random_state=search.seed, max_concurrent=room.most_at_once(search))
+    # Trials have the same names when the search is started again.
+    generator._uuid_prefix = ""
+    return tune.Tuner(
+        actor,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            metric=metric,
+            mode="max" if metric else None,
+            search_alg=generator,
+            scheduler=scheduler,
+            num_samples=search.num_samples,
+            time_budget_s=search.time_limit,
+            # Importing takes longer than a small trial. On a GPU a process also holds memory.
+            reuse_actors=room.device == "CPU",
+            trial_dirname_creator=_folder_name,
+        ),
+        run_config=tune.RunConfig(
+            name=_NAME,
+            storage_path=search.folder,
+            verbose=0,
+            stop=_Hopeless(),
+            callbacks=[_Teller(search.folder)],
+        ),
+    )
+
+
+def _order(search: Search) -> dict[str, Any]:
+    """What a trial is told, as plain values: it has yet to find our code."""
+    return {
+        "folder": search.folder,
+        "cwd": os.getcwd(),
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "seed": search.seed,
+        "grace": _GRACE,
+    }
+
+
+def _actor(order: dict[str, Any]) -> type[Any]:
+    from ray.tune.trainable import wrap_function
+
+    def train(config: dict[str, Any]) -> None:
+        # Pickled by value, for what it imports may have to be found first.
+        import sys
+
+        sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
+        from distributed_backends.ray_trial import run
+
+        run(order, config)
+
+    class Trial(wrap_function(train)):  # type: ignore[misc]
+        """Lets the trainer end before the process does, so that ranks and trackers close what they hold."""
+
+        def cleanup(self) -> None:
+            from ray.train._internal.session import get_session
+
+            session = get_session()
+            if session is not None and session.training_started:
+                session.stop_event.set()
+                session.continue_lock.release()
+                session.training_thread.join(order["grace"])
+            super().cleanup()
+
+    return Trial
+
+
+class _Hopeless(tune.Stopper):
+    """Ends the search when a trial has ended and never reported the metric: no other will."""
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        self.found = self.found or bool(result.get(MISSING))
+        return False
+
+    def stop_all(self) -> bool:
+        return self.found
+
+
+class _Teller(tune.Callback):
+    """Prints a line for every trial that has ended."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._say(trial)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._say(trial, failed=True)
+
+    def _say(self, trial: Any, failed: bool = False) -> None:
+        known = load_trial(self.folder, trial.trial_id)
+        if known is not None:
+            known.status = "failed" if failed else known.status
+            print(known.line(), flush=True)
+
+
+def _folder_name(trial: Any) -> str:
+    return str(trial.trial_id)
+
+
+def _trials_of(results: Any) -> list[Any]:
+    return list(results._experiment_analysis.trials)
+
+
+def _end(trial: Any, result: Any) -> TrialEnd:
+    return TrialEnd(
+        name=str(trial.trial_id),
+        parameters=dict(trial.config),
+        failed=trial.status == "ERROR",
+        started=bool(trial.last_result) or trial.status == "ERROR",
+        error=str(result.error) if result.error else None,
+    )
+
+
+def _forget_checkpoints(search: Search) -> None:
+    """Ray's copies have served; each trial keeps its own."""
+    for copied in Path(search.folder, _NAME).glob("*/checkpoint_*"):
+        shutil.rmtree(copied, ignore_errors=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray's loggers say of a trial that failed what its record says better."""
+    loggers = [logging.getLogger(name) for name in ("ray", "ray.tune", "ray.train")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

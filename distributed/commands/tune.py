@@ -1,0 +1,293 @@
+"""``tune``: search for hyperparameters of a script, or of the bundled example."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.commands.parser import PROG, flags_of, nearly
+from distributed.commands.script import bundled_script, execute, find_script
+from distributed.commands.tables import print_json, print_table
+from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
+from distributed.config.command_line import active
+from distributed.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from distributed.tuner import DistributedTuner
+    from distributed.tuning.record import Trial
+
+__all__ = ["ScriptTrial", "add_arguments", "run"]
+
+_EPILOG = """
+The file holds configuration fields as for `train`, and a part `tune:` with search_space, num_samples and
+the other arguments of DistributedTuner. The script runs once in each trial. Sampled values that are fields
+of the configuration are laid over what the script says; others reach it as arguments: hidden_size becomes
+--hidden-size. Arguments that are not ours go to the script in every trial.
+"""
+
+_OPTIONS = (
+    "num_samples",
+    "metric",
+    "mode",
+    "scheduler",
+    "scheduler_options",
+    "grace_period",
+    "max_epochs",
+    "num_gpus",
+    "num_cpus",
+    "trials_per_gpu",
+    "ranks_per_trial",
+    "max_concurrent",
+    "checkpoints",
+    "output_dir",
+    "name",
+    "seed",
+    "time_limit",
+    "mlflow",
+    "tensorboard",
+    "address",
+)
+"""What `tune:` may hold besides `search_space`."""
+
+_FLAGS = {
+    "num_samples": ("N", "Times to sample the search space; a grid multiplies it. Default: 10."),
+    "metric": ("NAME", "The figure that decides. Default: val_accuracy, else val_loss."),
+    "mode": ("{auto,max,min}", "Whether more is better. Default: auto, by the name."),
+    "scheduler": (
+        "{asha,pbt}",
+        "Stop poor trials early, or let them go on from good ones. Default: neither.",
+    ),
+    "grace_period": ("N", "Epochs before asha stops a trial, and between changes of pbt. Default: 1."),
+    "max_epochs": ("N", "Most epochs of a trial."),
+    "num_gpus": ("N", "GPUs for all trials together; without a GPU, CPU slots. Default: all there are."),
+    "trials_per_gpu": ("N", "Trials that share a GPU. Default: 1."),
+    "ranks_per_trial": ("N", "Ranks of each trial. Default: what the configuration says, else 1."),
+    "max_concurrent": ("N", "Most trials at a time."),
+    "seed": ("N", "Of the samples. Default: 0."),
+    "time_limit": ("SECONDS", "When all trials end."),
+    "output_dir": ("DIR", "The search's folder. Default: tuned/ and the time."),
+    "address": (
+        "TEXT",
+        "Of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: one of this host's own.",
+    ),
+}
+_TEXT = ("metric", "mode", "scheduler", "output_dir", "address")
+_OPTION = "tune:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``tune``."""
+    parser.usage = f"{parser.prog} --config FILE [--script FILE] [flags] [-- script's arguments]"
+    parser.epilog = _EPILOG
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with a part `tune:`.")
+    parser.add_argument("--script", metavar="FILE", help="Python script to run; without it, digits.py.")
+    parser.add_argument("--resume", action="store_true", help="Go on with the search in --output-dir.")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Set any configuration field of the trials; stronger than the file. Repeatable.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the trials as JSON.")
+    for name, (metavar, text) in _FLAGS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, dest=_OPTION + name, metavar=metavar, help=text)
+    parser.set_defaults(passes_arguments_on=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the search, show its trials, and say how to train with the best.
+
+    Raises:
+        UserError: a wrong value, or whatever `DistributedTuner` refuses.
+        WorkerError: every trial failed.
+    """
+    from distributed.tuner import DistributedTuner
+
+    script = bundled_script() if args.script is None else find_script(args.script)
+    arguments = _script_arguments(args)
+    values, options = _read(args.config)
+    options |= _flags(args)
+    layers = [Layer(f"file {args.config}", values), Layer("--set", parse_assignments(args.set))]
+    config = load_layers(layers)
+    options.setdefault("ranks_per_trial", config.num_ranks or 1)
+    num_samples = options.pop("num_samples", 10)
+    space = options.pop("search_space")
+    tuner = DistributedTuner(
+        ScriptTrial(str(script), arguments), space, config=_explicit(layers), resume=args.resume, **options
+    )
+    tuner.tune(num_samples)
+    _show(tuner, args, layers, arguments)
+    return 0
+
+
+class ScriptTrial:
+    """A `train_fn` that runs a script: sampled fields are laid over it, other values are its arguments.
+
+    Args:
+        script: absolute path.
+        arguments: of every trial.
+    """
+
+    def __init__(self, script: str, arguments: list[str]) -> None:
+        self.script, self.arguments = script, arguments
+
+    def __call__(self, sampled: dict[str, Any]) -> None:
+        """Run the script with one sample.
+
+        Raises:
+            UserError: the script never called `fit`.
+        """
+        run = active()
+        assert run is not None
+        fields, own = split(sampled)
+        run.layers = [Layer("sample", fields)]
+        try:
+            execute(Path(self.script), [*self.arguments, *as_arguments(own)])
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        if not run.num_fits:
+            raise UserError(
+                f"{Path(self.script).name} ran to its end and never called `fit`",
+                field="--script",
+                got=self.script,
+            )
+
+
+def split(sampled: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of the configuration, the rest)."""
+    known = DistributedConfig.model_fields
+    fields = {name: value for name, value in sampled.items() if name.partition(".")[0] in known}
+    return fields, {name: value for name, value in sampled.items() if name not in fields}
+
+
+def as_arguments(own: Mapping[str, Any]) -> list[str]:
+    """``{"hidden_size": 8}`` -> ``["--hidden-size", "8"]``."""
+    return [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _script_arguments(args: argparse.Namespace) -> list[str]:
+    for word in args.unknown:
+        flag = nearly(word, flags_of(args.parser))
+        if flag is not None or args.script is None:
+            raise UserError(
+                f"unknown argument {word}." + (f" Did you mean '{flag}'?" if flag else ""),
+                remedy=f"If it is the script's own, give it after `--`: -- {word}",
+            )
+    return [*args.unknown, *args.rest]
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(configuration fields, the part ``tune:``) of a file."""
+    values = dict(read_file(path).values)
+    options = values.pop("tune", None)
+    if not isinstance(options, dict) or not options.get("search_space"):
+        raise UserError(
+            "the file has no part `tune:` with a search_space",
+            field="--config",
+            got=path,
+            remedy="Add one, e.g. tune: {search_space: {learning_rate: {loguniform: [1e-4, 1e-1]}}}",
+        )
+    for name in options:
+        if name != "search_space" and name not in _OPTIONS:
+            raise UserError(
+                f"unknown option '{name}'.{did_you_mean(str(name), ['search_space', *_OPTIONS])}",
+                field=f"tune.{name}",
+                allowed=", ".join(["search_space", *_OPTIONS]),
+            )
+    return values, {name: value for name, value in options.items() if value is not None}
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        n.removeprefix(_OPTION): v for n, v in vars(args).items() if n.startswith(_OPTION) and v is not None
+    }
+    return {name: value if name in _TEXT else _number(name, value) for name, value in given.items()}
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        return float(text) if name == "time_limit" else int(text)
+    except ValueError:
+        flag = f"--{name.replace('_', '-')}"
+        raise UserError("not a number", field=flag, got=text, allowed="1, 2, 3, ...") from None
+
+
+def _explicit(layers: list[Layer]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged |= layer.values
+    return merged
+
+
+# -- what came of it -----------------------------------------------------------------
+
+
+def _show(
+    tuner: DistributedTuner, args: argparse.Namespace, layers: list[Layer], arguments: list[str]
+) -> None:
+    if args.json:
+        print_json({"best": tuner.best.name, "trials": [trial.to_dict() for trial in tuner.results]})
+        return
+    metric = tuner.best.metric or "value"
+    names = list(dict.fromkeys(name for trial in tuner.results for name in trial.parameters))
+    print_table(
+        ["trial", metric, "epochs", "seconds", "status", *names],
+        [_row(trial, names) for trial in tuner.results],
+        ["bold" if trial is tuner.best else "" for trial in tuner.results],
+    )
+    best = ", ".join(f"{name}={_text(value)}" for name, value in tuner.best.parameters.items())
+    print(f"best: trial {tuner.best.name}, {metric} {_text(tuner.best.value)}: {best}")
+    for line in _how_to_train(tuner, args, layers, arguments):
+        print(line)
+
+
+def _how_to_train(
+    tuner: DistributedTuner, args: argparse.Namespace, layers: list[Layer], arguments: list[str]
+) -> list[str]:
+    """Write the best configuration to a file, and say which command takes it."""
+    import yaml
+
+    from distributed.transport import write_private
+
+    fields, own = split(tuner.best.parameters)
+    path = tuner.output_dir / "best.yaml"
+    write_private(path, yaml.safe_dump(_plain({**_explicit(layers), **fields}), sort_keys=False).encode())
+    words = [
+        *PROG.split(),
+        "train",
+        *(["--script", args.script] if args.script else []),
+        "--config",
+        str(path),
+    ]
+    rest = [*arguments, *as_arguments(own)]
+    lines = ["train with it:", f"  {shlex.join([*words, *(['--', *rest] if rest else [])])}"]
+    if tuner.best.checkpoint:
+        lines += ["its best checkpoint:", f"  {tuner.best.checkpoint}"]
+    try:
+        lines += ["a picture of the search:", f"  {tuner.plot(tuner.output_dir / 'search.html')}"]
+    except UserError as error:
+        lines.append(f"no picture: {error}")
+    return lines
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    import json
+
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
+    return plain
+
+
+def _row(trial: Trial, names: list[str]) -> list[str]:
+    epochs = sum("epoch" in report for report in trial.reports)
+    figures = [_text(trial.value), str(epochs), f"{trial.seconds:.1f}", trial.status]
+    return [trial.name, *figures, *(_text(trial.parameters.get(name)) for name in names)]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)

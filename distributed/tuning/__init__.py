@@ -1,0 +1,1 @@
+"""What a search over hyperparameters is made of, whatever runs its trials."""

@@ -1,0 +1,162 @@
+"""Figures from the ranks of a trial to the trial itself, while it runs.
+
+A trial's ranks may be processes of their own. Rank 0 sends each epoch's figures over a socket of this
+host and waits until the trial has answered, so that a scheduler decides before the next epoch begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from distributed.interfaces.callback import Band, Callback, Context
+
+__all__ = ["TRIAL", "Ear", "TrialReport", "trial_report"]
+
+TRIAL = "DISTRIBUTED_TRIAL"
+"""The variable that tells the ranks of a trial where to report: ``socket key waits``."""
+
+
+Hear = Callable[[dict[str, float], str | None, bool], None]
+
+
+class TrialReport(Callback):
+    """On rank 0: hands every epoch's figures to the trial, and its checkpoint once that is committed.
+
+    Args:
+        address: of the trial's `Ear`.
+        key: what the ear wants to be told first.
+        waits: the figures of an epoch wait for its checkpoint.
+    """
+
+    band = Band.TRACK
+
+    def __init__(self, address: str, key: bytes, waits: bool) -> None:
+        self.address, self.key, self.waits = address, key, waits
+        self._held: dict[str, Any] | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    def on_run_start(self, context: Context) -> None:
+        """Call the trial."""
+        self._connection = Client(self.address, family="AF_UNIX", authkey=self.key)
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """Send the figures, or hold them back until the checkpoint is there."""
+        self._flush(context)
+        last = context.total_steps is not None and context.progress.step >= context.total_steps
+        self._held = {"metrics": dict(metrics), "last": last}
+        if not self.waits:
+            self._flush(context)
+
+    def on_checkpoint(self, context: Context, path: str) -> None:
+        """Send what was held back."""
+        self._flush(context, path)
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        """Send what is left, and hang up."""
+        self._flush(context)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _flush(self, context: Context, checkpoint: str | None = None) -> None:
+        held, self._held = self._held, None
+        if held is None or self._connection is None:
+            return
+        try:
+            self._connection.send_bytes(json.dumps({**held, "checkpoint": checkpoint}).encode())
+            self._connection.recv_bytes()
+        except (EOFError, OSError):
+            context.request_stop("the search has stopped this trial")
+
+
+def trial_report() -> TrialReport | None:
+    """The callback for this process; None outside of a trial."""
+    told = os.environ.get(TRIAL)
+    if told is None:
+        return None
+    address, key, waits = told.split(" ")
+    return TrialReport(f"\0{address}", bytes.fromhex(key), waits == "waits")
+
+
+class Ear:
+    """In the trial: a thread that hears its ranks.
+
+    Args:
+        hear: called with an epoch's figures, its checkpoint's path or None, and whether it is the run's
+            last; SystemExit from it means that the trial is to stop.
+        waits: see `TrialReport`.
+
+    Attributes:
+        stopped: the trial was told to stop.
+    """
+
+    def __init__(self, hear: Hear, waits: bool) -> None:
+        self.stopped = False
+        self.error: Exception | None = None
+        self._hear, self._waits = hear, waits
+        self._key = secrets.token_bytes(16)
+        # An abstract name leaves no file behind when the trial is killed; the key keeps others out.
+        self._name = f"distributed-{secrets.token_hex(8)}"
+        self._listener = Listener(f"\0{self._name}", family="AF_UNIX", authkey=self._key)
+        self._closing = threading.Event()
+        self._one_at_a_time = threading.Lock()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Hear, and let processes started meanwhile know where."""
+        thread = threading.Thread(target=self._serve, daemon=True, name="trial-ear")
+        thread.start()
+        before = os.environ.get(TRIAL)
+        os.environ[TRIAL] = f"{self._name} {self._key.hex()} {'waits' if self._waits else 'now'}"
+        try:
+            yield
+        finally:
+            os.environ.pop(TRIAL)
+            if before is not None:
+                os.environ[TRIAL] = before
+            self._closing.set()
+            # Nothing else wakes a thread that waits for callers.
+            Client(f"\0{self._name}", family="AF_UNIX", authkey=self._key).close()
+            thread.join()
+            self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, OSError):
+                continue  # a stranger, or a rank that died while it called
+            threading.Thread(
+                target=self._listen, args=(connection,), daemon=True, name="trial-caller"
+            ).start()
+
+    def _listen(self, connection: Connection[Any, Any]) -> None:
+        """Hear one caller out. A caller that is hung up on stops its run."""
+        with connection:
+            while True:
+                try:
+                    said = json.loads(connection.recv_bytes())
+                    with self._one_at_a_time:
+                        if not self._heard(said["metrics"], said["checkpoint"], said["last"]):
+                            return
+                    connection.send_bytes(b"heard")
+                except (EOFError, OSError):
+                    return
+
+    def _heard(self, metrics: dict[str, float], checkpoint: str | None, last: bool) -> bool:
+        if self.stopped or self.error is not None:
+            return False
+        try:
+            self._hear(metrics, checkpoint, last)
+        except SystemExit:
+            self.stopped = True
+        except Exception as error:  # noqa: BLE001 - raised again in the trial's own thread
+            self.error = error
+        return not self.stopped and self.error is None
