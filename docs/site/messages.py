@@ -181,10 +181,14 @@ def messages_page() -> str:
         rest = [message for message in rest if message not in mine]
         rows = sorted({(_shown(m), _what_to_do(m)) for m in mine}, key=lambda row: (row[0].lower(), row))
         if rows:
-            name = page.partition("#")[0]
-            parts.append(f"## {title}\n\nExplained in [{name}]({page}).\n")
+            parts.append(f"## {title}\n\nExplained in [{_heading(page)}]({page}).\n")
             parts.append(table(rows, "message", "what to do"))
     return "\n".join(parts)
+
+
+def _heading(page: str) -> str:
+    text = (ROOT / "docs" / page.partition("#")[0]).read_text(encoding="utf-8")
+    return text.partition("\n")[0].lstrip("# ")
 
 
 def _shown(message: Message) -> str:
@@ -193,5 +197,7 @@ def _shown(message: Message) -> str:
 
 def _what_to_do(message: Message) -> str:
     warning = "Training goes on. " if message.kind == "warning" else ""
-    advice = message.advice.replace("|", "&#124;").replace("<", "&lt;").replace("*", "\\*")
+    advice = (
+        message.advice.replace("|", "&#124;").replace("<", "&lt;").replace("*", "\\*").replace("__", "\\_\\_")
+    )
     return warning + (advice or "See [Troubleshooting](troubleshooting.md).")

@@ -7,6 +7,7 @@ becomes a page of the site, and the link leads to that page:
 - ``docs/x.md`` stays ``x.md``;
 - another Markdown file, such as the README, becomes a page under ``project/``;
 - another file becomes a page under ``source/`` that shows it;
+- a picture or a page of HTML is copied as it is;
 - a folder becomes a page that lists what is in it.
 
 The navigation is that of ``docs/index.md``: each heading is a section, each linked row a page.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ _LINK = re.compile(
 )
 """A link. Code is matched first: what looks like a link there is none."""
 _ROW = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<target>[^)]+)\)", re.MULTILINE)
+_AS_THEY_ARE = {".png", ".svg", ".jpg", ".gif", ".webp", ".html"}
 _REFERENCE = GUIDE / "reference.md"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
 
@@ -59,6 +62,8 @@ class Stage:
         Raises:
             FileNotFoundError: there is no such file.
         """
+        if path.suffix in _AS_THEY_ARE:
+            return self._copy(path)
         if path not in self._placed:
             page, text = _page_of(path)
             self._placed[path] = page  # before its links are followed: pages link to each other
@@ -69,6 +74,12 @@ class Stage:
                 text = self._linked(text, path if path.is_dir() else path.parent, page)
             self._write(page, text)
         return self._placed[path]
+
+    def _copy(self, path: Path) -> str:
+        place = path.relative_to(GUIDE if path.is_relative_to(GUIDE) else ROOT).as_posix()
+        (self.folder / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, self.folder / place)
+        return place
 
     def _linked(self, text: str, folder: Path, page: str) -> str:
         def replace(match: re.Match[str]) -> str:

@@ -146,6 +146,16 @@ def test_a_page_that_is_wrong_fails_the_build(wrong: str, said: str, tmp_path: P
     assert said in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
 
 
+def test_a_picture_is_copied_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "plot.png").write_bytes(b"\x89PNG")
+    monkeypatch.setattr("docs.site.stage.ROOT", tmp_path)
+    monkeypatch.setattr("docs.site.stage.GUIDE", tmp_path / "docs")
+    changed = Stage(tmp_path / "out")._linked("![a](plot.png)", tmp_path / "docs", "deep/page.md")
+    assert changed == "![a](../plot.png)"
+    assert (tmp_path / "out" / "plot.png").read_bytes() == b"\x89PNG"
+
+
 def test_a_link_out_of_the_guide_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Stage(tmp_path)._linked("[x](../examples/none.py)", ROOT / "docs", "training.md")

@@ -48,19 +48,23 @@ def test_code_and_tables_are_not_cut_on_a_phone(browser: Browser, address: str) 
     assert browser.script(cut) == 0
 
 
-def test_search_finds_a_message_without_the_network(browser: Browser, address: str) -> None:
+@pytest.mark.parametrize("opened", ["served", "from a disk"])
+def test_search_finds_a_message_without_the_network(
+    opened: str, browser: Browser, address: str, site: Path
+) -> None:
+    place = address if opened == "served" else f"{site.as_uri()}/"
     # The search draws in a shadow root.
     found = (
         "[...document.querySelectorAll('div')].map(e => e.shadowRoot).find(r => r?.querySelector('input'))"
     )
-    browser.open(f"{address}index.html")
+    browser.open(f"{place}index.html")
     browser.driver.find_element("css selector", ".md-search__button").click()
     browser.wait(found)
     browser.script(f"{found}.querySelector('input').focus()")
     browser.driver.switch_to.active_element.send_keys("passing over")
     browser.wait(f"[...{found}.querySelectorAll('a')].some(a => a.href.includes('troubleshooting.html'))")
     visit = browser.look()
-    assert visit.foreign(address) == []
+    assert visit.foreign(place) == []
     assert visit.console == []
 
 
