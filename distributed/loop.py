@@ -251,7 +251,7 @@ class TrainingLoop(
                 "precision": self.plan.precision,
                 "learning_rate": self.plan.learning_rate,
             },
-            self.place(),
+            self.tracked_place(),
         )
         self._notify("on_run_start", self)
 

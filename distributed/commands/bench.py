@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
+from distributed.report.values import plural
 
 if TYPE_CHECKING:
     from distributed.report.figures import Panel
@@ -67,11 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
         check_plotly()
     remarks = _remarks(plan)
-    for text in remarks:
+    for text in [_machine(), *remarks]:
         print(f"note: {text}", file=sys.stderr)
     results = measure(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
     if args.json:
-        print_json({"remarks": remarks, "results": [_as_json(result) for result in results]})
+        print_json(
+            {"machine": _machine(), "remarks": remarks, "results": [_as_json(result) for result in results]}
+        )
     else:
         print_table(_HEADS, [_cells(result) for result in results])
     if args.output:
@@ -107,22 +110,35 @@ def _plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def _remarks(plan: Plan) -> list[str]:
-    """What a reader of the figures has to know of this machine."""
+def _machine() -> str:
+    """What the figures were taken on."""
     from distributed.plan import visible_gpus
 
-    cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
-    found = [f"{gpus} GPUs" if gpus else f"{cores} cores and no GPU, {os.environ.get('OMP_NUM_THREADS', '1')}"
-             " thread(s) per rank"]  # fmt: skip
-    have, what = (gpus, "GPUs") if gpus else (cores, "cores")
+    gpus = visible_gpus()
+    if gpus:
+        return plural(gpus, "GPU")
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return f"{plural(_cores(), 'core')} and no GPU, {plural(int(threads), 'thread')} a rank"
+
+
+def _remarks(plan: Plan) -> list[str]:
+    """What a reader of the figures should not overlook."""
+    from distributed.plan import visible_gpus
+
+    gpus, found = visible_gpus(), []
+    have, what = (gpus, "GPU") if gpus else (_cores(), "core")
     if plan.ranks[-1] > have:
         found.append(
-            f"{plan.ranks[-1]} ranks share {have} {what}: their efficiency says more of this machine than of"
-            " the backend"
+            f"{plan.ranks[-1]} ranks share {plural(have, what)}: their efficiency says more of this machine"
+            " than of the backend."
         )
     if plan.repeats < 3:
-        found.append("fewer than three repeats say little about noise")
+        found.append("Fewer than three repeats say little about noise.")
     return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _cells(result: Result) -> list[str]:
@@ -155,12 +171,13 @@ def _figure(figure: Figure) -> dict[str, Any]:
 def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequence[str]) -> None:
     from distributed.report import page
 
-    what = "a network of random numbers" if plan.script is None else plan.script.name
+    what = "A network of random numbers" if plan.script is None else plan.script.name
     panels = _panels(plan, results)
     body = [
         page.Html("<h1>Scaling</h1>\n"),
         page.paragraph(
-            f"{what[0].upper()}{what[1:]}, {plan.steps} steps a run, {plan.repeats} repeats in turns."
+            f"{what}, {plural(plan.steps, 'step')} a run, {plural(plan.repeats, 'repeat')} in turns;"
+            f" {_machine()}."
             " Points are medians, bars reach from the lowest to the highest repeat."
         ),
         *map(page.note, remarks),

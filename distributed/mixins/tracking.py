@@ -74,7 +74,7 @@ class TrackingMixin:
     tracker_contexts: Mapping[str, dict[str, Any]]
     _trackers: dict[str, Tracker]
 
-    def place(self) -> Place:
+    def tracked_place(self) -> Place:
         """Where the run is and begins. Collective on several nodes."""
         plan, world, progress = self.plan, self.world, self.progress
         hosts = [world.host] if plan.num_nodes == 1 else self.backend.gather_objects(world.host)

@@ -160,9 +160,9 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Panel | None:
         for repeated in run.repeated("loss"):
             lines.append(("repeated", repeated, {"color": index, "faint": True}))
         lines.append(("training" if alone else name, run.series("loss"), {"color": index}))
-        validation = (
-            {"color": 1, "points": True} if alone else {"color": index, "dash": "dot", "points": True}
-        )
+        validation: dict[str, Any] = {"color": 1 if alone else index, "points": True}
+        if not alone:  # the note below tells of it, and a legend twice as long tells less
+            validation |= {"dash": "dot", "hidden": True}
         lines.append(
             ("validation" if alone else f"{name}, validation", run.series("val_loss", "epoch"), validation)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ class CallAndSpoil(Callback):
     def on_step_end(self, context: Context) -> None:
         if context.progress.step == 2:
             folder = Path(str(context.config.checkpoint_dir))
-            folder.rmdir()
+            shutil.rmtree(folder)
             folder.write_text("a file")
             os.kill(os.getpid(), signal.SIGTERM)
 
