@@ -15,8 +15,8 @@ _RUN = "--config deploy/example.yaml --script examples/convnet.py --name convnet
 _IMAGE = "--image registry.example.com/team/train:1.0 --cpus 64 --memory 512Gi --shm 64Gi"
 _WHOLE = "--set elastic.max_restarts=0"
 COMMANDS = [
-    f"deploy slurm {_RUN} --output deploy/slurm --partition gpu --time 1-00:00:00"
-    " --cpus-per-task 64 --mem 500G",
+    f"deploy slurm {_RUN} --output deploy/slurm --partition gpu --time 1-00:00:00 --cpus-per-task 64"
+    " --mem 500G",
     f"deploy kubernetes {_RUN} --output deploy/kubernetes/job {_IMAGE}",
     f"deploy kubernetes {_RUN} --output deploy/kubernetes/jobset {_IMAGE} --kind jobset",
     f"deploy kubernetes {_RUN} --output deploy/kubernetes/trainjob {_IMAGE} --kind trainjob",

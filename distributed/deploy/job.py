@@ -12,6 +12,7 @@ from distributed.choice import move_to_zero
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers
 from distributed.deploy.checks import check_text, looks_secret
+from distributed.deploy.yaml_text import dump
 from distributed.errors import UserError
 from distributed.joined import Joined
 from distributed.plan import Facts, Resources, RunPlan, resolve
@@ -166,8 +167,6 @@ def run_yaml(job: Job, drop: Iterable[str] = _PLACE, extra: Mapping[str, Any] | 
         drop: names, or sections, to leave out.
         extra: values that the target sets.
     """
-    import yaml
-
     tree: dict[str, Any] = {}
     for name, value in _run_values(job, drop, extra).items():
         *path, leaf = name.split(".")
@@ -175,8 +174,7 @@ def run_yaml(job: Job, drop: Iterable[str] = _PLACE, extra: Mapping[str, Any] | 
         for part in path:
             place = place.setdefault(part, {})
         place[leaf] = value
-    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
-    return text
+    return dump([tree])
 
 
 def restartable(job: Job, wanted: bool, flag: str) -> bool:

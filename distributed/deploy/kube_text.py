@@ -1,10 +1,8 @@
-"""Kubernetes' own rules for names, quantities and text, and YAML that keeps every string."""
+"""Kubernetes' own rules for names, quantities and text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from distributed.deploy.checks import parse_bytes
 
@@ -13,7 +11,6 @@ __all__ = [
     "check_image",
     "check_label",
     "check_name",
-    "dump",
     "literal",
     "parse_cpus",
     "parse_memory",
@@ -25,7 +22,6 @@ _IMAGE = re.compile(
     r"[A-Za-z0-9]+([._-][A-Za-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
 )
-_BREAKS = re.compile(r"[\r\x85\u2028\u2029]")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 BYTES = {
     **{unit: 1000**power for unit, power in _POWERS.items()},
@@ -92,21 +88,3 @@ def literal(text: str) -> str:
     """`text` as Kubernetes has to be given it: ``$(NAME)`` in commands and variables is replaced there, and
     ``$$`` stands for one dollar."""
     return text.replace("$", "$$")
-
-
-def dump(documents: Iterable[Mapping[str, Any]]) -> str:
-    """`documents` as YAML in which every string comes back as it was."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def text(dumper: Any, value: str) -> Any:
-        # A block keeps line breaks of other kinds than this one, and no carriage return.
-        style = "|" if "\n" in value and not _BREAKS.search(value) else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    found: str = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
-    return found

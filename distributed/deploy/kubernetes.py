@@ -13,8 +13,8 @@ from distributed.deploy.job import Job, form_of, restartable, run_yaml
 from distributed.deploy.kube_kinds import Made
 from distributed.deploy.kube_pods import CONFIG, Pod, mount_path
 from distributed.deploy.kube_settings import Kind, KubernetesSettings
-from distributed.deploy.kube_text import dump
 from distributed.deploy.shell import quote
+from distributed.deploy.yaml_text import dump
 from distributed.errors import UserError
 
 __all__ = ["KubernetesSettings", "render"]

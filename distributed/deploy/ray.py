@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 from distributed.deploy.checks import check_text
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
-from distributed.deploy.kube_text import check_label, dump
+from distributed.deploy.kube_text import check_label
 from distributed.deploy.settings import RunSettings
 from distributed.deploy.shell import quote
+from distributed.deploy.yaml_text import dump
 from distributed.errors import UserError
 
 __all__ = ["RaySettings", "render"]

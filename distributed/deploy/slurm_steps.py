@@ -61,7 +61,7 @@ def ray_step(job: Job, python: str, cpus: int | None, train: list[str]) -> list[
     return [
         "# Whoever reads this file may use the cluster: it is this user's alone, and goes with the job.",
         "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0",
-        'export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"',
+        'export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID-$restarts"',
         "trap 'rm -f \"$RAY_AUTH_TOKEN_PATH\"' EXIT",
         f"(umask 077 && {quote(python)} -c 'import secrets; print(secrets.token_hex(32), end=\"\")'"
         ' > "$RAY_AUTH_TOKEN_PATH")',
@@ -98,7 +98,7 @@ def _start(step: str) -> list[str]:
     return [
         "code=75  # warned already: there is no time left to start in",
         'if [ "$warned" -eq 0 ]; then',
-        *(f"    {line}" for line in f"{step} &".splitlines()),
+        *(f"    {line}" for line in f"{step} &".split("\n")),
         *(f"    {line}" for line in _WAIT),
         "fi",
     ]
