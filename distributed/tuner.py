@@ -190,7 +190,7 @@ class DistributedTuner:
             self._write_order(hands_over, parent.contexts)
             ends = engine.run(search)
             trials = [self._trial(end) for end in ends]
-            self._save(trials)
+            self._save(trials, complete=len(trials) == engine.num_trials(search))
             best = self._conclude(trials)
             parent.conclude(self.best, [self.output_dir / RESULTS])
         return best
@@ -344,9 +344,9 @@ class DistributedTuner:
         trial.judge(self.metric, self.mode)
         return trial
 
-    def _save(self, trials: list[Trial]) -> None:
+    def _save(self, trials: list[Trial], complete: bool) -> None:
         _write(self.output_dir / RESULTS, {"trials": [trial.to_dict() for trial in trials]})
-        if not any(trial.status == "waiting" for trial in trials):
+        if complete and not any(trial.status == "waiting" for trial in trials):
             self._note({"complete": True})
 
     def _conclude(self, trials: list[Trial]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from distributed.tuning.trial import MISSING, SCORE
 from distributed_backends.ray_cluster import connected, environment
 from distributed_backends.ray_room import Room, make_room
 from distributed_backends.ray_schedulers import hands_over, make_scheduler, own_metric
-from distributed_backends.ray_space import describe, translate
+from distributed_backends.ray_space import count_grid, describe, translate
 
 __all__ = ["RayTune"]
 
@@ -54,6 +54,9 @@ class RayTune(SearchEngine):
 
     def hands_over(self, search: Search) -> int:
         return hands_over(search)
+
+    def num_trials(self, search: Search) -> int:
+        return search.num_samples * count_grid(translate(search.space))
 
     def run(self, search: Search) -> list[TrialEnd]:
         room = make_room(search)

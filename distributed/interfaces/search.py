@@ -89,8 +89,13 @@ class SearchEngine(ABC):
         """
 
     @abstractmethod
+    def num_trials(self, search: Search) -> int:
+        """How many trials it comes to."""
+
+    @abstractmethod
     def run(self, search: Search) -> list[TrialEnd]:
-        """Run every trial by `distributed.tuning.trial.run_trial`, and return how they ended.
+        """Run every trial by `distributed.tuning.trial.run_trial`, and return how they ended: those that
+        were made before a time limit, or a hopeless trial, ended the search.
 
         Raises:
             UserError: there can be no room for a trial, or nobody answers at the address.

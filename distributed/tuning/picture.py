@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +48,41 @@ tr.best td {{ color: var(--mark); font-weight: 600; }}
 <h2>Course of the search</h2>
 <div id="course"></div>
 <h2>Parameters and {metric}</h2>
-<p>One line for each trial; drag along an axis to pick lines out.</p>
+<p>One line for each trial, the strongest colour for the best.</p>
 <div class="wide"><div id="lines" style="min-width: {width}px"></div></div>
 <h2>Trials</h2>
 <div class="wide">{table}</div>
 <script>
 const figures = {figures};
 const dark = matchMedia("(prefers-color-scheme: dark)");
+function mix(from, to, share) {{
+  const part = (text, n) => parseInt(text.slice(2 * n + 1, 2 * n + 3), 16);
+  const parts = [0, 1, 2].map((n) => Math.round(part(from, n) * (1 - share) + part(to, n) * share));
+  return `rgb(${{parts.join(",")}})`;
+}}
 function draw() {{
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(name).trim();
   for (const [id, figure] of Object.entries(figures)) {{
     const layout = structuredClone(figure.layout);
     const data = structuredClone(figure.data);
+    layout.width = document.getElementById(id).clientWidth;
     layout.paper_bgcolor = layout.plot_bgcolor = color("--ground");
     layout.font = {{ color: color("--ink"), family: "system-ui, sans-serif", size: 13 }};
     for (const axis of [layout.xaxis, layout.yaxis]) {{
-      if (axis) Object.assign(axis, {{ gridcolor: color("--line"), zerolinecolor: color("--line") }});
+      Object.assign(axis, {{ gridcolor: color("--line"), zerolinecolor: color("--line") }});
     }}
+    for (const note of layout.annotations || []) note.bgcolor = color("--ground") + "b0";
+    for (const shape of layout.shapes || []) shape.line.color = color("--quiet");
     for (const trace of data) {{
-      if (trace.type === "parcoords") {{
-        trace.line.colorscale = [[0, color("--line")], [1, color("--mark")]];
-        trace.unselected = {{ line: {{ color: color("--line"), opacity: 0.3 }} }};
-      }} else if (trace.mode === "lines") trace.line.color = color("--mark");
-      else if (trace.meta === "other") trace.marker.color = color("--quiet");
-      else trace.marker.color = color("--mark");
+      if (trace.mode === "markers") trace.marker.color = color("--quiet");
+      else trace.line.color = mix(color("--line"), color("--mark"), trace.meta);
     }}
-    Plotly.react(id, data, layout, {{ responsive: true, displaylogo: false, displayModeBar: false }});
+    Plotly.react(id, data, layout, {{ displaylogo: false, displayModeBar: false }});
   }}
 }}
 dark.addEventListener("change", draw);
+addEventListener("resize", draw);
 draw();
 </script>
 </body>
@@ -106,13 +112,13 @@ def write_picture(
 
     judged = sorted((t for t in trials if t.value is not None), key=lambda trial: trial.name)
     metric = str(best.metric)
-    axes = _axes(judged, metric, mode)
+    axes = _axes(judged, metric)
     page = _PAGE.format(
         title=html.escape(title),
         metric=html.escape(metric),
         summary=html.escape(_summary(trials, best)),
         plotly=get_plotlyjs(),
-        width=110 * len(axes),
+        width=120 * (len(axes) + 1),
         table=_table(trials, best, metric),
         figures=_json({"course": _course(judged, metric, mode), "lines": _lines(judged, axes, metric, mode)}),
     )
@@ -150,7 +156,7 @@ def _course(trials: Sequence[Trial], metric: str, mode: str) -> dict[str, Any]:
                 hoverinfo="text+y",
                 marker={"size": 8},
             ),
-            go.Scatter(x=numbers, y=so_far, mode="lines", name="best so far", line={"shape": "hv"}),
+            go.Scatter(x=numbers, y=so_far, mode="lines", name="best so far", line={"shape": "hv"}, meta=1.0),
         ],
         {
             "xaxis": {"title": {"text": "trial"}, "tickformat": "d", "rangemode": "tozero"},
@@ -163,25 +169,68 @@ def _course(trials: Sequence[Trial], metric: str, mode: str) -> dict[str, Any]:
     return _plain(figure)
 
 
-def _lines(trials: Sequence[Trial], axes: list[dict[str, Any]], metric: str, mode: str) -> dict[str, Any]:
+def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: str) -> dict[str, Any]:
+    """Parallel coordinates, drawn as plain lines: no browser is without them, and paper has them too."""
     from plotly import graph_objects as go
 
     sign = 1.0 if larger_is_better(mode, metric) else -1.0
-    ranks = _ranks([sign * float(trial.value or 0.0) for trial in trials])
-    figure = go.Figure(
-        go.Parcoords(dimensions=axes, line={"color": ranks, "cmin": 0, "cmax": max(1, len(trials) - 1)}),
-        {"margin": {"l": 60, "r": 60, "t": 60, "b": 30}, "height": 380},
-    )
-    return _plain(figure)
+    places = _places([sign * float(trial.value or 0.0) for trial in trials])
+    numbers = sorted(range(len(trials)), key=lambda n: places[n])
+    lines = [
+        go.Scatter(
+            x=list(range(len(axes))),
+            y=[axis.heights[n] for axis in axes],
+            mode="lines",
+            meta=0.25 + 0.75 * places[n] ** 2,
+            line={"width": 3.5 if places[n] == 1.0 else 1.8},
+            text=html.escape(f"trial {trials[n].name}: {metric} {_text(trials[n].value)}, {_of(trials[n])}"),
+            hoverinfo="text",
+        )
+        for n in numbers
+    ]
+    hidden = {"visible": False, "fixedrange": True}
+    layout = {
+        "showlegend": False,
+        "xaxis": {**hidden, "range": [-0.6, len(axes) - 0.5]},
+        "yaxis": {**hidden, "range": [-0.06, 1.14]},
+        "shapes": [
+            {"type": "line", "x0": n, "x1": n, "y0": 0, "y1": 1, "line": {"width": 1}}
+            for n in range(len(axes))
+        ],
+        "annotations": [note for n, axis in enumerate(axes) for note in _notes(n, axis)],
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+        "height": 380,
+        "hovermode": "closest",
+    }
+    return _plain(go.Figure(lines, layout))
 
 
-def _ranks(values: Sequence[float]) -> list[int]:
-    """The place of each value among all, 0 for the worst: outliers do not wash out the colours."""
+def _notes(n: int, axis: _Axis) -> list[dict[str, Any]]:
+    """The axis's name above it, and its ticks to its left."""
+    name = {"x": n, "y": 1.1, "text": f"<b>{html.escape(axis.name)}</b>", "showarrow": False}
+    ticks = [
+        {"x": n, "y": height, "text": html.escape(text), "xanchor": "right", "xshift": -5, "showarrow": False}
+        for height, text in axis.ticks
+    ]
+    return [name, *ticks]
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    """The place of each value among all, 0 for the worst and 1 for the best: outliers do not wash out
+    the colours."""
     order = sorted(range(len(values)), key=lambda n: values[n])
-    return [order.index(n) for n in range(len(values))]
+    last = max(1, len(values) - 1)
+    return [order.index(n) / last if len(values) > 1 else 1.0 for n in range(len(values))]
 
 
-def _axes(trials: Sequence[Trial], metric: str, mode: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Axis:
+    name: str
+    heights: list[float]
+    ticks: list[tuple[float, str]]
+
+
+def _axes(trials: Sequence[Trial], metric: str) -> list[_Axis]:
     names = list(dict.fromkeys(name for trial in trials for name in trial.parameters))
     columns = {name: [trial.parameters.get(name) for trial in trials] for name in names}
     varied = {name: column for name, column in columns.items() if len(set(map(repr, column))) > 1}
@@ -189,35 +238,23 @@ def _axes(trials: Sequence[Trial], metric: str, mode: str) -> list[dict[str, Any
     return [*axes, _axis(metric, [trial.value for trial in trials])]
 
 
-def _axis(name: str, column: Sequence[Any]) -> dict[str, Any]:
-    label = html.escape(name)
+def _axis(name: str, column: Sequence[Any]) -> _Axis:
     kinds = sorted({_text(value) for value in column}, key=lambda text: (len(text), text))
-    if not all(is_number(value) for value in column) or (len(kinds) <= 4 and _are_whole(column)):
-        kinds = [_text(v) for v in sorted(set(column))] if _are_whole(column) else kinds
-        places = [kinds.index(_text(value)) for value in column]
-        return {
-            "label": label,
-            "values": places,
-            "tickvals": list(range(len(kinds))),
-            "ticktext": [html.escape(kind) for kind in kinds],
-            "range": [-0.2, len(kinds) - 0.8],
-        }
+    if not all(is_number(value) for value in column) or len(kinds) <= 4:
+        last = max(1, len(kinds) - 1)
+        heights = [kinds.index(_text(value)) / last for value in column]
+        return _Axis(name, heights, [(n / last, kind) for n, kind in enumerate(kinds)])
     numbers = [float(value) for value in column]
     if min(numbers) > 0 and max(numbers) / min(numbers) > 30:
-        logs = [math.log10(number) for number in numbers]
-        ticks = list(range(math.floor(min(logs)), math.ceil(max(logs)) + 1))
-        return {
-            "label": label,
-            "values": logs,
-            "tickvals": ticks,
-            "ticktext": [f"{10.0**tick:g}" for tick in ticks],
-            "range": [ticks[0], ticks[-1]],
-        }
-    return {"label": label, "values": numbers}
+        return _scaled(name, [math.log10(number) for number in numbers], lambda height: f"{10**height:.2g}")
+    return _scaled(name, numbers, lambda height: f"{height:.3g}")
 
 
-def _are_whole(column: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in column)
+def _scaled(name: str, numbers: Sequence[float], text: Callable[[float], str]) -> _Axis:
+    low, high = min(numbers), max(numbers)
+    width = high - low or 1.0
+    ticks = [(n / 4, text(low + width * n / 4)) for n in range(5)]
+    return _Axis(name, [(number - low) / width for number in numbers], ticks)
 
 
 def _table(trials: Sequence[Trial], best: Trial, metric: str) -> str:

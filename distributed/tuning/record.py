@@ -62,18 +62,20 @@ class Trial:
         """The last value of every figure."""
         return {name: value for report in self.reports for name, value in report.items()}
 
+    def knows(self, report: Mapping[str, Any]) -> bool:
+        """Whether the epoch of `report` is recorded."""
+        return any(_place(old) == _place(report) for old in self.reports if "epoch" in old)
+
     def add(self, report: Mapping[str, Any]) -> None:
         """Append figures. An epoch that was trained again, after a kill, takes its old place."""
         if "epoch" in report:
-            again = (report.get("fit", 1), report["epoch"])
-            self.reports = [
-                old for old in self.reports if "epoch" in old and (old.get("fit", 1), old["epoch"]) < again
-            ]
+            again = _place(report)
+            self.reports = [old for old in self.reports if "epoch" in old and _place(old) < again]
         self.reports.append(dict(report))
 
     def judge(self, metric: str | None, mode: str) -> None:
         """Set `metric`, `value` and, where a value is not a number, `status` from the reports."""
-        self.metric = next((n for n in (deciding(metric, r) for r in reversed(self.reports)) if n), None)
+        self.metric = deciding(metric, self.metrics)
         values = [float(r[self.metric]) for r in self.reports if self.metric is not None and self.metric in r]
         if not values:
             return
@@ -95,6 +97,10 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able copy."""
         return asdict(self)
+
+
+def _place(report: Mapping[str, Any]) -> tuple[int, int]:
+    return int(report.get("fit", 1)), int(report["epoch"])
 
 
 def trial_folder(folder: str | Path, name: str) -> Path:

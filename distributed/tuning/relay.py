@@ -14,17 +14,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.interfaces.callback import Band, Callback, Context
 
-__all__ = ["TRIAL", "Ear", "TrialReport", "trial_report"]
+__all__ = ["TRIAL", "Ear", "Said", "TrialReport", "trial_report"]
 
 TRIAL = "DISTRIBUTED_TRIAL"
 """The variable that tells the ranks of a trial where to report: ``socket key waits``."""
 
 
-Hear = Callable[[dict[str, float], str | None, bool], None]
+class Said(NamedTuple):
+    """What a rank says of an epoch.
+
+    Attributes:
+        metrics: its figures.
+        checkpoint: path of the checkpoint at its end, None without.
+        last: the run has no further epoch.
+        again: the run goes on from a checkpoint that was saved with these figures.
+    """
+
+    metrics: dict[str, Any]
+    checkpoint: str | None
+    last: bool
+    again: bool
 
 
 class TrialReport(Callback):
@@ -43,15 +56,24 @@ class TrialReport(Callback):
         self._held: dict[str, Any] | None = None
         self._connection: Connection[Any, Any] | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The figures of the epoch that is being saved: a kill may come before they are sent."""
+        return {"held": self._held} if self._held else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what a run that was killed may not have sent."""
+        self._held = {**state["held"], "again": True}
+
     def on_run_start(self, context: Context) -> None:
         """Call the trial."""
         self._connection = Client(self.address, family="AF_UNIX", authkey=self.key)
+        self._flush(context)
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
         """Send the figures, or hold them back until the checkpoint is there."""
         self._flush(context)
         last = context.total_steps is not None and context.progress.step >= context.total_steps
-        self._held = {"metrics": dict(metrics), "last": last}
+        self._held = {"metrics": dict(metrics), "last": last, "again": False}
         if not self.waits:
             self._flush(context)
 
@@ -89,15 +111,14 @@ class Ear:
     """In the trial: a thread that hears its ranks.
 
     Args:
-        hear: called with an epoch's figures, its checkpoint's path or None, and whether it is the run's
-            last; SystemExit from it means that the trial is to stop.
+        hear: called with what was `Said`; SystemExit from it means that the trial is to stop.
         waits: see `TrialReport`.
 
     Attributes:
         stopped: the trial was told to stop.
     """
 
-    def __init__(self, hear: Hear, waits: bool) -> None:
+    def __init__(self, hear: Callable[[Said], None], waits: bool) -> None:
         self.stopped = False
         self.error: Exception | None = None
         self._hear, self._waits = hear, waits
@@ -142,19 +163,19 @@ class Ear:
         with connection:
             while True:
                 try:
-                    said = json.loads(connection.recv_bytes())
+                    said = Said(**json.loads(connection.recv_bytes()))
                     with self._one_at_a_time:
-                        if not self._heard(said["metrics"], said["checkpoint"], said["last"]):
+                        if not self._heard(said):
                             return
                     connection.send_bytes(b"heard")
                 except (EOFError, OSError):
                     return
 
-    def _heard(self, metrics: dict[str, float], checkpoint: str | None, last: bool) -> bool:
+    def _heard(self, said: Said) -> bool:
         if self.stopped or self.error is not None:
             return False
         try:
-            self._hear(metrics, checkpoint, last)
+            self._hear(said)
         except SystemExit:
             self.stopped = True
         except Exception as error:  # noqa: BLE001 - raised again in the trial's own thread

@@ -17,7 +17,7 @@ from distributed.config import DistributedConfig, Layer
 from distributed.config.command_line import ScriptRun, command_line
 from distributed.errors import UserError
 from distributed.tuning.record import RECORD, Trial, deciding, is_number, load_trial, trial_folder
-from distributed.tuning.relay import Ear
+from distributed.tuning.relay import Ear, Said
 
 __all__ = ["EPOCHS", "MISSING", "ORDER", "SCORE", "Session", "TrialOrder", "TrialRun", "run_trial"]
 
@@ -220,16 +220,19 @@ class _Trial:
         if ear.stopped:
             raise SystemExit(0)
 
-    def _hear(self, metrics: dict[str, float], checkpoint: str | None, last: bool) -> None:
+    def _hear(self, said: Said) -> None:
         # num_fits has counted the fit under way.
-        report = metrics if self.script.num_fits < 2 else {**metrics, "fit": self.script.num_fits}
+        fit = self.script.num_fits
+        report = said.metrics if fit < 2 else {**said.metrics, "fit": fit}
+        if said.again and self.record.knows(report):
+            return
         self.record.add(report)
-        self.record.checkpoint = self._best_checkpoint() or checkpoint
+        self.record.checkpoint = self._best_checkpoint() or said.checkpoint
         self._write()
         every = self.order.hands_over
-        due = every and not last and (report["epoch"] + 1) % every == 0
+        due = every and not said.last and (report["epoch"] + 1) % every == 0
         # After its last epoch a trial has nothing to go on with from elsewhere.
-        self._tell(report, checkpoint if due else None, scored=not (every and last))
+        self._tell(report, said.checkpoint if due else None, scored=not (every and said.last))
 
     def _conclude(self, returned: Any, num_fits: int) -> None:
         if returned is not None and not isinstance(returned, Mapping):
@@ -250,7 +253,7 @@ class _Trial:
         last = {**self.record.metrics, **figures}
         if figures:
             self.record.add(figures)
-        judged = any(deciding(self.order.metric, report) for report in self.record.reports)
+        judged = deciding(self.order.metric, self.record.metrics) is not None
         if figures or not judged:
             self._tell(last, None, missing=not judged, scored=not self.order.hands_over)
         self.record.status = "finished"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_raw_torchrun_per_rank(tmp_path: Path) -> None:
     words = [*TRAIN, "--launch", "per-rank", "--num-processes", "2", *script("raw_torchrun.py")]
     out = run(tmp_path, *words, "--", "--num-epochs", "6")
     assert figure(out, r"validation accuracy (\S+) on 2 rank") > 0.9
+
+
+def test_serve_digits_answers_over_http(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = run(tmp_path, str(EXAMPLES / "serve_digits.py"), "--port", str(port))
+    assert figure(out, r"asked for a 6, answered 6 with chance (\S+)") > 0.5
 
 
 def test_every_example_is_listed_and_tested() -> None:

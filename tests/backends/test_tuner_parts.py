@@ -1,0 +1,300 @@
+"""The parts of a search that need no cluster: spaces, a trial, records, the picture, arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import DistributedTuner, Trainer, UserError, WorkerError
+from distributed.cli import main
+from distributed.config.command_line import active
+from distributed.testing.conformance import problem, small_model
+from distributed.tuning.picture import write_picture
+from distributed.tuning.record import Trial, best_of, load_trial, ranked
+from distributed.tuning.relay import TRIAL, Ear, TrialReport
+from distributed.tuning.space import Range, parse_space
+from distributed.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
+
+X, Y = problem(26)
+
+
+# -- spaces ----------------------------------------------------------------------------
+
+
+def test_plain_words_become_ranges_and_values_stay() -> None:
+    space = {
+        "lr": {"loguniform": ["1e-4", 1e-2]},  # YAML 1.1 reads 1e-4 as text
+        "size": {"choice": [8, 16]},
+        "depth": {"randint": [1, 4]},
+        "grid": {"grid_search": [1, 2]},
+        "fixed": 3,
+        "nested": {"a": {"uniform": [0, 1]}, "b": "word"},
+    }
+    assert parse_space(space) == {
+        "lr": Range("loguniform", (1e-4, 1e-2)),
+        "size": Range("choice", (8, 16)),
+        "depth": Range("randint", (1, 4)),
+        "grid": Range("grid", (1, 2)),
+        "fixed": 3,
+        "nested": {"a": Range("uniform", (0.0, 1.0)), "b": "word"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({}, "a search needs parameters to sample"),
+        (["lr"], "search_space: a search needs parameters"),
+        ({3: 1}, "not a name of a parameter"),
+        (
+            {"lr": {"logunform": [1, 2]}},
+            "search_space.lr: 'logunform' is no kind of range. Did you mean 'loguniform'?",
+        ),
+        (
+            {"lr": {"loguniform": [0, 1]}},
+            "search_space.lr: loguniform wants [low, high], both above 0. Got [0, 1]",
+        ),
+        ({"lr": {"uniform": [2, 1]}}, "uniform wants [low, high]"),
+        ({"lr": {"uniform": [1]}}, "uniform wants [low, high]"),
+        ({"lr": {"uniform": [0, "inf"]}}, "uniform wants [low, high]. Got 'inf'"),
+        ({"lr": {"choice": []}}, "choice wants one of the values in a list"),
+        ({"lr": {"choice": "abc"}}, "choice wants"),
+        ({"n": {"randint": [0.5, 3]}}, "randint wants [low, high]"),
+        ({"a": {"n": {"normal": [0, -1]}}}, "search_space.a.n: normal wants"),
+    ],
+)
+def test_ranges_that_make_no_sense_name_the_parameter(space: Any, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_space(space)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train_fn": 3}, "train_fn: not a function. Got 'int'"),
+        ({"num_gpus": 0}, "num_gpus: not a number of things. Got 0"),
+        ({"trials_per_gpu": 0.5}, "trials_per_gpu: not a number"),
+        ({"num_gpus": 2, "num_cpus": 2}, "give one of them"),
+        ({"trials_per_gpu": 2, "ranks_per_trial": 2}, "a trial of several ranks has whole GPUs"),
+        ({"mode": "most"}, "mode: not a mode"),
+        ({"time_limit": 0}, "time_limit: not a time"),
+        ({"seed": -1}, "seed: not a seed"),
+        ({"resume": True}, "resume: there is nothing to go on with"),
+    ],
+)
+def test_arguments_that_make_no_sense(given: dict[str, Any], words: str) -> None:
+    options = {"train_fn": print, "search_space": {"lr": 1}, **given}
+    with pytest.raises(UserError) as caught:
+        DistributedTuner(**options)
+    assert words in str(caught.value)
+
+
+# -- one trial -------------------------------------------------------------------------
+
+
+class Heard(Session):
+    """An engine that stops the trial after so many reports."""
+
+    def __init__(self, stop_after: int = 99) -> None:
+        self.name, self.reports, self.stop_after = "t", list[dict[str, Any]](), stop_after
+
+    def report(self, figures: Mapping[str, Any], checkpoint: str | None) -> None:
+        self.reports.append({**figures, "checkpoint": checkpoint})
+        if len(self.reports) == self.stop_after:
+            raise SystemExit(0)
+
+
+def fits(config: dict[str, Any]) -> dict[str, Any] | None:
+    options = {"backend": "pytorch-ddp", "batch_size": 8, "learning_rate": 0.3, "optimizer": "sgd"}
+    Trainer(small_model(), options, num_processes=config.get("ranks")).fit((X, Y), (X, Y), epochs=3)
+    return config.get("returns")
+
+
+def order(tmp_path: Path, fn: Any = fits, **given: Any) -> TrialOrder:
+    return TrialOrder(train_fn=fn, folder=str(tmp_path), **given)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_epoch_is_heard_with_its_checkpoint_wherever_the_ranks_are(tmp_path: Path, ranks: int) -> None:
+    session = Heard()
+    run_trial(order(tmp_path, ranks=2, hands_over=2), {"ranks": ranks, "returns": {"gain": 2}}, session)
+    assert [report.get("epoch") for report in session.reports] == [0, 1, 2, 2]
+    assert [report[EPOCHS] for report in session.reports] == [1, 2, 3, 3]
+    # After the last epoch there is nothing to go on with.
+    assert [SCORE in report for report in session.reports] == [True, True, False, False]
+    assert session.reports[1][SCORE] == session.reports[1]["val_accuracy"]
+    handed = [report["checkpoint"] for report in session.reports]
+    assert handed[0] is handed[2] is None
+    assert "/trials/t/checkpoints/step_" in handed[1]
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert (trial.status, trial.metrics["gain"], trial.metric) == ("finished", 2, "val_accuracy")
+    assert active() is None
+    assert TRIAL not in os.environ
+    # Once more, in a search that is resumed: it says again what it said last, and trains nothing.
+    again = Heard()
+    run_trial(order(tmp_path, fn=None), {"ranks": ranks, "returns": {"gain": 2}}, again)
+    assert [report["gain"] for report in again.reports] == [2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trial_that_is_stopped_ends_and_goes_on_later(tmp_path: Path, ranks: int) -> None:
+    session = Heard(stop_after=2)
+    with pytest.raises(SystemExit):
+        run_trial(order(tmp_path, ranks=2), {"ranks": ranks}, session)
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert (trial.status, len(trial.reports)) == ("running", 2)
+    later = Heard()
+    run_trial(order(tmp_path, ranks=2), {"ranks": ranks}, later)
+    assert [report["epoch"] for report in later.reports] == [2]
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert [report["epoch"] for report in trial.reports] == [0, 1, 2]
+
+
+def two_fits(config: dict[str, Any]) -> None:
+    for _ in range(2):
+        Trainer(small_model(), backend="serial", batch_size=8).fit((X, Y), epochs=2)
+
+
+def test_two_trainers_in_a_trial_keep_apart(tmp_path: Path) -> None:
+    run_trial(order(tmp_path / "two", two_fits), {"a": 1}, session := Heard())
+    assert [(r.get("fit"), r["epoch"], r[EPOCHS]) for r in session.reports] == [
+        (None, 0, 1),
+        (None, 1, 2),
+        (2, 0, 3),
+        (2, 1, 4),
+    ]
+    assert {path.name for path in (tmp_path / "two" / "trials" / "t").iterdir()} > {
+        "checkpoints",
+        "checkpoints_2",
+    }
+    with pytest.raises(RuntimeError, match="Call fit once in train_fn"):
+        run_trial(order(tmp_path / "pbt", two_fits, hands_over=1), {"a": 1}, Heard())
+
+
+def leaves(config: dict[str, Any]) -> Any:
+    if config["deed"] == "exit":
+        raise SystemExit(3)
+    if config["deed"] == "ranks":
+        Trainer(small_model(), num_processes=3)
+    return {"nothing": None, "number": 0.9, "words": {"a": "b"}}.get(config["deed"])
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("exit", "SystemExit: 3"),
+        ("nothing", "train_fn called no fit and returned no figures, so there is nothing to judge"),
+        ("number", "what train_fn returns is its last report. Got 'float'"),
+        ("ranks", "has room for 2 ranks on one node, and its trainer asks for 3 on 1 node"),
+    ],
+)
+def test_a_trial_that_fails_says_why(tmp_path: Path, deed: str, words: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run_trial(order(tmp_path, leaves, ranks=2), {"deed": deed}, Heard())
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert trial.status == "failed"
+    assert words in str(trial.error)
+    assert words in str(caught.value)
+
+
+def test_a_metric_that_a_trial_never_reports_is_said_at_its_end(tmp_path: Path) -> None:
+    session = Heard()
+    run_trial(order(tmp_path, metric="gain"), {"a": 1}, session)
+    assert [MISSING in report for report in session.reports] == [False, False, False, True]
+    assert not any(SCORE in report for report in session.reports)
+
+
+def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    ear = Ear(lambda *said: heard.append(said), waits=False)
+    with ear.open():
+        address, _, _ = os.environ[TRIAL].split(" ")
+        stranger = TrialReport(f"\0{address}", b"another key", False)
+        with pytest.raises(Exception, match="digest"):
+            stranger.on_run_start(None)  # type: ignore[arg-type]
+    assert heard == []
+
+
+# -- records ---------------------------------------------------------------------------
+
+
+def made(name: str, value: float | None, status: str = "finished", **given: Any) -> Trial:
+    reports = [] if value is None else [{"epoch": 0, "val_loss": value}]
+    trial = Trial(name, {"lr": 0.1}, status, reports=reports, **given)
+    trial.judge(None, "auto")
+    return trial
+
+
+def test_the_best_is_neither_nan_nor_failed() -> None:
+    trials = [made("a", 2.0), made("b", float("nan")), made("c", 0.5, "failed"), made("d", 1.0, "stopped")]
+    assert [trial.status for trial in trials] == ["finished", "nan", "failed", "stopped"]
+    assert best_of(trials, None, "auto").name == "d"
+    assert [trial.name for trial in ranked(trials, "auto")][:2] == ["d", "a"]
+
+
+def test_without_a_best_the_first_cause_is_named() -> None:
+    failed = [made("a", None, "failed", error="no disk"), made("b", None, "failed", error="later")]
+    with pytest.raises(WorkerError, match="all 2 trials failed; trial a: no disk"):
+        best_of(failed, None, "auto")
+    failed[0].is_mistake = True
+    with pytest.raises(UserError, match="all 2 trials failed; trial a: no disk"):
+        best_of(failed, None, "auto")
+    with pytest.raises(UserError, match="in every trial that ended, val_loss was not a number"):
+        best_of([made("a", float("inf"))], None, "auto")
+    trial = Trial("a", {}, "finished", reports=[{"loss": 1.0}])
+    trial.judge("gain", "auto")
+    with pytest.raises(UserError, match=r"no trial reported that figure. Got 'gain'. Allowed: loss"):
+        best_of([trial], "gain", "auto")
+
+
+# -- the picture -----------------------------------------------------------------------
+
+
+def test_the_picture_needs_nothing_and_a_name_cannot_end_its_script(tmp_path: Path) -> None:
+    trials = [made(f"{n:05d}", 1.0 / (n + 1)) for n in range(4)]
+    for n, trial in enumerate(trials):
+        trial.parameters = {"lr": 10.0**-n, "kind": "</script><b>"[: 9 + n], "size": n}
+    path = write_picture(trials, "auto", trials[3], tmp_path / "search.html", "a <title>")
+    page = Path(path).read_text()
+    own = page[page.rindex("const figures") :]
+    assert own.count("</script>") == 1
+    assert "a &lt;title&gt;" in page
+    assert 'src="http' not in page
+    assert own.count('"type": "scatter"') == 2 + len(trials)
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("epochs: 1", [], "the file has no part `tune:` with a search_space"),
+        ("tune: {search_space: {lr: 1}, metrik: a}", [], "Did you mean 'metric'?"),
+        (
+            "tune: {search_space: {learning_rate: {uniform: [2, 1]}}}",
+            [],
+            "search_space.learning_rate: uniform wants",
+        ),
+        ("epoch: 1\ntune: {search_space: {a: 1}}", [], "Did you mean 'epochs'?"),
+        ("tune: {search_space: {a: 1}}", ["--num-samples", "few"], "--num-samples: not a number"),
+        ("tune: {search_space: {a: 1}}", ["--num-sample", "2"], "Did you mean '--num-samples'?"),
+        ("tune: {search_space: {a: 1}}", ["--resume"], "resume: there is nothing to go on with"),
+    ],
+)
+def test_the_verb_refuses_what_makes_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], said: str
+) -> None:
+    file = tmp_path / "tune.yaml"
+    file.write_text(text)
+    assert main(["tune", "--config", str(file), *words]) == 2
+    assert said in capsys.readouterr().err

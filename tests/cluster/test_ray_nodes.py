@@ -1,0 +1,103 @@
+"""Ray with two nodes, of which one is killed in the middle of an epoch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import Callback, RayTrainer, Trainer
+from distributed.testing.conformance import distance, problem, small_model
+
+X, Y = problem(40)
+KILLED_IN = 8
+"""The optimizer step, of 5 in each epoch, in which the node dies."""
+
+
+class StandOn(Callback):
+    """On one node: says where it is, and waits in a step for the node's end. Elsewhere: notes samples."""
+
+    all_ranks = True
+
+    def __init__(self, node: str, folder: Path) -> None:
+        self.node, self.folder = node, folder
+
+    def on_run_start(self, context: Any) -> None:
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        (self.folder / f"rank_{context.world.rank}_on_{here}").touch()
+
+    def on_step_end(self, context: Any) -> None:
+        import ray
+
+        if context.progress.step != KILLED_IN or ray.get_runtime_context().get_node_id() != self.node:
+            return
+        (self.folder / "here").touch()
+        time.sleep(600)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """(the cluster, its second node); this process is connected to the first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.05")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    args = {"num_cpus": 4, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=args)
+    try:
+        second = cluster.add_node(num_cpus=4)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield cluster, second
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.timeout(400)
+def test_a_node_is_killed_and_the_run_completes(nodes: tuple[Any, Any], tmp_path: Path) -> None:
+    cluster, second = nodes
+    model, alone = small_model(), small_model()
+    plain: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.3, "global_batch_size": 8, "epochs": 3}
+
+    def kill() -> None:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "here").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        cluster.remove_node(second, allow_graceful=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    history = RayTrainer(
+        model,
+        **plain,
+        num_processes=2,
+        num_nodes=2,
+        callbacks=[StandOn(second.node_id, tmp_path)],
+        checkpoint_dir=str(tmp_path / "saved"),
+        checkpoint={"every_n_steps": 2, "asynchronous": False},
+        elastic={"max_restarts": 2},
+    ).fit((X, Y), (X, Y))
+    killer.join()
+    places = {path.name.rpartition("_on_")[2] for path in tmp_path.glob("rank_*_on_*")}
+    assert len(places) == 2
+    assert (tmp_path / "here").exists()
+    assert len([node for node in cluster.list_all_nodes() if node is second]) == 0
+    assert history.restarts == ["Ray started all ranks anew"]
+    assert (history.world_size, history.batch["global_batch_size"]) == (2, 8)
+    # Every sample once an epoch and the same steps: the weights are those of one process that nobody touched.
+    expected = Trainer(alone, backend="serial", **plain).fit((X, Y), (X, Y))
+    assert distance(model, alone) < 1e-9
+    assert [epoch["epoch"] for epoch in history.epochs] == [
+        1,
+        2,
+    ]  # what came before is in the first attempt's
+    assert history.epochs[-1]["val_loss"] == pytest.approx(expected.epochs[-1]["val_loss"], abs=1e-9)
+    assert history.epochs[-1]["step"] == 15
