@@ -28,9 +28,11 @@ _KIT = ("pool", "test_conformance", "workbench")
 DYNAMIC = {
     "distributed/commands/parser.py": "the words of Python's argparse",
     "distributed/config/problems.py": "the words of a check of the configuration, listed by themselves",
+    "distributed/deploy/job.py": "the words of the plan, of a run that is not started here",
     "distributed/errors.py": "an error that comes back from another process",
     "distributed/failures.py": "what a rank died of",
     "distributed/mixins/recording.py": "a loss that is not finite, in the words of on_nan=stop",
+    "distributed/tuning/record.py": "what a trial died of",
     "backends/distributed_backends/tensorflow_objective.py": "the words of Keras",
     "plugins/distributed_plugins/sketches.py": "the words of a KernelError",
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distributed.commands import VERBS
+from distributed.commands.parser import flags_of
 from docs.site.command_line import parsers
 from docs.site.generate import generated
 
@@ -27,7 +28,7 @@ def missing_flags(page: str) -> list[str]:
     missing = []
     for verb in VERBS:
         for parser in parsers(verb.name):
-            for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())) - {"--help"}:
+            for flag in set(flags_of(parser)) - {"--help"}:
                 if not re.search(rf"(?<![\w-]){flag}(?![\w-])", page):
                     missing.append(f"{verb.name}: {flag}")
     return missing
