@@ -112,6 +112,8 @@ def line_panel(
     _lay_out(figure, x, unit)
     if ticks:
         figure.update_xaxes(tickvals=list(ticks))
+    # Around what never changes plotly would draw from one below to one above.
+    if ticks or len({value for _, series, _ in lines for value in series.values}) == 1:
         figure.update_yaxes(rangemode="tozero")
     return Panel(title, figure, note)
 
