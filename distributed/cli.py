@@ -17,7 +17,7 @@ from typing import Any
 from distributed._version import __version__
 from distributed.commands import VERBS, Verb
 from distributed.commands.parser import PROG, Parser, refuse_unknown
-from distributed.errors import UserError, WorkerError, did_you_mean
+from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
 
 __all__ = ["build_parser", "main"]
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_MISTAKE
     except WorkerError as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,8 +11,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["EXIT_PREEMPTED", "Preempted", "UserError", "WorkerError", "did_you_mean"]
+__all__ = ["EXIT_MISTAKE", "EXIT_PREEMPTED", "Preempted", "UserError", "WorkerError", "did_you_mean"]
 
+EXIT_MISTAKE = 2
+"""The user gave something that cannot be."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: told to go, and saved."""
 

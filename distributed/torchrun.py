@@ -2,7 +2,8 @@
 
 The same arguments. What differs: SIGTERM and SIGUSR1 are passed on to the ranks, which save and exit with
 75; then this exits with 75, too, and starts nobody again, where torchrun exits with 1 whatever its ranks
-exited with, dies of SIGUSR1, and takes a rank that was told to go for one that failed.
+exited with, dies of SIGUSR1, and takes a rank that was told to go for one that failed. A user's mistake
+(2) is not tried again either.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from distributed.errors import EXIT_PREEMPTED
+from distributed.errors import EXIT_MISTAKE, EXIT_PREEMPTED
 from distributed.preemption import SIGNALS
 
 __all__ = ["main"]
+
+_MEANT = (EXIT_PREEMPTED, EXIT_MISTAKE)
+"""Exit codes of a rank that say something, and that starting again would not change."""
 
 _agents: list[Agent] = []
 
@@ -52,7 +56,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode == EXIT_PREEMPTED for failure in result.failures.values()):
+        if any(failure.exitcode in _MEANT for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result
 
@@ -64,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: torchrun's arguments; None for this process's.
 
     Returns:
-        0, or 75 when the ranks saved because they were told to go.
+        0; 75 when the ranks saved because they were told to go; 2 when the first that failed did so on
+        a user's mistake.
 
     Raises:
         ChildFailedError: a rank failed; exit code 1, as torchrun's.
@@ -80,9 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(args)
     except ChildFailedError as error:
-        if error.get_first_failure()[1].exitcode != EXIT_PREEMPTED:
+        code: int = error.get_first_failure()[1].exitcode
+        if code not in _MEANT:
             raise
-        return EXIT_PREEMPTED
+        return code
     return 0
 
 

@@ -21,74 +21,52 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-__all__ = ["NAME", "VERSION", "Writer", "append", "without_passwords"]
+__all__ = ["NAME", "VERSION", "append", "without_passwords"]
 
 NAME = "record.jsonl"
 VERSION = 1
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
 
 
-class Writer:
-    """Adds lines to the record in one folder; keeps the file open.
+def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
+    """Add one line to the record in `folder`, which is made when it is missing.
+
+    The file is open no longer than that: an open one would keep a file system from being taken away.
 
     Args:
-        folder: of this host; made when missing.
+        folder: of this host.
+        kind: as in this module's table.
+        values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or not all of it.
     """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(place / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._torn = not _ends_well(self._descriptor)
-
-    def append(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Add one line.
-
-        Args:
-            kind: as in this module's table.
-            values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
-
-        Raises:
-            OSError: it cannot be written, or not all of it.
-        """
-        plain = _plain({"kind": kind, "time": round(time.time(), 3), **values})
-        line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        # What a killed process or a full disk tore ends here, and takes none of ours with it.
-        data = b"\n" + line if self._torn else line
-        self._torn = True
-        if os.write(self._descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._torn = False
-
-    def close(self) -> None:
-        """Close the file. May be repeated."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
-    """Add one line to the record in `folder`, as `Writer` does.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    writer = Writer(folder)
+    plain = _plain({"kind": kind, "time": round(time.time(), 3), **values})
+    line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    descriptor = _opened(folder)
     try:
-        writer.append(kind, values)
+        # What a killed process or a full disk tore ends here, and takes none of ours with it.
+        data = line if _ends_well(descriptor) else b"\n" + line
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
-        writer.close()
+        os.close(descriptor)
 
 
 def without_passwords(text: str) -> str:
     """`text`, user names and passwords in its URLs left out."""
     return _PASSWORD.sub(r"\1***@", text)
+
+
+def _opened(folder: str | os.PathLike[str]) -> int:
+    path, flags = os.path.join(folder, NAME), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+        return os.open(path, flags, 0o600)
 
 
 def _ends_well(descriptor: int) -> bool:

@@ -23,7 +23,7 @@ from distributed.config import DistributedConfig, explain
 from distributed.errors import WorkerError
 from distributed.hookspecs import hookimpl
 from distributed.interfaces.tracker import Tracker, TrackerSpec
-from distributed.report.lines import VERSION, Writer, append
+from distributed.report.lines import VERSION, append
 
 if TYPE_CHECKING:
     from distributed.interfaces.history import History
@@ -110,7 +110,6 @@ class RecordTracker(Tracker):
         self.context = {}
         self._attempt = secrets.token_hex(4)
         self._has_gaps = False
-        self._writer: Writer | None = None
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -160,13 +159,10 @@ class RecordTracker(Tracker):
     def finish(self, status: str) -> None:
         """Write how the ranks' part ended."""
         self._line("finish", {"status": status})
-        if self._writer is not None:
-            self._writer.close()
 
     def _line(self, kind: str, values: Mapping[str, Any]) -> None:
         try:
-            self._writer = self._writer or Writer(self.folder)
-            self._writer.append(kind, {"attempt": self._attempt, **values})
+            append(self.folder, kind, {"attempt": self._attempt, **values})
         except OSError as error:
             # A disk that is full now may have room again: later lines are tried.
             if kind == "start":

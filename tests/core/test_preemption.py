@@ -166,13 +166,25 @@ def test_our_torchrun_passes_signals_on_and_exits_with_75(
     assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
 
 
-def test_our_torchrun_leaves_failures_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "seen"), [(3, 1), (2, 2)])
+def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
+    code: int, seen: int, tmp_path: Path
+) -> None:
     script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(3)")
-    ours = (sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=1", "--standalone", str(script))
-    done = subprocess.run(ours, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "exitcode  : 3" in done.stderr
+    script.write_text(
+        f"import os\nos.mkdir(os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise SystemExit({code})"
+    )
+    ours = [sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=1", "--standalone"]
+    done = subprocess.run(
+        [*ours, "--max-restarts=1", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == seen
+    assert (tmp_path / "1").exists() == (code == 3)
 
 
 def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:

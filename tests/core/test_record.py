@@ -18,7 +18,7 @@ import pytest
 
 from distributed import DistributedConfig
 from distributed.errors import WorkerError
-from distributed.report.lines import NAME, Writer, append, without_passwords
+from distributed.report.lines import NAME, append, without_passwords
 from distributed.report.stitch import read_runs
 from tests.core.record_support import lines, one_run, train
 
@@ -188,18 +188,6 @@ def test_a_line_that_cannot_be_written_leaves_a_gap(tmp_path: Path, caplog: pyte
     run = one_run(tmp_path)
     assert run.series("loss").steps == [3]
     assert run.notes == ["Line 2 of the record cannot be read (damaged) and is left out."]
-
-
-def test_a_line_costs_little(tmp_path: Path) -> None:
-    values = {"attempt": "12345678", "step": 1, "figures": {f"figure_{n}": n / 7 for n in range(20)}}
-    writer, costs = Writer(tmp_path), []
-    for _ in range(200):
-        begin = time.thread_time()
-        writer.append("log", values)
-        costs.append(time.thread_time() - begin)
-    writer.close()
-    # About 50 us of CPU time: at one line in 50 steps of 1 ms, 0.1 % of them.
-    assert sorted(costs)[100] < 3e-4
 
 
 # -- failures ----------------------------------------------------------------------------------------
