@@ -80,7 +80,9 @@ def test_a_job_that_is_told_to_go_is_requeued_and_ends_with_the_same_weights(
     assert (done["JobState"], done["ExitCode"], done["Restarts"]) == ("COMPLETED", "0:0", "2"), output(warned)
     assert cluster.state(first)["Restarts"] == "0"
     assert [step for _, _, step in continued(warned)] == told(warned)
-    assert all(sample == step % 23 * 64 for _, sample, step in continued(warned))
+    # 1,437 samples in 23 steps of 64; the signal may come at the last of them.
+    for epoch, sample, step in continued(warned):
+        assert sample == min(1437, (step - 23 * epoch) * 64)
     assert "2 ranks on 2 nodes" in output(alone)
     command = [sys.executable, "-m", "distributed.cli", "checkpoint", "diff", str(alone / "checkpoints")]
     same = subprocess.run(
