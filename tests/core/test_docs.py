@@ -62,6 +62,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     yield
+    ray = sys.modules.get("ray")
+    if ray is not None:
+        ray.shutdown()  # Tune connects by itself, and stays so
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None:
         mlflow.set_tracking_uri(None)  # a page's own store goes with its folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -69,3 +70,8 @@ def _templates(value: Any) -> list[dict[str, Any]]:
     if "containers" in (value.get("spec") or {}):
         return [value]
     return [t for item in value.values() for t in _templates(item)]
+
+
+def beside_python(program: str) -> str:
+    """The path of a program that pip installed: the environment's folder need not be in PATH."""
+    return str(Path(sys.executable).with_name(program))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifest_checks import VERSIONS, problems, reference_problems
-from tests.deploy.rendering import documents, pods, render
+from tests.deploy.rendering import beside_python, documents, pods, render
 
 BROKEN = Path(__file__).parent / "broken"
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
@@ -231,5 +231,5 @@ def test_the_launchers_script_is_clean_shell(tmp_path: Path) -> None:
     data = documents(render("kubernetes", {**RUN, "backend": "horovod"}))["ConfigMap"]["data"]
     path = tmp_path / "start.sh"
     path.write_text(data["start.sh"])
-    done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
+    done = subprocess.run([beside_python("shellcheck"), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.rendering import render
+from tests.deploy.rendering import beside_python, render
 
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
 # Each command of Slurm's writes its arguments, NUL after each, and srun what it was started with.
@@ -288,7 +288,7 @@ def test_every_script_is_clean_shell(config: dict[str, Any], tmp_path: Path) -> 
         path.write_text(
             render("slurm", config, {**settings, **more}, arguments=["$(x)"]).files["train.sbatch"]
         )
-        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
+        done = subprocess.run([beside_python("shellcheck"), str(path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
         assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
 
@@ -307,4 +307,4 @@ Change = Callable[[str], str]
 def test_shellcheck_would_say_so(spoil: Change, tmp_path: Path) -> None:
     path = tmp_path / "spoilt.sh"
     path.write_text(spoil(render("slurm", RUN).files["train.sbatch"]))
-    assert subprocess.run(["shellcheck", str(path)], capture_output=True).returncode == 1
+    assert subprocess.run([beside_python("shellcheck"), str(path)], capture_output=True).returncode == 1

@@ -12,7 +12,7 @@ import yaml
 
 from distributed.cli import main
 from tests.deploy.manifest_checks import problems, reference_problems
-from tests.deploy.rendering import render
+from tests.deploy.rendering import beside_python, render
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("slurm", "kubernetes", "docker", "ray")
@@ -60,7 +60,7 @@ def test_every_shipped_manifest_is_taken(rendered: Path) -> None:
 def test_every_shipped_script_is_clean_shell(rendered: Path, kind: str) -> None:
     scripts = [str(path) for path in (rendered / kind).rglob("*") if path.suffix in (".sh", ".sbatch")]
     assert scripts
-    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    done = subprocess.run([beside_python("shellcheck"), *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -80,7 +80,9 @@ def test_dockerfiles_are_clean(
     written = render("docker", config, settings).files
     for name in ("Dockerfile.cpu", "Dockerfile.cuda"):
         (tmp_path / name).write_text(written[name])
-        done = subprocess.run(["hadolint", str(tmp_path / name)], capture_output=True, text=True)
+        done = subprocess.run(
+            [beside_python("hadolint"), str(tmp_path / name)], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout
         user = settings.get("user", 1000)
         assert f"\nUSER {user}:{user}\n" in written[name]
@@ -99,7 +101,10 @@ def test_hadolint_would_say_so(tmp_path: Path) -> None:
     }
     for name, bad in spoilt.items():
         (tmp_path / name).write_text(bad)
-        assert subprocess.run(["hadolint", str(tmp_path / name)], capture_output=True).returncode == 1, name
+        assert (
+            subprocess.run([beside_python("hadolint"), str(tmp_path / name)], capture_output=True).returncode
+            == 1
+        ), name
 
 
 @pytest.mark.parametrize(
