@@ -183,11 +183,7 @@ class Trainer:
             print(plan.summary(), flush=True)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
-            contexts = capture_contexts(plan.config, catalog)
-            script = active()
-            for name, context in (script.tracker_contexts if script else {}).items():
-                contexts[name] = {**contexts.get(name, {}), **context}
-            outcome = launch.run(plan, task, contexts, self.launcher)
+            outcome = launch.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
         except BaseException as error:
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise

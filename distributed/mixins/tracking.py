@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig, explain
+from distributed.config.command_line import active
 from distributed.interfaces.backend import World
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.plugin_manager import Catalog, load_target, require
@@ -40,7 +41,8 @@ def check_trackers(config: DistributedConfig, catalog: Catalog) -> None:
 
 
 def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, dict[str, Any]]:
-    """What each tracker asked for wants to know of the caller's process, by tracker name.
+    """What each tracker asked for wants to know of the caller's process, by tracker name, and what the
+    command or trial that runs this script adds.
 
     Call it in the process that called `fit`; the result is picklable as far as the trackers
     keep to plain values, and belongs into `TrackingMixin.tracker_contexts` on rank 0.
@@ -50,6 +52,9 @@ def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, d
         captured = _attempt(spec.name, "capture", _capture, spec)
         if captured:
             contexts[spec.name] = captured
+    script = active()
+    for name, context in (script.tracker_contexts if script else {}).items():
+        contexts[name] = {**contexts.get(name, {}), **context}
     return contexts
 
 

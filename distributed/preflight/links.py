@@ -71,9 +71,9 @@ def measure_links(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int,
 
 
 def _partners(node: int, number: int) -> list[int]:
-    steps = range(1, number)
+    steps = list(range(1, number))
     if number > _ALL_PAIRS:
-        steps = [2**power for power in range(number.bit_length()) if 2**power < number]  # type: ignore[assignment]
+        steps = [2**power for power in range((number - 1).bit_length())]
     return [(node + step) % number for step in steps]
 
 
