@@ -161,7 +161,7 @@ def test_gradients_travel_in_the_dtype_asked_for(rank_pool: RankPool) -> None:
         ({"wrap": "size", "min_params": 42}, {f"blocks.{i}.leave" for i in range(3)}
          | {"blocks.0", "blocks.1", "blocks.2"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
 def test_what_is_gathered_together(fsdp: dict[str, Any], names: set[str]) -> None:
     from distributed_backends.fsdp_units import find_units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from distributed import TensorFlowDistributedTrainer, Trainer
+from distributed.report.lines import NAME
+from distributed.report.stitch import read_runs
 from distributed.testing.pool import RankPool
 from distributed.testing.problem import masked_mean, problem
 from distributed.testing.saved_state import ExportOnLoad, state_differences
@@ -189,6 +192,18 @@ def test_a_model_under_a_strategy_of_the_users_own_is_trained() -> None:
     history = trainer.fit(dataset, dataset, epochs=1)
     assert [epoch["epoch"] for epoch in history.epochs] == [2]
     assert history.epochs[-1]["val_loss"] == pytest.approx(model.evaluate(dataset, verbose=0)[0], abs=1e-5)
+
+
+def test_a_keras_model_leaves_the_record_that_a_torch_model_leaves(tmp_path: Path) -> None:
+    x, y = (part.numpy() for part in problem(64, torch.float32))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    given: dict[str, Any] = {"batch_size": 8, "log_every_n_steps": 4, "checkpoint_dir": str(tmp_path)}
+    TensorFlowDistributedTrainer(model, **given).fit((x, y), (x, y), epochs=1)
+    (run,) = read_runs(tmp_path)
+    (attempt,) = run.attempts
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / NAME).read_text().splitlines()]
+    assert kinds == ["start", "log", "log", "epoch", "checkpoint", "finish", "end"]
+    assert (run.status, attempt.step, run.place["backend"]) == ("finished", 0, "tensorflow")
 
 
 # -- randomness, precision, schedules -----------------------------------------------------------

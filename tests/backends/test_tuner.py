@@ -110,10 +110,10 @@ def two_ranks(config: dict[str, Any]) -> None:
 
 def test_asha_stops_a_poor_trial_and_its_ranks(ray_cluster: None, tmp_path: Path) -> None:
     """The ranks are processes of their own, and their figures decide while they run."""
-    space = {"lr": {"grid": [0.3, 0.2, 1e-7, 1e-8]}}
+    space = {"lr": {"grid": [0.3, 1e-8]}}
     stops: dict[str, Any] = {"scheduler": "asha", "grace_period": 2, "metric": "val_loss"}
     search = tuner(two_ranks, space, tmp_path, ranks_per_trial=2, **stops)
-    assert search.tune(num_samples=1)["lr"] in (0.3, 0.2)
+    assert search.tune(num_samples=1)["lr"] == 0.3
     states = {trial.parameters["lr"]: trial for trial in search.results}
     assert (states[0.3].status, states[1e-8].status) == ("finished", "stopped")
     assert len(epochs_of(search)[states[0.3].name]) == 6

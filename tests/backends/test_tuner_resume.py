@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-# Trials 3 and 4 stand in their second epoch until the file `go` is there.
+# Trials 1 and 2 stand in their second epoch until the file `go` is there.
 SEARCH = """
 import pathlib, sys, time
 import torch
@@ -25,7 +25,7 @@ class Note(Callback):
         self.number = number
 
     def on_step_end(self, context):
-        while self.number >= 3 and context.progress.epoch == 1 and not pathlib.Path("go").exists():
+        while self.number >= 1 and context.progress.epoch == 1 and not pathlib.Path("go").exists():
             time.sleep(0.05)
 
     def on_epoch_end(self, context, metrics):
@@ -42,7 +42,7 @@ def train(config):
 
 tuner = DistributedTuner(
     train,
-    {"n": {"grid": [0, 1, 2, 3, 4, 5]}, "learning_rate": {"loguniform": [1e-3, 1e-1]}},
+    {"n": {"grid": [0, 1, 2, 3]}, "learning_rate": {"loguniform": [1e-3, 1e-1]}},
     num_cpus=2,
     output_dir="search",
     resume="resume" in sys.argv,
@@ -71,10 +71,10 @@ def epochs(tmp_path: Path) -> Counter[tuple[int, int]]:
 @pytest.mark.timeout(600)
 def test_a_killed_search_goes_on_with_all_its_trials_and_none_twice(tmp_path: Path) -> None:
     first = start(tmp_path)
-    wanted = {(n, epoch) for n in range(3) for epoch in range(3)} | {(3, 0), (4, 0)}
+    wanted = {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)}
     deadline = time.monotonic() + 240
     try:
-        while set(epochs(tmp_path)) != wanted or not _reported(tmp_path, 5):
+        while set(epochs(tmp_path)) != wanted or not _reported(tmp_path, 3):
             assert first.poll() is None, (tmp_path / "log.txt").read_text()
             assert time.monotonic() < deadline, (epochs(tmp_path), (tmp_path / "log.txt").read_text())
             time.sleep(0.1)
@@ -83,19 +83,19 @@ def test_a_killed_search_goes_on_with_all_its_trials_and_none_twice(tmp_path: Pa
         trials = [process for process in family if "Trainable" in " ".join(process.cmdline())]
         first.send_signal(signal.SIGKILL)
         first.wait()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for process in alive:
-            process.kill()
-    # Ray's own agents take their time; a search's trials end with it.
+        _, alive = psutil.wait_procs(trials, timeout=20)
+        for process in family:  # Ray's own agents take minutes; a search's trials end with it
+            if process.is_running():
+                process.kill()
     assert len(trials) == 2
-    assert set(alive) & set(trials) == set()
+    assert alive == []
     before = {trial["name"]: trial["parameters"] for trial in _records(tmp_path)}
     (tmp_path / "go").touch()
     assert start(tmp_path, "resume").wait(timeout=240) == 0, (tmp_path / "log_resume.txt").read_text()
     said = (tmp_path / "log_resume.txt").read_text()
-    assert "trials [0, 1, 2, 3, 4, 5] {'finished'}" in said
+    assert "trials [0, 1, 2, 3] {'finished'}" in said
     # Trials that were under way went on after the epoch that was saved.
-    assert epochs(tmp_path) == Counter({(n, epoch): 1 for n in range(6) for epoch in range(3)})
+    assert epochs(tmp_path) == Counter({(n, epoch): 1 for n in range(4) for epoch in range(3)})
     after = {trial["name"]: trial for trial in _records(tmp_path)}
     assert {name: after[name]["parameters"] for name in before} == before
     assert all([r["epoch"] for r in trial["reports"]] == [0, 1, 2] for trial in after.values())
@@ -121,5 +121,5 @@ def _check_mlflow(tmp_path: Path) -> None:
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     names = Counter(run.info.run_name for run in runs)
-    assert names == Counter(["search", *(f"{n:05d}" for n in range(6))])
+    assert names == Counter(["search", *(f"{n:05d}" for n in range(4))])
     assert {run.info.status for run in runs} == {"FINISHED"}

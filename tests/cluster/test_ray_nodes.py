@@ -83,14 +83,15 @@ def test_a_node_is_killed_and_the_run_completes(nodes: tuple[Any, Any], tmp_path
         callbacks=[StandOn(second.node_id, tmp_path)],
         checkpoint_dir=str(tmp_path / "saved"),
         checkpoint={"every_n_steps": 2, "asynchronous": False},
-        elastic={"max_restarts": 2},
+        elastic={"max_restarts": 4},
     ).fit((X, Y), (X, Y))
     killer.join()
     places = {path.name.rpartition("_on_")[2] for path in tmp_path.glob("rank_*_on_*")}
     assert len(places) == 2
     assert (tmp_path / "here").exists()
     assert len([node for node in cluster.list_all_nodes() if node is second]) == 0
-    assert history.restarts == ["Ray started all ranks anew"]
+    # More than one where Ray places ranks on the dead node again before it has missed its heartbeats.
+    assert set(history.restarts) == {"Ray started all ranks anew"}
     assert (history.world_size, history.batch["global_batch_size"]) == (2, 8)
     # Every sample once an epoch and the same steps: the weights are those of one process that nobody touched.
     expected = Trainer(alone, backend="serial", **plain).fit((X, Y), (X, Y))

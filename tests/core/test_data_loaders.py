@@ -236,7 +236,7 @@ class NoLength(Dataset[int]):
         ("train.csv", "cannot read samples"),
         (NoLength(), "no length"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_data_that_cannot_be_read(data: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:

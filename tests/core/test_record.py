@@ -286,22 +286,3 @@ def test_a_run_whose_ranks_never_start_is_on_record(tmp_path: Path) -> None:
 
 def _refuse() -> None:
     raise RuntimeError("not today")
-
-
-def test_keras_models_leave_the_same_record(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    program = (
-        "import keras, numpy as np\n"
-        "from distributed import Trainer\n"
-        "x = np.random.default_rng(0).normal(size=(64, 4)).astype('float32')\n"
-        "y = (x[:, 0] > 0).astype('int64')\n"
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
-        "Trainer(model, backend='tensorflow', device='cpu', batch_size=8, epochs=1, log_every_n_steps=4,\n"
-        "        checkpoint_dir='run').fit((x, y), (x, y))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert kinds(tmp_path / "run") == ["start", "log", "log", "epoch", "checkpoint", "finish", "end"]
-    assert one_run(tmp_path / "run").place["backend"] == "tensorflow"

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy import against_crds
 from tests.deploy.manifest_checks import VERSIONS, problems, reference_problems
 from tests.deploy.rendering import beside_python, documents, pods, render
 
@@ -233,3 +234,40 @@ def test_the_launchers_script_is_clean_shell(tmp_path: Path) -> None:
     path.write_text(data["start.sh"])
     done = subprocess.run([beside_python("shellcheck"), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+CRD = """
+kind: CustomResourceDefinition
+spec:
+  group: ray.io
+  names: {kind: RayJob}
+  versions:
+    - name: v1
+      schema:
+        openAPIV3Schema:
+          type: object
+          properties:
+            apiVersion: {type: string}
+            kind: {type: string}
+            metadata: {type: object}
+            spec: {type: object, %s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("x-kubernetes-preserve-unknown-fields: true, properties: {}", "accepted"),
+        ("properties: {entrypoint: {type: string}}", "Additional properties are not allowed"),
+        ("required: [runtime]", "'runtime' is a required property"),
+    ],
+)
+def test_definitions_of_an_operator_are_read_strictly(
+    spec: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "crd.yaml"
+    path.write_text("just: data\n---" + CRD % spec)
+    assert against_crds.main([str(path)]) == (word != "accepted")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rayjob/rayjob.yaml ray.io/v1 RayJob ")
+    assert word in line
