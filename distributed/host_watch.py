@@ -93,6 +93,7 @@ class HostWatch:
         self._lost: LostHost | None = None
         self._closed, self._found = threading.Event(), threading.Event()
         self._lines: list[socket.socket] = []
+        self._listener: socket.socket | None = None
         self._lock = threading.Lock()
         self._token = secrets.token_hex(16)
         threading.Thread(target=self._serve if node == 0 else self._report, daemon=True).start()
@@ -130,6 +131,8 @@ class HostWatch:
         self._closed.set()
         with self._lock:
             for line in self._lines:
+                with suppress(OSError):  # a listener wakes; on a connection, what was said still arrives
+                    line.shutdown(socket.SHUT_RDWR if line is self._listener else socket.SHUT_WR)
                 line.close()
 
     def _lose(self, peer: _Peer, how: str) -> None:
@@ -149,6 +152,7 @@ class HostWatch:
             return  # this host cannot be watched, which is no reason to fail
         with self._lock:
             self._lines.append(listener)
+            self._listener = listener
         threading.Thread(target=self._beat, daemon=True).start()
         addresses = ["127.0.0.1"] if alone else own_addresses()
         where = {"addresses": addresses, "port": listener.getsockname()[1], "token": self._token}

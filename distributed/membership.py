@@ -40,7 +40,8 @@ _ALIVE = 2
 """Seconds between a host's signs of life; after three without one it is gone. On a busy host a sign may
 come a second late."""
 _FAREWELL = timedelta(seconds=60)
-_JOIN = timedelta(seconds=600)
+_ANSWER = timedelta(seconds=60)
+"""The store answers at once, or its host is gone."""
 
 
 class Hosts:
@@ -63,7 +64,7 @@ class Hosts:
         # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.serves, self._store = _meeting(plan, *endpoint)
-        section = plan.config.elastic
+        section, self._patience = plan.config.elastic, timedelta(seconds=plan.config.collective_timeout)
         self.min_nodes = plan.counts[-1] // plan.local_size
         self._handler = DynamicRendezvousHandler.from_backend(
             run_id="distributed",
@@ -72,7 +73,7 @@ class Hosts:
             min_nodes=self.min_nodes,
             max_nodes=plan.num_nodes,
             local_addr=self._own_address(),
-            timeout=RendezvousTimeout(_JOIN, timedelta(seconds=section.last_call)),
+            timeout=RendezvousTimeout(self._patience, timedelta(seconds=section.last_call)),
             keep_alive_interval=_ALIVE,
         )
         self._round: Any = None
@@ -95,7 +96,7 @@ class Hosts:
             raise _over() from None
         except RendezvousTimeoutError:
             raise UserError(
-                f"fewer than {self.min_nodes} hosts came within {_JOIN.total_seconds():.0f} s",
+                f"fewer than {self.min_nodes} hosts came within {self._patience.total_seconds():g} s",
                 field="elastic.min_ranks",
                 got=self.plan.counts[-1],
                 remedy="Start the same command on more hosts, or allow fewer ranks",
@@ -217,10 +218,11 @@ def _over() -> SystemExit:
 def _meeting(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
     """Whether this process serves the meeting, and its store. Who does claims the checkpoint directory
     before anybody can meet; who comes later must not."""
-    timeout = timedelta(seconds=60)
     if is_own_address(host):
         with suppress(OSError):  # another process of this host was first
             listener = listen(host, port)
             claim_directory(plan)
-            return True, serve(listener, host, 1, timeout)
-    return False, connect(host, port, 1, timeout)
+            return True, serve(listener, host, 1, _ANSWER)
+    store = connect(host, port, 1, timedelta(seconds=plan.config.collective_timeout))
+    store.set_timeout(_ANSWER)
+    return False, store

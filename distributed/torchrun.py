@@ -38,13 +38,13 @@ class Agent(LocalElasticAgent):
         _agents[:] = [self]
 
     def tell(self, number: int) -> bool:
-        """Pass a signal on to the ranks; False when there are none."""
-        context = self._pcontext
-        pids = list(context.pids().values()) if context is not None else []
-        for pid in pids:
+        """Pass a signal on to the ranks; False when there are none, as between a failure and a restart."""
+        context, told = self._pcontext, False
+        for pid in context.pids().values() if context is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return bool(pids)
+                told = True
+        return told
 
     def _start_workers(self, worker_group: Any) -> Any:
         # A rank needs seconds until it can hear; until then the signal waits for it.

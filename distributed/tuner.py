@@ -15,7 +15,7 @@ from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.joined import detect
 from distributed.plugin_manager import get_catalog, load_target, require
 from distributed.tuning.parent import ParentRun
-from distributed.tuning.record import Trial, best_of, load_trials
+from distributed.tuning.record import Trial, best_of, load_trial
 from distributed.tuning.space import parse_space
 from distributed.tuning.trial import ORDER, TrialOrder
 
@@ -96,28 +96,13 @@ class DistributedTuner:
         if not callable(train_fn):
             raise UserError("not a function", field="train_fn", got=type(train_fn).__name__)
         self.train_fn, self.search_space = train_fn, parse_space(search_space)
-        counts = {
-            "num_gpus": num_gpus,
-            "num_cpus": num_cpus,
-            "trials_per_gpu": trials_per_gpu,
-            "ranks_per_trial": ranks_per_trial,
-            "max_concurrent": max_concurrent,
-            "grace_period": grace_period,
-            "max_epochs": max_epochs,
-        }
-        for field, count in counts.items():
-            _check_count(
-                field, count, optional=field not in ("trials_per_gpu", "ranks_per_trial", "grace_period")
-            )
-        if num_gpus is not None and num_cpus is not None:
-            raise UserError("num_gpus and num_cpus both count the slots: give one of them", field="num_cpus")
-        if trials_per_gpu > 1 and ranks_per_trial > 1:
-            raise UserError(
-                "a trial of several ranks has whole GPUs, and trials_per_gpu shares one",
-                field="trials_per_gpu",
-                got=trials_per_gpu,
-                allowed="1 with ranks_per_trial above 1",
-            )
+        _check_slots(num_gpus, num_cpus, trials_per_gpu, ranks_per_trial)
+        for field, count in (
+            ("max_concurrent", max_concurrent),
+            ("grace_period", grace_period),
+            ("max_epochs", max_epochs),
+        ):
+            _check_count(field, count, optional=field != "grace_period")
         if mode not in ("auto", "max", "min"):
             raise UserError("not a mode", field="mode", got=mode, allowed="auto, max, min")
         if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
@@ -334,7 +319,7 @@ class DistributedTuner:
     # -- what came of it ---------------------------------------------------------------
 
     def _trial(self, end: TrialEnd) -> Trial:
-        trial = load_trials(self.output_dir).get(end.name) or Trial(end.name, end.parameters)
+        trial = load_trial(self.output_dir, end.name) or Trial(end.name, end.parameters)
         trial.parameters = end.parameters
         if end.failed and trial.status != "failed":
             lines = [line.strip() for line in (end.error or "").splitlines() if line.strip()]
@@ -369,6 +354,22 @@ def _new_folder(root: Path) -> Path:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_trial: Any) -> None:
+    _check_count("num_gpus", num_gpus, optional=True)
+    _check_count("num_cpus", num_cpus, optional=True)
+    _check_count("trials_per_gpu", trials_per_gpu, optional=False)
+    _check_count("ranks_per_trial", ranks_per_trial, optional=False)
+    if num_gpus is not None and num_cpus is not None:
+        raise UserError("num_gpus and num_cpus both count the slots: give one of them", field="num_cpus")
+    if trials_per_gpu > 1 and ranks_per_trial > 1:
+        raise UserError(
+            "a trial of several ranks has whole GPUs, and trials_per_gpu shares one",
+            field="trials_per_gpu",
+            got=trials_per_gpu,
+            allowed="1 with ranks_per_trial above 1",
+        )
 
 
 def _check_count(field: str, count: Any, optional: bool) -> None:

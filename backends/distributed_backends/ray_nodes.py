@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from distributed.errors import UserError
+from distributed.network import own_addresses
 
 __all__ = ["main"]
 
@@ -52,16 +53,17 @@ def _start(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     own = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     address = f"{_ip(args.meet)}:{args.port}"
+    here = _reachable(_ip(own), _ip(args.meet))
     place = ["--head", f"--port={args.port}", "--include-dashboard=false"]
     where = place if own == args.meet else [f"--address={address}"]
     sizes = [f"--num-cpus={args.num_cpus}", f"--num-gpus={args.num_gpus}"]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    os.execv(sys.executable, [*ray, *where, *sizes, f"--node-ip-address={_ip(own)}"])
+    os.execv(sys.executable, [*ray, *where, *sizes, f"--node-ip-address={here}"])
 
 
 def _run(args: argparse.Namespace) -> int:
     """Become the command when all nodes are there; it finds the cluster by ``RAY_ADDRESS``."""
-    address = f"{_ip(args.meet)}:{args.port}"
+    address = f"{_reachable(_ip(args.meet), _ip(args.meet))}:{args.port}"
     missing = _await_nodes(address, args.num_nodes)
     if missing:
         raise UserError(
@@ -93,11 +95,27 @@ def _await_nodes(address: str, number: int) -> int:
     return number - alive
 
 
+def _reachable(address: str, head: str) -> str:
+    """`address`, or how other hosts reach this one: many hosts call themselves 127.0.1.1 in /etc/hosts."""
+    if not address.startswith("127."):
+        return address
+    if not head.startswith("127."):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((head, 1))  # sends nothing
+            return str(probe.getsockname()[0])
+    return next(iter(own_addresses()), address)
+
+
 def _ip(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError:
-        raise UserError("no such host", field="--meet", got=host) from None
+        raise UserError(
+            "no such host",
+            field="host",
+            got=host,
+            remedy="Every node has to resolve its own name and that of the first one",
+        ) from None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ the validation accuracy passes 95 % within a few epochs.
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,17 @@ def choose_model() -> Any:
 
 
 def main() -> None:
-    """Train with defaults that any flag overrides."""
+    """Train with defaults that any flag overrides.
+
+    Raises:
+        UserError: arguments, which a script of one's own might know.
+    """
+    if arguments := sys.argv[1:]:
+        raise UserError(
+            "the bundled example takes no arguments of its own",
+            got=" ".join(arguments),
+            remedy="Name a script that reads them: --script train.py",
+        )
     train, validation = load_digits()
     trainer = Trainer(choose_model(), batch_size=32, epochs=10, learning_rate=2e-3, log_every_n_steps=10)
     history = trainer.fit(train, validation)

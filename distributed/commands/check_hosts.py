@@ -50,13 +50,9 @@ def _versions(hosts: list[Facts]) -> Iterator[Finding]:
 
 
 def _gpus(hosts: list[Facts], wanted: int | None, device: str) -> Iterator[Finding]:
-    counts = {host.host: len(host.gpus) for host in hosts}
-    if device != "cpu" and wanted is not None and any(counts.values()):
-        short = [host for host, count in counts.items() if count < wanted]
-        if short:
-            told = ", ".join(f"{host} has {counts[host]}" for host in short)
-            yield Finding("GPUs", "error", f"{wanted} a host are asked for: {told}", "See nvidia-smi there")
-            return
+    if wanted is not None and device != "cpu" and (missing := _too_few(hosts, wanted, device)):
+        yield missing
+        return
     kinds = {tuple(host.gpus) for host in hosts}
     if len(kinds) > 1:
         told = "; ".join(f"{host.host}: {', '.join(host.gpus) or 'none'}" for host in hosts)
@@ -64,6 +60,18 @@ def _gpus(hosts: list[Facts], wanted: int | None, device: str) -> Iterator[Findi
     else:
         gpus = ", ".join(hosts[0].gpus) or "none"
         yield Finding("GPUs", "ok", f"{gpus}: the same on all hosts")
+
+
+def _too_few(hosts: list[Facts], wanted: int, device: str) -> Finding | None:
+    if device == "auto" and not any(host.gpus for host in hosts):
+        told = f"none on any host, {wanted} a host are asked for: ranks would be processes on the CPU"
+        remedy = "Ask for them in the cluster's way (srun --gpus-per-node), or say --device cpu"
+        return Finding("GPUs", "warn", told, remedy)
+    short = [f"{host.host} has {len(host.gpus)}" for host in hosts if len(host.gpus) < wanted]
+    if not short:
+        return None
+    told = f"{wanted} a host are asked for: {', '.join(short)}"
+    return Finding("GPUs", "error", told, "See nvidia-smi there")
 
 
 def _clocks(hosts: list[Facts]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from distributed.config.deepspeed import take_native
+from distributed.config.paths import local_path
 from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
@@ -272,8 +273,7 @@ class DistributedConfig(BaseModel):
     def record_dir(self) -> str | None:
         """Where the run's record is written; None nowhere."""
         folder = self.tracking.record_dir or self.checkpoint_dir
-        folder = None if folder is None else folder.removeprefix("file://")
-        return None if folder is None or "://" in folder else folder
+        return local_path(folder)
 
     @property
     def heeds_signals(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Self
 from pydantic import Field, PositiveInt, model_validator
 
 from distributed._version import __version__
+from distributed.config.paths import is_object_store
 from distributed.deploy.checks import check_text
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job
@@ -101,10 +102,19 @@ def _extras(job: Job, settings: DockerSettings) -> list[str]:
         "tensorboard": job.config.wants_tensorboard,
         "mlflow": job.config.wants_mlflow,
         "examples": job.script is None,  # the bundled script's data
-        "object-store": "://" in (job.config.checkpoint_dir or ""),
+        "object-store": is_object_store(job.config.checkpoint_dir),
     }
     found = {name for name, is_wanted in wanted.items() if is_wanted} | set(settings.extra)
+    if settings.build_script is not None and job.spec.name in _own_extras():
+        found.add(job.spec.name)  # what its build needs
     return sorted(found | set(named[1].split(",") if named else ()))
+
+
+def _own_extras() -> list[str]:
+    try:
+        return distribution(_OURS).metadata.get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        return []
 
 
 def _dockerfile(job: Job, settings: DockerSettings, extras: list[str], base: str, cuda: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -125,6 +125,8 @@ def make_job(
     try:
         for word in words:
             check_text(word, "an argument of the script")
+            if looks_secret("", word):
+                raise ValueError("an argument has a password in it, and the files would hold it in clear")
     except ValueError as error:
         raise UserError(str(error), field="--") from None
     if config.launch in ("spawn", "per-rank"):
@@ -159,22 +161,24 @@ def make_job(
     return job
 
 
-def run_yaml(job: Job, drop: Iterable[str] = _PLACE, extra: Mapping[str, Any] | None = None) -> str:
-    """The configuration as the ranks read it: what somebody set, less what the cluster says.
-
-    Args:
-        job: the job.
-        drop: names, or sections, to leave out.
-        extra: values that the target sets.
-    """
+def run_yaml(job: Job) -> str:
+    """The configuration as the ranks read it: what somebody set, less what the cluster says."""
     tree: dict[str, Any] = {}
-    for name, value in _run_values(job, drop, extra).items():
+    for name, value in _run_values(job, _dropped(job)).items():
         *path, leaf = name.split(".")
         place = tree
         for part in path:
             place = place.setdefault(part, {})
         place[leaf] = value
     return dump([tree])
+
+
+def _dropped(job: Job) -> tuple[str, ...]:
+    """Fields that the cluster says, or that are wrong as soon as a host is missing."""
+    if job.spec.remote:
+        return ("launch", "ray.address")
+    counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
+    return ("node_rank", "rdzv_endpoint", "launch", "elastic", *(counts if job.min_nodes is not None else ()))
 
 
 def restartable(job: Job, wanted: bool, flag: str) -> bool:
@@ -244,12 +248,23 @@ def torchrun_flags(job: Job, nodes: str) -> list[str]:
 def _check_secrets(config: DistributedConfig) -> None:
     for layer in as_layers(config):
         for name, value in layer.values.items():
-            if isinstance(value, str) and looks_secret("", value):
+            if any(looks_secret("", text) for text in _texts(value)):
                 raise UserError(
                     "there is a password in it, and the files would hold it in clear",
                     field=name,
                     remedy="Leave it out of the address, and give it to the job as an environment variable",
                 )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def _uses_gpus(config: DistributedConfig) -> bool:
@@ -258,7 +273,7 @@ def _uses_gpus(config: DistributedConfig) -> bool:
     return config.num_gpus is not None or config.gpus_per_node is not None or config.num_processes is None
 
 
-def _run_values(job: Job, drop: Iterable[str], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _run_values(job: Job, drop: Iterable[str]) -> dict[str, Any]:
     dropped = set(drop)
     values = {
         name: list(value) if isinstance(value, tuple) else value
@@ -267,7 +282,7 @@ def _run_values(job: Job, drop: Iterable[str], extra: Mapping[str, Any] | None) 
         if layer.origin != "deepspeed_config" and not {name, name.partition(".")[0]} & dropped
     }
     # A rank that finds no GPU should fail, not train on the CPU for days.
-    return {**values, "device": "cuda" if job.uses_gpus else "cpu", **(extra or {})}
+    return {**values, "device": "cuda" if job.uses_gpus else "cpu"}
 
 
 def _check_plan(job: Job, catalog: Catalog) -> None:
@@ -306,7 +321,7 @@ def _check_plan(job: Job, catalog: Catalog) -> None:
 
 
 def _plan(job: Job, catalog: Catalog, joined: Joined | None) -> RunPlan:
-    layers = [Layer("run.yaml", _run_values(job, (*_PLACE, "elastic"), None))]
+    layers = [Layer("run.yaml", _run_values(job, (*_PLACE, "elastic")))]
     if joined is None:
         layers = as_layers(job.config)
     here = copy.copy(catalog)

@@ -6,6 +6,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.config.paths import local_path
 from distributed.deploy.job import Job
 from distributed.deploy.kube_settings import KubernetesSettings
 from distributed.deploy.kube_text import literal
@@ -25,9 +26,10 @@ def mount_path(directory: str | None) -> str | None:
     Raises:
         UserError: no volume can be mounted there.
     """
-    if directory is None or "://" in directory:
+    folder = local_path(directory)
+    if folder is None:
         return None
-    path = posixpath.normpath(posixpath.join(WORK, directory))
+    path = posixpath.normpath(posixpath.join(WORK, folder))
     inside = path.startswith(f"{WORK}/")
     taken = any(path == place or path.startswith(f"{place}/") for place in _TAKEN)
     if path == "/" or ":" in path or (taken and not inside) or not path.isprintable():

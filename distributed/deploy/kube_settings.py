@@ -38,7 +38,9 @@ class KubernetesSettings(RunSettings):
     storage_class: str | None = Field(None, description="Storage class of that claim; None is the default.")
     env_from_secret: tuple[str, ...] = Field((), description="Secret whose keys become variables.")
     retries: NonNegativeInt = Field(
-        3, description="How often what failed is started again; told to go and saved does not count."
+        3,
+        description="How often what failed is started again; told to go and saved does not count in"
+        " job, jobset and trainjob.",
     )
     grace: PositiveInt = Field(120, description="Seconds to save in when a pod is to go.")
     run_as_user: PositiveInt = Field(1000, description="User and group of the processes; never root.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
+from distributed.config.paths import is_object_store
 from distributed.deploy import kube_kinds
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
@@ -33,8 +35,8 @@ _MAKERS: dict[Kind, Callable[[Pod, list[str]], Made]] = {
     "rayjob": kube_kinds.rayjob,
 }
 _ELASTIC: tuple[Kind, ...] = ("job", "jobset", "rayjob")
-_LIMIT = 1 << 20
-"""Bytes that a ConfigMap may hold, all told."""
+_LIMIT = 250_000
+"""Bytes, as JSON: a ConfigMap may hold 1 MiB, but `kubectl apply` keeps it in an annotation of 256 KiB."""
 
 
 def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered:
@@ -55,8 +57,8 @@ def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered
     pod = Pod(job, settings, claim)
     script, files = _script(job)
     made = _MAKERS[kind](pod, job.train_words(f"{CONFIG}/run.yaml", script, resume))
-    files = {"run.yaml": run_yaml(job, _dropped(job)), **files, **made.scripts}
-    objects = {"files.yaml": [_config_map(pod, files)], **_claims(pod), **made.objects}
+    files = {"run.yaml": run_yaml(job), **files, **made.scripts}
+    objects = {"files.yaml": [_config_map(pod, files)], **_claims(pod, kind), **made.objects}
     manifests = {name: dump(documents) for name, documents in objects.items()}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -66,7 +68,7 @@ def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered
     return Rendered(
         files={"kustomization.yaml": dump([kustomization]), **manifests},
         submit=f"kubectl apply -k {quote(str(output))}",
-        notes=[*job.notes, *_notes(job, settings)],
+        notes=[*job.notes, *_notes(job, settings, kind)],
     )
 
 
@@ -97,31 +99,28 @@ def _kind(job: Job, settings: KubernetesSettings) -> Kind:
     return kind
 
 
-def _dropped(job: Job) -> tuple[str, ...]:
-    if job.spec.remote:
-        return ("launch", "ray.address")
-    counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
-    return ("node_rank", "rdzv_endpoint", "launch", "elastic", *(counts if job.min_nodes is not None else ()))
-
-
 def _claim(job: Job, settings: KubernetesSettings) -> str | None:
     if mount_path(job.config.checkpoint_dir) is None:
         return None
     return settings.claim or f"{settings.name}-checkpoints"
 
 
-def _claims(pod: Pod) -> dict[str, list[dict[str, Any]]]:
+def _is_shared(job: Job, kind: Kind) -> bool:
+    """Whether several pods mount the claim; mpirun's launcher does, and so does Ray's head."""
+    return job.num_nodes > 1 or kind in ("mpijob", "rayjob")
+
+
+def _claims(pod: Pod, kind: Kind) -> dict[str, list[dict[str, Any]]]:
     settings = pod.settings
     if pod.claim is None or settings.claim is not None:
         return {}
     storage = {"storageClassName": settings.storage_class} if settings.storage_class is not None else {}
-    shared = pod.job.num_nodes > 1 or pod.job.spec.remote
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": pod.metadata(pod.claim),
         "spec": {
-            "accessModes": ["ReadWriteMany" if shared else "ReadWriteOnce"],
+            "accessModes": ["ReadWriteMany" if _is_shared(pod.job, kind) else "ReadWriteOnce"],
             **storage,
             "resources": {"requests": {"storage": settings.claim_size}},
         },
@@ -141,10 +140,10 @@ def _script(job: Job) -> tuple[str | None, dict[str, str]]:
 
 
 def _config_map(pod: Pod, files: dict[str, str]) -> dict[str, Any]:
-    size = sum(len(name.encode()) + len(text.encode()) for name, text in files.items())
+    size = len(json.dumps(files))
     if size > _LIMIT:
         raise UserError(
-            f"script and configuration are {size} bytes, and a ConfigMap holds {_LIMIT}",
+            f"script and configuration are {size:,} bytes, and `kubectl apply` takes {_LIMIT:,}",
             field="--script",
             got=pod.job.script_name,
             remedy="Put most of it into a package in the image, and leave a short script",
@@ -157,20 +156,19 @@ def _config_map(pod: Pod, files: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _notes(job: Job, settings: KubernetesSettings) -> list[str]:
+def _notes(job: Job, settings: KubernetesSettings, kind: Kind) -> list[str]:
     found = []
     if job.script is not None:
         found.append("the script alone travels; modules beside it have to be in the image")
-    if settings.claim is None and mount_path(job.config.checkpoint_dir) and job.num_nodes > 1:
+    if settings.claim is None and mount_path(job.config.checkpoint_dir) and _is_shared(job, kind):
         found.append(
             "the claim is ReadWriteMany, which not every storage class has: see --storage-class, --claim"
         )
-    if (
-        job.config.checkpoint_dir is not None
-        and "://" in job.config.checkpoint_dir
-        and not settings.env_from_secret
-    ):
+    directory = job.config.checkpoint_dir
+    if is_object_store(directory) and not settings.env_from_secret:
         found.append("the object store wants credentials: --env-from-secret NAME")
+    if kind in ("mpijob", "rayjob") and settings.retries and directory is not None:
+        found.append(f"a {kind} counts told to go and saved as a failure, too: raise --retries")
     local = [name for name, wanted in (("TensorBoard", job.config.wants_tensorboard),) if wanted]
     if job.config.wants_mlflow and not (job.config.tracking.mlflow_tracking_uri or "").startswith("http"):
         local.append("MLflow")

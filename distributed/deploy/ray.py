@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from distributed.config.paths import local_path
 from distributed.deploy.checks import check_text
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
@@ -80,8 +81,8 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
         UserError: another backend; checkpoints that would be lost with the job's folder.
     """
     form_of(job, {"ray": None}, "Ray")
-    directory = job.config.checkpoint_dir
-    if directory is not None and "://" not in directory and not PurePosixPath(directory).is_absolute():
+    directory = local_path(job.config.checkpoint_dir)
+    if directory is not None and not PurePosixPath(directory).is_absolute():
         raise UserError(
             "the job runs in a folder of its own that goes with it, and the checkpoints in there, too",
             field="checkpoint_dir",
@@ -100,7 +101,7 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     words = job.train_words("run.yaml", None if text is None else "train.py", resume)
     python = quote(settings.python)
     files = {
-        "job/run.yaml": run_yaml(job, ("launch", "ray.address")),
+        "job/run.yaml": run_yaml(job),
         "job/start.sh": f"#!/bin/bash\nexec {python} -m {' '.join(map(quote, words))}\n",
         "runtime_env.yaml": dump([{"env_vars": settings.env}]) if settings.env else "{}\n",
         "submit.sh": _submit(settings),

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from distributed.config.paths import local_path
 from distributed.deploy.checks import check_text, parse_bytes, parse_slurm_time
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
@@ -127,18 +128,10 @@ def render(job: Job, settings: SlurmSettings, output: PurePath) -> Rendered:
     ]
     script = output / f"{settings.name}.sbatch"
     return Rendered(
-        files={script.name: "\n".join(parts) + "\n", config.name: run_yaml(job, _dropped(job))},
+        files={script.name: "\n".join(parts) + "\n", config.name: run_yaml(job)},
         submit=f"sbatch {quote(str(script))}",
         notes=[*job.notes, *_notes(job)],
     )
-
-
-def _dropped(job: Job) -> tuple[str, ...]:
-    """Fields that the script says, or that are wrong as soon as a host is missing."""
-    if job.spec.remote:
-        return ("launch", "ray.address")
-    counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
-    return ("node_rank", "rdzv_endpoint", "launch", "elastic", *(counts if job.min_nodes is not None else ()))
 
 
 def _header(job: Job, settings: SlurmSettings) -> list[str]:
@@ -235,7 +228,7 @@ def _notes(job: Job) -> list[str]:
     found = []
     if job.spec.remote and job.config.ray.address is not None:
         found.append("ray.address is left out: the job starts a Ray cluster of its own")
-    directory = job.config.checkpoint_dir
+    directory = local_path(job.config.checkpoint_dir)
     local = ("/tmp", "/var/tmp", "/dev/shm", "/run")
     if directory is not None and any(PurePath(directory).is_relative_to(place) for place in local):
         found.append(

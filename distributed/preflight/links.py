@@ -57,17 +57,19 @@ class EchoServer:
             line.sendall(b"!")
 
 
-def measure_links(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, Link]:
+def measure_links(node: int, places: Mapping[int, tuple[str, int]], within: float) -> dict[int, Link]:
     """The links from `node` to the others.
 
     Args:
         node: this host's number.
         places: node -> address and port of its `EchoServer`.
+        within: seconds for all of them together.
 
     Returns:
         other node -> link; the hosts measure at the same time, so a bandwidth is under load.
     """
-    return {other: _measure(*places[other]) for other in _partners(node, len(places))}
+    ends = time.monotonic() + within
+    return {other: _measure(*places[other], ends) for other in _partners(node, len(places))}
 
 
 def _partners(node: int, number: int) -> list[int]:
@@ -77,10 +79,13 @@ def _partners(node: int, number: int) -> list[int]:
     return [(node + step) % number for step in steps]
 
 
-def _measure(address: str, port: int) -> Link:
+def _measure(address: str, port: int, ends: float) -> Link:
+    left = ends - time.monotonic()
+    if left <= 0:
+        return Link(f"{address}:{port}: not tried, the ways before it took too long")
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as line:
-            line.settimeout(60.0)
+            line.settimeout(left)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             round_trip = min(_trip(line) for _ in range(_TRIPS))
             started = time.perf_counter()

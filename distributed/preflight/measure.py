@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed.config.paths import local_path
 from distributed.joined import Joined
 from distributed.network import is_loopback, loopback_interface
 from distributed.preflight.facts import Facts, own_facts
@@ -82,7 +84,9 @@ def survey(place: Joined, timeout: float, checkpoint_dir: str | None = None, use
     try:
         places = meeting.all("place", (facts.address, server.port))
         facts.clock, facts.clock_error = _clock(meeting)
-        facts.links = measure_links(node, {other: (p[0], p[1]) for other, p in enumerate(places)})
+        ends = {other: (p[0], p[1]) for other, p in enumerate(places)}
+        # The others wait for what this host has to say, and not longer than `timeout`.
+        facts.links = measure_links(node, ends, timeout / 2)
         facts.checkpoint = _shared(meeting, checkpoint_dir)
         hosts = [Facts.from_dict(told) for told in meeting.all("facts", asdict(facts))]
     finally:
@@ -142,16 +146,18 @@ def _clock(meeting: _Meeting) -> tuple[float, float]:
 
 def _shared(meeting: _Meeting, directory: str | None) -> str | None:
     """Whether all hosts see node 0's file in `directory` and can write there."""
-    if directory is None or "://" in directory:
+    path = local_path(directory)
+    if path is None:
         return None
-    folder = Path(directory)
+    folder = Path(path)
     name = f".preflight_{meeting.hear('token') if meeting.node else _new_token(meeting)}"
     problem = _written(folder / f"{name}_{meeting.node}")
     meeting.all("written", problem)
     if not problem and not _seen(folder / f"{name}_0"):
-        problem = f"{directory} is not the folder of node 0: its file is not there"
+        problem = f"{folder} is not the folder of node 0: its file is not there"
     meeting.all("looked", problem)
-    (folder / f"{name}_{meeting.node}").unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / f"{name}_{meeting.node}").unlink()
     return problem
 
 

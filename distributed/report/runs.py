@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from distributed.checkpoint.best import larger_is_better, metric_name
@@ -215,8 +217,8 @@ class Run:
 
     def throughput(self) -> float | None:
         """Median samples per second of the log steps, None without any."""
-        values = sorted(self.series("samples_per_second").values)
-        return values[len(values) // 2] if values else None
+        values = [value for value in self.series("samples_per_second").values if math.isfinite(value)]
+        return median(values) if values else None
 
     def seconds(self) -> float:
         """From the first line of its attempts to the last, pauses between them left out."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from distributed.config.paths import local_path
 from distributed.report.lines import NAME
 from distributed.report.read import Record, read_record
 from distributed.report.runs import Attempt, Failure, Line, Run
@@ -137,8 +138,8 @@ def _attempt_of(line: Line, attempts: dict[str, Attempt], runs: list[Run], recor
 def _add_reports(runs: list[Run], folder: Path) -> None:
     """Add the failure reports beside the record that no line tells of: of a stall, or of a run whose
     launcher was killed as well."""
-    place = runs[-1].setting("checkpoint_dir")
-    folders = dict.fromkeys([folder, *([Path(str(place))] if place and "://" not in str(place) else [])])
+    place = local_path(str(runs[-1].setting("checkpoint_dir") or "")) or folder
+    folders = dict.fromkeys([folder, Path(place)])
     for path in sorted(path for found in folders for path in found.glob("failure_report_*.txt")):
         run = next((run for run in reversed(runs) if _time_of(path) >= run.started), None)
         if run is None or any(path.name in f.summary or path.name in f.details for f in run.failures):

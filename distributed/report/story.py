@@ -267,7 +267,7 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> Html:
         rows.append(
             [
                 Html(f"{swatch}{escape(name)}"),
-                Html(f"<span class={run.status}>{escape(run.status)}</span>"),
+                Html(f'<span class="{escape(run.status)}">{escape(run.status)}</span>'),
                 str(run.place.get("backend", "")),
                 str(run.place.get("world_size", "")),
                 str((run.place.get("batch") or {}).get("global_batch_size", "")),

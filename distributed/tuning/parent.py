@@ -11,7 +11,7 @@ from typing import Any
 from distributed.config import Layer, load_layers
 from distributed.interfaces.tracker import Tracker
 from distributed.mixins.tracking import capture_contexts, check_trackers, enabled_trackers, start_tracker
-from distributed.plugin_manager import get_catalog
+from distributed.plugin_manager import get_catalog, load_target
 from distributed.tuning.record import Trial
 
 __all__ = ["ParentRun"]
@@ -53,6 +53,8 @@ class ParentRun:
         catalog = get_catalog()
         captured = capture_contexts(self.config, catalog)
         for spec in enabled_trackers(self.config, catalog):
+            if load_target(spec.target).child_context is Tracker.child_context:
+                continue  # a search is no run of its own there
             context = captured.get(spec.name, {})
             before = self.earlier.get(spec.name, {}).get("parent_run_id")
             if before:

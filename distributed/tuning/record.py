@@ -19,7 +19,6 @@ __all__ = [
     "deciding",
     "is_number",
     "load_trial",
-    "load_trials",
     "ranked",
     "trial_folder",
 ]
@@ -112,13 +111,6 @@ def load_trial(folder: str | Path, name: str) -> Trial | None:
     """What is recorded of one trial; None when it never began."""
     path = trial_folder(folder, name) / RECORD
     return Trial(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-
-
-def load_trials(folder: str | Path) -> dict[str, Trial]:
-    """The trials recorded in a search's folder, by name."""
-    names = sorted(path.parent.name for path in Path(folder, "trials").glob(f"*/{RECORD}"))
-    found = {name: load_trial(folder, name) for name in names}
-    return {name: trial for name, trial in found.items() if trial is not None}
 
 
 def is_number(value: Any) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
 from distributed.interfaces.callback import Band, Callback, Context
@@ -125,7 +126,7 @@ class Ear:
         self._key = secrets.token_bytes(16)
         # An abstract name leaves no file behind when the trial is killed; the key keeps others out.
         self._name = f"distributed-{secrets.token_hex(8)}"
-        self._listener = Listener(f"\0{self._name}", family="AF_UNIX", authkey=self._key)
+        self._listener = Listener(f"\0{self._name}", family="AF_UNIX")
         self._closing = threading.Event()
         self._one_at_a_time = threading.Lock()
 
@@ -144,16 +145,17 @@ class Ear:
                 os.environ[TRIAL] = before
             self._closing.set()
             # Nothing else wakes a thread that waits for callers.
-            Client(f"\0{self._name}", family="AF_UNIX", authkey=self._key).close()
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as nudge:
+                nudge.connect(f"\0{self._name}")
             thread.join()
             self._listener.close()
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, OSError):
-                continue  # a stranger, or a rank that died while it called
+        while True:
+            connection = self._listener.accept()
+            if self._closing.is_set():
+                connection.close()
+                return
             threading.Thread(
                 target=self._listen, args=(connection,), daemon=True, name="trial-caller"
             ).start()
@@ -161,6 +163,12 @@ class Ear:
     def _listen(self, connection: Connection[Any, Any]) -> None:
         """Hear one caller out. A caller that is hung up on stops its run."""
         with connection:
+            try:
+                # Here and not in `accept`, which a stranger who says nothing would keep from the next caller.
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+            except (AuthenticationError, EOFError, OSError):
+                return
             while True:
                 try:
                     said = Said(**json.loads(connection.recv_bytes()))

@@ -146,7 +146,12 @@ class TrialRun(ScriptRun):
                 remedy="Call fit once in train_fn, or use scheduler='asha'",
             )
         suffix = f"_{self.num_fits + 1}" if self.num_fits else ""
-        places: dict[str, Any] = {"tracking.run_name": f"{self.name}{suffix}", "tracking.progress": "off"}
+        places: dict[str, Any] = {
+            "tracking.run_name": f"{self.name}{suffix}",
+            "tracking.progress": "off",
+            # In one record, a trial would be taken for another one that goes on.
+            "tracking.record_dir": None,
+        }
         if not self.order.checkpoints:
             return places
         metric = self.order.metric or ""

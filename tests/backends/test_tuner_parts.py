@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 
 from distributed import DistributedTuner, Trainer, UserError, WorkerError
 from distributed.cli import main
+from distributed.config import Layer
 from distributed.config.command_line import active
+from distributed.report.lines import NAME
 from distributed.testing.conformance import problem, small_model
+from distributed.tuning.parent import ParentRun
 from distributed.tuning.picture import write_picture
 from distributed.tuning.record import Trial, best_of, load_trial, ranked
 from distributed.tuning.relay import TRIAL, Ear, TrialReport
@@ -224,6 +228,16 @@ def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
     assert heard == []
 
 
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    ear = Ear(lambda *said: None, waits=False)
+    with ear.open(), socket.socket(socket.AF_UNIX) as silent:
+        address, key, _ = os.environ[TRIAL].split(" ")
+        silent.connect(f"\0{address}")
+        report = TrialReport(f"\0{address}", bytes.fromhex(key), False)
+        report.on_run_start(None)  # type: ignore[arg-type]
+        report.on_run_end(None, "finished")  # type: ignore[arg-type]
+
+
 # -- records ---------------------------------------------------------------------------
 
 
@@ -298,3 +312,15 @@ def test_the_verb_refuses_what_makes_no_sense(
     file.write_text(text)
     assert main(["tune", "--config", str(file), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_search_leaves_the_users_record_alone(tmp_path: Path) -> None:
+    """Neither an empty run of its own, nor all trials as one run."""
+    kept = Layer(
+        "config", {"checkpoint_dir": str(tmp_path / "mine"), "tracking.record_dir": str(tmp_path / "r")}
+    )
+    with ParentRun([kept], "search", {}, {}):
+        pass
+    run_trial(order(tmp_path, layers=(kept,)), {"a": 1}, Heard())
+    found = {path.parent.relative_to(tmp_path) for path in tmp_path.rglob(NAME)}
+    assert found == {Path("trials/t/checkpoints")}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed.cli import main
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TRAIN = ["-m", "distributed.cli", "train"]
@@ -96,3 +98,9 @@ def test_every_example_is_listed_and_tested() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
     page, here = (EXAMPLES / "README.md").read_text(), Path(__file__).read_text()
     assert {name for name in names if f"({name})" not in page or f'"{name}"' not in here} == set()
+
+
+def test_the_bundled_example_takes_no_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a search over --hidden-size would rank noise."""
+    assert main(["train", "--", "--hidden-size", "8"]) == 2
+    assert "the bundled example takes no arguments of its own" in capsys.readouterr().err

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -117,3 +119,18 @@ def test_nobody_is_lost_where_nobody_was_heard(join: Join) -> None:
     """A firewall between the hosts must not end a run that trains."""
     watch = join(1, timeout=0.2)
     assert watch.lost_within(1.0) is None
+
+
+def test_nothing_stays_open_of_watches_that_are_over(join: Join) -> None:
+    """A process that trains again and again over several hosts would run out of sockets."""
+    threads, sockets = set(threading.enumerate()), len(_open())
+    first, second = join(0), join(1)
+    until(lambda: first._peers and second._peers, "the hosts met")
+    first.close()
+    second.close()
+    until(lambda: not set(threading.enumerate()) - threads, "their threads ended")
+    until(lambda: len(_open()) <= sockets, "their sockets are closed")
+
+
+def _open() -> list[object]:
+    return [c for c in psutil.Process().net_connections("tcp4") if c.status in ("LISTEN", "ESTABLISHED")]

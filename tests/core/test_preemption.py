@@ -166,6 +166,23 @@ def test_our_torchrun_passes_signals_on_and_exits_with_75(
     assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
 
 
+def test_a_signal_that_reached_nobody_was_not_passed_on() -> None:
+    """Between a failure and a restart torch still knows the pids of the ranks that ended."""
+    from distributed.torchrun import Agent
+
+    class Ended:
+        def pids(self) -> dict[int, int]:
+            process = subprocess.Popen(["true"])
+            process.wait()
+            return {0: process.pid}
+
+    agent = Agent.__new__(Agent)
+    agent._pcontext = Ended()
+    assert not agent.tell(signal.SIGUSR1)
+    agent._pcontext = None
+    assert not agent.tell(signal.SIGUSR1)
+
+
 @pytest.mark.parametrize(("code", "seen"), [(3, 1), (2, 2)])
 def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     code: int, seen: int, tmp_path: Path

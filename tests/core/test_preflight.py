@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from distributed.cli import main
 from distributed.commands.check_hosts import judge
 from distributed.commands.findings import Finding
 from distributed.preflight.facts import Facts, Link
+from distributed.preflight.links import measure_links
 from distributed.preflight.measure import AllReduce, Survey
 from distributed.rendezvous import listen
 
@@ -84,6 +87,21 @@ def test_gpus_that_are_missing_are_counted() -> None:
     assert (finding.status, finding.message) == ("error", "2 a host are asked for: n1 has 1")
 
 
+@pytest.mark.parametrize(
+    ("device", "status", "says"),
+    [
+        ("auto", "warn", "none on any host, 2 a host are asked for"),
+        ("cuda", "error", "2 a host are asked for: n0 has 0, n1 has 0"),
+        ("cpu", "ok", "none: the same on all hosts"),
+    ],
+)
+def test_no_gpu_anywhere_is_said(device: str, status: str, says: str) -> None:
+    findings = judge(Survey([host(0), host(1)], AllReduce("gloo", 1e-4, 1e9)), 2, device)
+    (finding,) = [f for f in findings if f.name == "GPUs"]
+    assert finding.status == status
+    assert finding.message.startswith(says)
+
+
 def test_a_collective_that_fails_is_an_error() -> None:
     (finding,) = found(host(0), host(1), reduced=AllReduce("gloo", error="no route"))
     assert (finding.status, finding.message) == ("error", "gloo: no route")
@@ -96,7 +114,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_two_hosts_meet_measure_and_agree(tmp_path: str) -> None:
+def test_two_hosts_meet_measure_and_agree(tmp_path: Path) -> None:
     place = ["--num-nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     words = [sys.executable, "-m", "distributed.cli", "preflight", "--device", "cpu", *place]
     words += ["--checkpoint-dir", str(tmp_path), "--json", "--node-rank"]
@@ -114,6 +132,28 @@ def test_two_hosts_meet_measure_and_agree(tmp_path: str) -> None:
     assert survey["all_reduce"]["bandwidth"] > 0
     assert {f["status"] for f in survey["findings"]} <= {"ok", "warn"}
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_is_a_finding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    place = ["--num-nodes", "1", "--checkpoint-dir", f"{tmp_path}/file/run", "--json"]
+    assert main(["preflight", "--device", "cpu", *place]) == 1
+    out = capfd.readouterr().out
+    (finding,) = [f for f in json.loads(out[out.index("{") :])["findings"] if f["name"] == "checkpoint_dir"]
+    assert finding["status"] == "error"
+    assert f"cannot write to {tmp_path}/file/run" in finding["message"]
+
+
+def test_hosts_that_do_not_answer_are_named_in_the_time_there_is() -> None:
+    """The others wait for what this one found, and would end before it if each took its full patience."""
+    with listen("127.0.0.1", 0) as silent:
+        place = ("127.0.0.1", int(silent.getsockname()[1]))
+        started = time.monotonic()
+        links = measure_links(0, {0: place, 1: place, 2: place, 3: place}, 0.3)
+        assert time.monotonic() - started < 4.0
+    assert list(links) == [1, 2, 3]
+    assert "timed out" in links[1].error
+    assert "not tried" in links[3].error
 
 
 def test_a_host_that_does_not_come_is_named(capfd: pytest.CaptureFixture[str]) -> None:

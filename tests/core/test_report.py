@@ -301,3 +301,17 @@ def test_runs_of_one_name_get_names_of_their_own() -> None:
         write_attempt(Path(folder))
     runs = [one_run(Path("x/run")), one_run(Path("y/run")), one_run(Path("y/run"))]
     assert len(set(names_of(runs))) == 3
+
+
+def test_the_median_of_an_even_number_is_between_the_two(tmp_path: Path) -> None:
+    write_attempt(tmp_path, steps=range(10, 20, 10), rate=100.0, finish=None)
+    append(tmp_path, "log", {"attempt": "a", "step": 20, "figures": {"samples_per_second": 200.0}})
+    assert one_run(tmp_path).throughput() == 150.0
+
+
+def test_no_word_of_a_record_is_markup_in_a_comparison(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_attempt(tmp_path / name, finish=None)
+        write_end(tmp_path / name, status="x onmouseover=alert(1)")
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--output", "page.html"]) == 0
+    assert "<span class=x onmouseover" not in Path("page.html").read_text()

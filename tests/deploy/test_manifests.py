@@ -271,3 +271,19 @@ def test_definitions_of_an_operator_are_read_strictly(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("rayjob/rayjob.yaml ray.io/v1 RayJob ")
     assert word in line
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("job", "ReadWriteOnce"), ("mpijob", "ReadWriteMany")])
+def test_a_claim_that_two_pods_mount_is_shared(kind: str, mode: str) -> None:
+    """mpirun's launcher mounts it beside the only node."""
+    rendered = render("kubernetes", {**RUN, **KINDS[kind], "num_nodes": 1}, {"kind": kind})
+    assert documents(rendered)["PersistentVolumeClaim"]["spec"]["accessModes"] == [mode]
+    assert any("ReadWriteMany" in note for note in rendered.notes) == (kind == "mpijob")
+    assert any("raise --retries" in note for note in rendered.notes) == (kind == "mpijob")
+
+
+def test_a_file_url_is_a_folder() -> None:
+    rendered = render("kubernetes", {**RUN, "checkpoint_dir": "file:///checkpoints/run"})
+    (container,) = pods(rendered)[0]["spec"]["containers"]
+    assert "/checkpoints/run" in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert not any("credentials" in note for note in rendered.notes)

@@ -107,6 +107,7 @@ HEAD = {"dashboard": "http://head:8265"}
         ("kubernetes", {}, {"env": ["DB=postgres://me:pw@host/x"]}, "--env-from-secret NAME"),
         ("kubernetes", {}, {"env": ["db_password=x"]}, "looks like a secret"),
         ("slurm", {"tracking": {"mlflow_tracking_uri": "http://me:pw@host"}}, {}, "password in it"),
+        ("slurm", {"fsdp": {"block_classes": ["x", "http://me:pw@host"]}}, {}, "password in it"),
         ("kubernetes", {}, {"env": ["1A=x"]}, "no name of a variable"),
         ("kubernetes", {}, {"env": ["A"]}, "has no '='"),
         ("slurm", {}, {"env": ["A=\0"]}, "NUL"),
@@ -131,10 +132,10 @@ def test_what_only_sounds_like_a_secret_is_taken(name: str) -> None:
 
 def test_a_script_too_large_for_a_config_map(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("#" * (1 << 20))
-    with pytest.raises(UserError, match="a ConfigMap holds 1048576"):
+    script.write_text("\n" * 130_000)  # two bytes each, as JSON
+    with pytest.raises(UserError, match="`kubectl apply` takes 250,000"):
         render("kubernetes", RUN, script=script)
-    script.write_text("#" * ((1 << 20) - 1000))
+    script.write_text("#" * 249_000)
     render("kubernetes", RUN, script=script)
 
 
@@ -210,3 +211,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     (tmp_path / "file").write_text("")
     assert main(["deploy", "slurm", "--output", str(tmp_path / "file" / "out"), *FLAGS]) == 2
     assert "cannot write there" in capsys.readouterr().err
+
+
+def test_a_password_among_the_scripts_arguments_is_refused() -> None:
+    with pytest.raises(UserError, match="an argument has a password in it"):
+        render("slurm", RUN, arguments=["--db", "postgresql://me:pw@host/x"])

@@ -87,6 +87,7 @@ def test_dockerfiles_are_clean(
         user = settings.get("user", 1000)
         assert f"\nUSER {user}:{user}\n" in written[name]
         assert "--no-cache-dir" in written[name]
+    assert ("horovod," in written["Dockerfile.cpu"]) == (config.get("backend") == "horovod")
     assert written[".dockerignore"].startswith("*\n")
     assert "torch==" in written["constraints.txt"]
     assert "+" not in written["constraints.txt"]
