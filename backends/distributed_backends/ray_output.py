@@ -9,9 +9,12 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from typing import Any
 
+import ray
 from ray.exceptions import RayError
 from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.preemption import ask
 
@@ -35,8 +38,11 @@ class Relay:
     """
 
     def __init__(self, asks: bool) -> None:
-        self.queue = Queue(actor_options={"num_cpus": 0})
-        self.orders = Queue(actor_options={"num_cpus": 0}) if asks else None
+        # On the caller's node: on any other, its end would be that of every restart as well.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        place = {"num_cpus": 0, "scheduling_strategy": here}
+        self.queue = Queue(actor_options=place)
+        self.orders = Queue(actor_options=place) if asks else None
         self.places: dict[int, tuple[str, int]] = {}
         self.num_starts = 0
         self._thread = threading.Thread(target=self._show, daemon=True, name="ray-output")
@@ -63,8 +69,14 @@ class Relay:
         assert self.orders is not None
         threading.Thread(target=self.orders.put, args=(name,), daemon=True).start()
 
+    def _next(self) -> Any:
+        try:
+            return self.queue.get()
+        except RayError:
+            return None  # the cluster is gone, which whoever waits for the run says
+
     def _show(self) -> None:
-        while (item := self.queue.get()) is not None:
+        while (item := self._next()) is not None:
             rank, kind, value = item
             if kind == "place":
                 self.places[rank] = value

@@ -150,7 +150,7 @@ def test_torchruns_ranks_are_told_too(network: Network, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += [f"--node-rank={number}", "--master-addr=n0", "--master-port=29500", SCRIPT]
         with (tmp_path / f"{host.name}.log").open("w") as log:
-            env = {"OMP_NUM_THREADS": "1", "MARK": "6", "PACE": "0.1"}
+            env = {"OMP_NUM_THREADS": "1", "MARK": "6", "PACE": "0.1", "WATCHER": "1"}
             options: dict[str, Any] = {"cwd": tmp_path, "env": env, "stderr": subprocess.STDOUT}
             processes.append(host.start(command, stdout=log, **options))
     mark = tmp_path / "step_6"

@@ -83,7 +83,7 @@ def test_a_node_is_killed_and_the_run_completes(nodes: tuple[Any, Any], tmp_path
         callbacks=[StandOn(second.node_id, tmp_path)],
         checkpoint_dir=str(tmp_path / "saved"),
         checkpoint={"every_n_steps": 2, "asynchronous": False},
-        elastic={"max_restarts": 4},
+        elastic={"max_restarts": 2},
     ).fit((X, Y), (X, Y))
     killer.join()
     places = {path.name.rpartition("_on_")[2] for path in tmp_path.glob("rank_*_on_*")}

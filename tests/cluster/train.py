@@ -1,7 +1,8 @@
 """Trains 240 samples on hosts of a test: `Tally` has a weight per sample, so that it shows which were used.
 
 The working folder is shared by the hosts. ``MARK=STEP`` leaves the file ``step_STEP`` there when rank 0 has
-done it, and from then on each step takes ``PACE`` seconds.
+done it, and from then on each step takes ``PACE`` seconds. With ``WATCHER`` it waits there until the hosts
+watch each other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -39,9 +41,21 @@ class Mark(Callback):
         at, pace = int(os.environ.get("MARK", "0")), float(os.environ.get("PACE", "0"))
         slow = os.environ.get("SLOW_HOST") == context.world.host
         if context.progress.step == at and context.world.rank == 0:
+            while "WATCHER" in os.environ and not watched():
+                time.sleep(0.05)
             Path(f"step_{at}").touch()
         if at and (context.progress.step >= at or slow) and (slow or "SLOW_HOST" not in os.environ):
             time.sleep(pace)
+
+
+def watched() -> bool:
+    """Whether the watcher beside this rank hears the other host: one that dies before is missed by nobody."""
+    own = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    return any(
+        line.status == psutil.CONN_ESTABLISHED and line.raddr.ip not in own
+        for process in psutil.Process().children(recursive=True)
+        for line in process.net_connections("tcp4")
+    )
 
 
 def tally_step(model: nn.Module, batch: list[Tensor]) -> Tensor:
