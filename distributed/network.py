@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["is_loopback", "is_own_address", "loopback_interface", "own_addresses"]
+__all__ = ["address_towards", "is_loopback", "is_own_address", "loopback_interface", "own_addresses"]
 
 
 def is_own_address(host: str) -> bool:
@@ -26,6 +26,17 @@ def loopback_interface() -> str:
     """The name of the loopback interface, for gloo."""
     names = [name for _, name in socket.if_nameindex()]
     return "lo" if "lo" in names else next((n for n in names if n.startswith("lo")), names[0])
+
+
+def address_towards(host: str, port: int = 1) -> str:
+    """This host's own address on the way to `host`, by IPv4. Nothing is sent.
+
+    Raises:
+        OSError: there is no way.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
 
 
 def own_addresses() -> list[str]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from distributed.errors import UserError
-from distributed.network import own_addresses
+from distributed.network import address_towards, is_loopback, own_addresses
 
 __all__ = ["main"]
 
@@ -52,8 +52,8 @@ def _start(args: argparse.Namespace) -> int:
     # The scheduler's warning is for the driver, and would end every process of Ray's.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     own = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    address = f"{_ip(args.meet)}:{args.port}"
-    here = _reachable(_ip(own), _ip(args.meet))
+    head = _ip(args.meet)
+    address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
     place = ["--head", f"--port={args.port}", "--include-dashboard=false"]
     where = place if own == args.meet else [f"--address={address}"]
     sizes = [f"--num-cpus={args.num_cpus}", f"--num-gpus={args.num_gpus}"]
@@ -63,7 +63,8 @@ def _start(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """Become the command when all nodes are there; it finds the cluster by ``RAY_ADDRESS``."""
-    address = f"{_reachable(_ip(args.meet), _ip(args.meet))}:{args.port}"
+    head = _ip(args.meet)
+    address = f"{_reachable(head, head)}:{args.port}"
     missing = _await_nodes(address, args.num_nodes)
     if missing:
         raise UserError(
@@ -97,12 +98,10 @@ def _await_nodes(address: str, number: int) -> int:
 
 def _reachable(address: str, head: str) -> str:
     """`address`, or how other hosts reach this one: many hosts call themselves 127.0.1.1 in /etc/hosts."""
-    if not address.startswith("127."):
+    if not is_loopback(address):
         return address
-    if not head.startswith("127."):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head, 1))  # sends nothing
-            return str(probe.getsockname()[0])
+    if not is_loopback(head):
+        return address_towards(head)
     return next(iter(own_addresses()), address)
 
 

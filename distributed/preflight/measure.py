@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from distributed.config.paths import local_path
 from distributed.joined import Joined
-from distributed.network import is_loopback, loopback_interface
+from distributed.network import address_towards, is_loopback, loopback_interface
 from distributed.preflight.facts import Facts, own_facts
 from distributed.preflight.links import EchoServer, measure_links
 from distributed.rendezvous import await_ranks, open_store
@@ -118,9 +117,7 @@ class _Meeting:
 def _own_address(place: Joined) -> str:
     if is_loopback(place.master_addr):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.master_addr, place.master_port or 1))  # sends nothing
-        return str(probe.getsockname()[0])
+    return address_towards(place.master_addr, place.master_port or 1)
 
 
 def _clock(meeting: _Meeting) -> tuple[float, float]:

@@ -152,7 +152,10 @@ class Ear:
 
     def _serve(self) -> None:
         while True:
-            connection = self._listener.accept()
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                continue  # a caller that died while it called
             if self._closing.is_set():
                 connection.close()
                 return
