@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
 
+# Tests start hundreds of processes: each would compile the project anew where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 # What `make demo` trains; the bundled example sets everything else itself.
 DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \

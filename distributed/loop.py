@@ -253,6 +253,8 @@ class TrainingLoop(
             },
             self.tracked_place(),
         )
+        if self.plan.mode == "spawn":
+            gc.enable()  # see `run_folder`; what callbacks set holds
         self._notify("on_run_start", self)
 
     def warm_up(self, step: int) -> None:

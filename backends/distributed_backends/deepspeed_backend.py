@@ -319,11 +319,25 @@ def _import_for(device: str) -> None:
     before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
     try:
-        with _linker_unheard():
+        with _linker_unheard(), _missing("mlflow"):
             import_module("deepspeed")
     finally:
         if before is None:
             del os.environ["DS_ACCELERATOR"]
+
+
+@contextmanager
+def _missing(name: str) -> Iterator[None]:
+    """As if the package were not installed, unless it is in use: DeepSpeed's autotuner, which no rank
+    runs, would import MLflow, and that takes as long as DeepSpeed itself."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 @contextmanager

@@ -34,8 +34,9 @@ def address_of(section: RaySection) -> str | None:
 @contextmanager
 def connected(
     section: RaySection, num_cpus: int, resources: Mapping[str, float] | None = None
-) -> Iterator[None]:
-    """Ray, connected; what was connected or started for it is gone afterwards.
+) -> Iterator[bool]:
+    """Ray, connected; what was connected or started for it is gone afterwards. Gives whether the
+    cluster was started for this alone.
 
     Args:
         section: the config's.
@@ -47,7 +48,7 @@ def connected(
     """
     if ray.is_initialized():
         _check_same(section.address)
-        yield
+        yield False
         return
     address = address_of(section)
     try:
@@ -55,7 +56,7 @@ def connected(
             _start(num_cpus, dict(resources or {}))
         else:
             _join(address)
-        yield
+        yield address is None
     finally:
         ray.shutdown()
 

@@ -47,6 +47,10 @@ REPORT = "distributed-report:"
 """What stands before a rank's own report in the message of the exception that Ray carries here."""
 _POLL = "0.2"
 """Seconds between Ray Train's looks at its workers. A worker's next report waits for that look."""
+_IDLE = frozenset({"DatasetsCallback"})
+"""Callbacks of Ray Train that start a process of their own, here for datasets that no rank reads."""
+_IDLE_ON_OWN = _IDLE | {"PlacementGroupCleanerCallback"}
+"""A cluster that ends with the run needs nobody who gives back what the run held."""
 
 
 class RayLauncher(Launcher):
@@ -75,14 +79,14 @@ class RayLauncher(Launcher):
             local.run(plan, command)
             return
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
-        with connected(plan.config.ray, num_cpus):
+        with connected(plan.config.ray, num_cpus) as own:
             check_room(plan)
             if plan.counts:
                 claim_directory(plan)
             heeds = plan.config.heeds_signals
             try:
                 with Relay(heeds) as relay, hearing(relay.ask) if heeds else nullcontext():
-                    _fit(plan, command, relay)
+                    _fit(plan, command, relay, _IDLE_ON_OWN if own else _IDLE)
                     note_restarts(command.folder, ["Ray started all ranks anew"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
@@ -106,15 +110,19 @@ def _run_here(command: RankCommand) -> None:
         raise error_of(report)
 
 
-def _fit(plan: RunPlan, command: RankCommand, relay: Relay) -> None:
+def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]) -> None:
     from ray.train import TrainingFailedError
 
     trainer = _trainer(plan, command, relay)
+    callbacks = trainer._create_default_callbacks
+    trainer._create_default_callbacks = lambda: [c for c in callbacks() if type(c).__name__ not in idle]
     variables = {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         # A rank prints and logs as under every other backend.
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+        # A process of its own, whose warnings only ranks that ask Ray would hear; ours heed signals.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout),
     }

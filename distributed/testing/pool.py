@@ -46,7 +46,8 @@ _END = 30.0
 
 
 class RankPool(Launcher):
-    """A launcher whose ranks outlive a run. A failed run ends them; the next starts afresh.
+    """A launcher whose ranks outlive a run. A failed run ends them, and the next starts afresh,
+    unless every rank refused it with the same words: then all stand at the same place.
 
     They are started by the launcher of the first plan's backend, and shared by the backends
     that name the same one.
@@ -68,7 +69,8 @@ class RankPool(Launcher):
         try:
             ranks.run(command.folder, self.timeout)
         except BaseException:
-            self._end([key])
+            if not ranks.refused:
+                self._end([key])
             raise
 
     def close(self) -> None:
@@ -84,7 +86,13 @@ class RankPool(Launcher):
 
 
 class _Ranks:
-    """The live ranks of one world size, each at the other end of a private socket."""
+    """The live ranks of one world size, each at the other end of a private socket.
+
+    Attributes:
+        refused: all ranks ended the last run with one and the same `UserError`.
+    """
+
+    refused = False
 
     def __init__(self, plan: RunPlan) -> None:
         self._stack = ExitStack()
@@ -144,7 +152,7 @@ class _Ranks:
             connection.send(str(folder))
         waiting, deadline = dict(self._ranks), time.monotonic() + timeout
         failed: dict[int, dict[str, Any] | None] = {}
-        while waiting and not any(report and not report["second_hand"] for report in failed.values()):
+        while waiting and not any(map(_explains, failed.values())):
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -155,6 +163,7 @@ class _Ranks:
                     failed[rank] = _report(folder, rank)
                     # It may have lost another rank, which has a better cause.
                     deadline = min(deadline, time.monotonic() + GRACE)
+        self.refused = len(failed) == len(self._ranks) and _is_one_refusal(list(failed.values()))
         if failed:
             raise self._cause(failed)
         if waiting:
@@ -193,6 +202,16 @@ def _succeeded(connection: Connection) -> bool:
         return bool(connection.recv() == 0)
     except (EOFError, ConnectionError):
         return False
+
+
+def _explains(report: dict[str, Any] | None) -> bool:
+    """Whether nothing more has to be heard: what one rank refuses, the others may be about to, too."""
+    return report is not None and not report["second_hand"] and report.get("user_error") is None
+
+
+def _is_one_refusal(reports: list[dict[str, Any] | None]) -> bool:
+    refusals = [report and report.get("user_error") for report in reports]
+    return refusals[0] is not None and all(refusal == refusals[0] for refusal in refusals)
 
 
 def _report(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -307,3 +307,12 @@ def test_ranks_of_a_users_own_ray_train_join(ray_cluster: None, tmp_path: Path, 
     assert found["weights"] == pytest.approx(
         [value for p in reference.parameters() for value in p.flatten().tolist()], abs=1e-9
     )
+
+
+def test_ray_train_still_names_what_we_do_without() -> None:
+    """Each starts a process that would cost a run some seconds; under another name it would again."""
+    from distributed_backends.ray_launcher import _IDLE_ON_OWN
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    names = {type(callback).__name__ for callback in DataParallelTrainer(print)._create_default_callbacks()}
+    assert names >= _IDLE_ON_OWN

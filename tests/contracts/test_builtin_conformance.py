@@ -47,6 +47,7 @@ class TestTensorFlow(OwnRanks):
 
 class TestHorovod(OwnRanks):
     backend = "horovod"
+    lengths = FEWER
 
 
 class OnDeepSpeed(BackendConformance):

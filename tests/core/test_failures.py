@@ -157,6 +157,26 @@ def test_a_pool_survives_a_failed_run(rank_pool: RankPool) -> None:
     assert good.fit(Samples()).num_samples == 16
 
 
+@pytest.mark.parametrize("all_ranks", [True, False])
+def test_a_pool_keeps_ranks_that_all_refuse_a_run(rank_pool: RankPool, all_ranks: bool) -> None:
+    """And no others: one that refuses alone leaves the rest in a collective."""
+
+    def act(context: Context) -> None:
+        if all_ranks or context.world.rank == 0:
+            raise UserError("too large", field="data.width")
+
+    def mean_pid(callback: Callback | None = None) -> float:
+        trainer = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", batch_size=4)
+        trainer.launcher, trainer.callbacks = rank_pool, [callback] if callback else []
+        trainer.metrics = {"pid": lambda outputs, targets: (torch.tensor(float(os.getpid())), 1)}
+        return float(trainer.fit(Samples(), Samples(), epochs=1).epochs[-1]["val_pid"])
+
+    before = mean_pid()
+    with pytest.raises(UserError, match="too large"):
+        mean_pid(OnStep(act))
+    assert (mean_pid() == before) == all_ranks
+
+
 def test_a_pool_ends_ranks_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.testing.pool._IDLE", 0.0)
 
