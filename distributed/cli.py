@@ -18,6 +18,7 @@ from distributed._version import __version__
 from distributed.commands import VERBS, Verb
 from distributed.commands.parser import PROG, Parser, refuse_unknown
 from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
+from distributed.garbage import spare_imports
 
 __all__ = ["build_parser", "main"]
 
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     from distributed.commands.script import script_traceback
 
+    if argv is None:
+        spare_imports()
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except UserError as error:

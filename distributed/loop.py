@@ -19,10 +19,9 @@ Losses stay on the device between log steps. Nothing here knows which backend ru
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.checkpoint.rng import capture_rng, restore_rng
 from distributed.data import Feed, mix
 from distributed.errors import UserError
+from distributed.garbage import collect_as_usual, frozen_heap
 from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
@@ -46,7 +46,7 @@ from distributed.preemption import hearing
 from distributed.seeding import isolated_rng, seed_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from distributed.interfaces.backend import Backend, Window
     from distributed.plan import RunPlan
@@ -101,7 +101,7 @@ class TrainingLoop(
             with hearing() if self.config.heeds_signals else nullcontext():
                 self._start()
                 started = perf_counter()
-                with _frozen_heap():
+                with frozen_heap():
                     self._train()
                 self.timers.enter("finish")
                 self.finish_saving()
@@ -253,8 +253,7 @@ class TrainingLoop(
             },
             self.tracked_place(),
         )
-        if self.plan.mode == "spawn":
-            gc.enable()  # see `run_folder`; what callbacks set holds
+        collect_as_usual()
         self._notify("on_run_start", self)
 
     def warm_up(self, step: int) -> None:
@@ -386,14 +385,3 @@ class TrainingLoop(
             # Building a scheduler sets the rate of its first step.
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Spare what exists from garbage collection while training: the collector would walk a
-    framework's million objects every few hundred steps and find nothing."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import runpy
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
+from distributed.garbage import spare_imports
 from distributed.interfaces.backend import World
 from distributed.journal import FAILED, stop_noting
 from distributed.preemption import listen
@@ -146,9 +146,7 @@ def main() -> int:
 
 def run_folder(folder: Path) -> int:
     """Run the task in `folder` and leave its result or an error report there; 0 when it went well."""
-    # Until the loop begins: of the time that importing a framework takes, a fifth is looking through
-    # what was imported for garbage.
-    gc.disable()
+    spare_imports()
     try:
         from distributed.transport import load_task
 
@@ -160,8 +158,6 @@ def run_folder(folder: Path) -> int:
         report_error(error, folder)
         _ENDED.append(error)
         return 1
-    finally:
-        gc.enable()
     return 0
 
 
