@@ -14,7 +14,7 @@ _usual: tuple[int, int, int] | None = None
 
 
 def spare_imports() -> None:
-    """Look rarely from now on, until `collect_as_usual`. For processes that are ours alone."""
+    """Look rarely from now on, until `collect_as_usual`. For ranks, and the command line's process."""
     global _usual
     if _usual is None:
         _usual = gc.get_threshold()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.failures import FailureBoard, report_of
-from distributed.garbage import spare_imports
+from distributed.garbage import collect_as_usual, spare_imports
 from distributed.interfaces.backend import World
 from distributed.journal import FAILED, stop_noting
 from distributed.preemption import listen
@@ -158,6 +158,8 @@ def run_folder(folder: Path) -> int:
         report_error(error, folder)
         _ENDED.append(error)
         return 1
+    finally:
+        collect_as_usual()
     return 0
 
 
