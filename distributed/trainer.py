@@ -13,6 +13,7 @@ from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.command_line import active
 from distributed.config.load import as_layers
 from distributed.errors import Preempted, UserError
+from distributed.garbage import collect_as_usual
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Task
@@ -70,6 +71,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **fields: Any,
     ) -> None:
+        collect_as_usual()  # frameworks are imported by now; what follows is the user's program
         # The config builds by name; an object or a factory is the user's own.
         if isinstance(optimizer, str):
             fields["optimizer"], optimizer = optimizer, None

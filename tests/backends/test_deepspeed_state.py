@@ -284,8 +284,9 @@ def test_ranks_of_torchrun_are_joined(tmp_path: Path, uninterrupted: nn.Module) 
     check_weights(tmp_path, uninterrupted)
 
 
-def test_the_command_line_under_deepspeed(tmp_path: Path) -> None:
-    """Its launcher puts --local_rank before our words."""
+@pytest.mark.parametrize("flags", [[], ["--no_local_rank"]])
+def test_the_command_line_under_deepspeed(flags: list[str], tmp_path: Path) -> None:
+    """Its launcher puts --local_rank before our words, unless told not to."""
     launcher = [
         sys.executable,
         "-m",
@@ -306,7 +307,7 @@ def test_the_command_line_under_deepspeed(tmp_path: Path) -> None:
         "--epochs",
         "1",
     ]
-    together(tmp_path, [*launcher, "--module", "distributed.cli", *words])
+    together(tmp_path, [*launcher, *flags, "--module", "distributed.cli", *words])
     (manifest,) = tmp_path.glob("saved/step_*/manifest.json")
     assert len(list(manifest.parent.glob("rank_*.json"))) == 2
 

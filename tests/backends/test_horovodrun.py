@@ -134,12 +134,12 @@ def test_a_script_under_horovodrun(under_horovodrun: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize(
     ("way", "backend"),
-    [("torchrun", "horovod"), ("plain", "horovod"), ("horovodrun", "pytorch-ddp")],
+    [("torchrun", "horovod"), ("plain", "horovod"), ("horovodrun", "horovod"), ("horovodrun", "pytorch-ddp")],
 )
 def test_other_ways_train_alike(
     way: str, backend: str, script: str, under_horovodrun: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Here the script leaves it to the trainer to start Horovod, as the main job below does."""
+    """Here the script leaves it to the trainer to start Horovod."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master-port"]
     starter = {"torchrun": [*torchrun, free_port()], "plain": [sys.executable], "horovodrun": HOROVODRUN}[way]
     python = [sys.executable] if way == "horovodrun" else []

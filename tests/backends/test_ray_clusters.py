@@ -39,26 +39,32 @@ trainer.fit((x, (x[:, 0] > 0).long()))
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    """A folder whose short name is in the command line or the environment of every process of a
-    cluster started there."""
+    """A folder whose short name is in the command line of every process of a cluster started there."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield folder
         end(folder)
 
 
 def processes(folder: str) -> list[psutil.Process]:
-    """Ray's own name the folder in their command line; workers, which rename themselves, do not."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(f"{folder}/" in word for word in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def workers(folder: str) -> list[psutil.Process]:
+    """Those that rename themselves: of them only the environment may still name the folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            named = any(f"{folder}/" in word for word in process.cmdline())
-            if named or process.environ().get("RAY_TMPDIR") == folder:
+            if process.environ().get("RAY_TMPDIR") == folder:
                 found.append(process)
     return found
 
 
 def end(folder: str) -> None:
-    found = processes(folder)
+    found = processes(folder) + workers(folder)
     for process in found:
         process.kill()
     psutil.wait_procs(found, timeout=10)
@@ -85,7 +91,7 @@ def test_the_main_job_on_a_cluster_of_its_own(place: str, tmp_path: Path) -> Non
     output = run([*TRAIN, "--epochs", "15"], tmp_path, environment(place))
     assert "ray (pytorch-ddp): 2 ranks on CPU over gloo" in output
     assert best_accuracy(output) > 0.95
-    await_(lambda: not processes(place), 10)
+    assert processes(place) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +107,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(place: str, tmp_path: Path, numb
         error = process.communicate(timeout=60)[1]
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error or number == signal.SIGKILL, error
-    await_(lambda: not processes(place), 60)
+    await_(lambda: not processes(place) + workers(place), 60)
 
 
 def await_(happened: object, seconds: float) -> None:

@@ -47,7 +47,6 @@ class TestTensorFlow(OwnRanks):
 
 class TestHorovod(OwnRanks):
     backend = "horovod"
-    lengths = FEWER
 
 
 class OnDeepSpeed(BackendConformance):

@@ -42,6 +42,14 @@ def test_what_somebody_sets_meanwhile_holds() -> None:
     assert gc.get_threshold()[0] == 1234
 
 
+def test_a_script_that_has_made_its_trainer_has_pythons_own_thresholds() -> None:
+    """Its trainers and their states would else stay for long, where it trains one after the other."""
+    before = gc.get_threshold()
+    spare_imports()
+    Trainer(nn.Linear(4, 2), device="cpu")
+    assert gc.get_threshold() == before
+
+
 class Says(Callback):
     """Writes down how garbage is looked for in a rank, when the run begins and in a step."""
 
