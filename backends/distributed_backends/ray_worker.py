@@ -46,8 +46,9 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
     if rank == 0 and order["orders"] is not None:
         hear(order["orders"])
     with Voice(rank, order["queue"]):
-        folder, shared = _folder(order)
-        os.environ.update({**order["env"], **_meeting_variables(), "DISTRIBUTED_RUN_DIR": str(folder)})
+        place = _place()
+        folder, shared = _folder(order, first_here=place["LOCAL_RANK"] == "0")
+        os.environ.update({**order["env"], **place, "DISTRIBUTED_RUN_DIR": str(folder)})
         status = load_target(order["target"])(folder)
     if status:
         report = (folder / f"error_{rank}.json").read_text(encoding="utf-8")
@@ -55,14 +56,14 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
     return None if shared or rank else pack(folder, without=("task.bin", "sys_path.json"))
 
 
-def _folder(order: Mapping[str, Any]) -> tuple[Path, bool]:
+def _folder(order: Mapping[str, Any], *, first_here: bool) -> tuple[Path, bool]:
     """The run's folder as this node has it, and whether that is the caller's own. Collective."""
-    context, node = ray.train.get_context(), ray.get_runtime_context().get_node_id()
+    node = ray.get_runtime_context().get_node_id()
     folder = Path(order["folder"])
     shared = node == order["node"] and os.access(folder, os.W_OK)
     if not shared:
         folder = folder_on(node, folder.name)
-        if context.get_local_rank() == 0:
+        if first_here:
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
             folder.mkdir(mode=0o700)
             unpack(ray.get(order["files"][0]), folder)
@@ -80,28 +81,29 @@ def _extend_path(folder: Path) -> None:
         write_private(listed, json.dumps(list(path)).encode())
 
 
-def _meeting_variables() -> dict[str, str]:
+def _place() -> dict[str, str]:
     """What torchrun would tell this rank, with a store that rank 0 serves. Collective."""
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    local_size = context.get_local_world_size()
+    same_address = context.get_local_world_size() == size
     host, port = "127.0.0.1", 0
     if rank == 0:
-        host = host if local_size == size else ray.util.get_node_ip_address()
+        host = host if same_address else ray.util.get_node_ip_address()
         _served.append(Rendezvous(host, 0, size))
         _served[-1].__enter__()
         port = _served[-1].port
     if size > 1:
         host, port = ray.train.collective.broadcast_from_rank_zero((host, port))
-    variables = {"GLOO_SOCKET_IFNAME": loopback_interface()} if local_size == size else {}
+    nodes = _nodes_of_ranks(host, port, rank, size)
+    variables = {"GLOO_SOCKET_IFNAME": loopback_interface()} if same_address else {}
     return {
         **variables,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "GROUP_RANK": str(context.get_node_rank()),
-        "GROUP_WORLD_SIZE": str(1 if local_size == size else _count_nodes(host, port, rank, size)),
+        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+        "GROUP_RANK": str(list(dict.fromkeys(nodes)).index(nodes[rank])),
+        "GROUP_WORLD_SIZE": str(len(set(nodes))),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -109,7 +111,12 @@ def _meeting_variables() -> dict[str, str]:
     }
 
 
-def _count_nodes(host: str, port: int, rank: int, size: int) -> int:
+def _nodes_of_ranks(host: str, port: int, rank: int, size: int) -> list[str]:
+    """Each rank's node. Ray Train's own local ranks take nodes of one address for one node, where each
+    has its own GPUs and, for us, its own folder. Collective."""
+    here: str = ray.get_runtime_context().get_node_id()
+    if size == 1:
+        return [here]
     store = dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
-    store.set(f"node/{rank}", str(ray.train.get_context().get_node_rank()))
-    return len({store.get(f"node/{other}") for other in range(size)})
+    store.set(f"node/{rank}", here)
+    return [store.get(f"node/{other}").decode() for other in range(size)]

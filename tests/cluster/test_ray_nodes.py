@@ -30,8 +30,10 @@ class StandOn(Callback):
     def on_run_start(self, context: Any) -> None:
         import ray
 
-        here = ray.get_runtime_context().get_node_id()
-        (self.folder / f"rank_{context.world.rank}_on_{here}").touch()
+        here, world = ray.get_runtime_context().get_node_id(), context.world
+        # One write, whole: two ranks share the file.
+        with (self.folder / "places").open("a", encoding="utf-8") as file:
+            file.write(f"{here} {world.local_rank} {world.local_size} {world.num_nodes}\n")
 
     def on_step_end(self, context: Any) -> None:
         import ray
@@ -86,8 +88,11 @@ def test_a_node_is_killed_and_the_run_completes(nodes: tuple[Any, Any], tmp_path
         elastic={"max_restarts": 2},
     ).fit((X, Y), (X, Y))
     killer.join()
-    places = {path.name.rpartition("_on_")[2] for path in tmp_path.glob("rank_*_on_*")}
-    assert len(places) == 2
+    places = [line.split() for line in (tmp_path / "places").read_text(encoding="utf-8").splitlines()]
+    # The two nodes have one address, by which Ray Train itself would take them for one node.
+    assert len({node for node, *_ in places[:2]}) == 2
+    assert [place[1:] for place in places[:2]] == [["0", "1", "2"]] * 2
+    assert sorted(place[1:] for place in places[-2:]) == [["0", "2", "1"], ["1", "2", "1"]]
     assert (tmp_path / "here").exists()
     assert len([node for node in cluster.list_all_nodes() if node is second]) == 0
     # More than one where Ray places ranks on the dead node again before it has missed its heartbeats.
