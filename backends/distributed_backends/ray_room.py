@@ -67,19 +67,19 @@ class Room:
             held[_SLOT] = self.share
         return tune.PlacementGroupFactory([held])
 
-    def most_at_once(self, search: Search) -> int:
+    def most_at_once(self) -> int:
         """Trials that are sampled ahead; 0 leaves it to the room there is."""
-        asked = search.max_concurrent or self.capacity
+        asked = self.search.max_concurrent or self.capacity
         most = min(asked, self.capacity)
-        if not hands_over(search):
+        if not hands_over(self.search):
             return most
-        total = search.num_samples * count_grid(translate(search.space))
-        if total > most and (not self.ours or search.max_concurrent):
+        total = self.search.num_samples * count_grid(translate(self.search.space))
+        if total > most and (not self.ours or self.search.max_concurrent):
             raise UserError(
                 f"this scheduler compares all {total} trials as they go, and only {most} may run at a time"
                 " on a cluster that has room for more",
                 field="num_samples",
-                got=search.num_samples,
+                got=self.search.num_samples,
                 allowed=f"at most {most} trials",
                 remedy="Raise num_gpus or leave out max_concurrent, or sample less often",
             )
@@ -107,8 +107,9 @@ class Room:
                 allowed=f"at most {whole}",
             )
 
-    def summary(self, search: Search) -> str:
+    def summary(self) -> str:
         """The first lines of a search."""
+        search = self.search
         total = search.num_samples * count_grid(translate(search.space))
         ranks = "1 rank" if search.ranks_per_trial == 1 else f"{search.ranks_per_trial} ranks"
         at_once = min(total, self.capacity, search.max_concurrent or total)

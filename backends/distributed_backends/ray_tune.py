@@ -66,7 +66,7 @@ class RayTune(SearchEngine):
             _quiet(),
         ):
             room.check()
-            print(room.summary(search), flush=True)
+            print(room.summary(), flush=True)
             results = _tuner(search, room).fit()
             ends = [_end(trial, results[i]) for i, trial in enumerate(_trials_of(results))]
         _forget_checkpoints(search)
@@ -81,7 +81,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
     space = translate(search.space)
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
-    generator = BasicVariantGenerator(random_state=search.seed, max_concurrent=room.most_at_once(search))
+    generator = BasicVariantGenerator(random_state=search.seed, max_concurrent=room.most_at_once())
     # Trials have the same names when the search is started again.
     generator._uuid_prefix = ""
     return tune.Tuner(
@@ -193,7 +193,6 @@ def _end(trial: Any, result: Any) -> TrialEnd:
         name=str(trial.trial_id),
         parameters=dict(trial.config),
         failed=trial.status == "ERROR",
-        started=bool(trial.last_result) or trial.status == "ERROR",
         error=str(result.error) if result.error else None,
     )
 

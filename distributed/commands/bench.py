@@ -15,7 +15,7 @@ from distributed.errors import UserError
 from distributed.report.values import plural
 
 if TYPE_CHECKING:
-    from distributed.report.figures import Panel
+    from distributed.pages import Panel
     from distributed.testing.scaling import Figure, Plan, Result
 
 __all__ = ["add_arguments", "run"]
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan = _plan(args)
     if args.output:
-        from distributed.report.page import check_plotly
+        from distributed.pages import check_plotly
 
         check_plotly()
     remarks = _remarks(plan)
@@ -169,22 +169,22 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequence[str]) -> None:
-    from distributed.report import page
+    from distributed import pages
 
     what = "A network of random numbers" if plan.script is None else plan.script.name
     panels = _panels(plan, results)
     body = [
-        page.Html("<h1>Scaling</h1>\n"),
-        page.paragraph(
+        pages.Html("<h1>Scaling</h1>\n"),
+        pages.paragraph(
             f"{what}, {plural(plan.steps, 'step')} a run, {plural(plan.repeats, 'repeat')} in turns;"
             f" {_machine()}."
             " Points are medians, bars reach from the lowest to the highest repeat."
         ),
-        *map(page.note, remarks),
-        page.plots(panels),
-        page.section("Figures", page.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
+        *map(pages.note, remarks),
+        pages.plots(panels),
+        pages.section("Figures", pages.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
     ]
-    page.write(path, page.page("Scaling", body, panels))
+    pages.write(path, pages.page("Scaling", body, panels))
     print(path)
 
 

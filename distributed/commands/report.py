@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no record there, one that cannot be read, or plotly is not installed.
     """
-    from distributed.report.page import check_plotly, write
+    from distributed.pages import check_plotly, write
     from distributed.report.stitch import read_runs
 
     check_plotly()

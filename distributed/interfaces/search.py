@@ -57,14 +57,12 @@ class TrialEnd:
         name: of the trial, and of its folder.
         parameters: what it was last given.
         failed: it ended by an error.
-        started: it was started at all.
         error: what the engine knows of the failure, for a trial that could not say.
     """
 
     name: str
     parameters: dict[str, Any]
     failed: bool = False
-    started: bool = True
     error: str | None = None
 
 

@@ -1,54 +1,25 @@
-"""The plots, as plotly figures. The page gives them their colours, for there are two sets of them.
-
-A trace says which colour it wants by ``meta``: ``{"color": n}``, the n-th of the page's series, and
-``"faint"``. A shape says it by its name: ``resume`` or ``failure``.
-"""
+"""The plots of a report, as plotly figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
 
+from distributed.pages import Panel
 from distributed.report.runs import Run, Series
 from distributed.report.shares import PHASES, over_steps, whole
 from distributed.report.values import label_of, unit_of
 
-__all__ = ["Panel", "line_panel", "panels_of", "stacked_bars"]
+__all__ = ["line_panel", "panels_of", "stacked_bars"]
 
 _HANDLED = ("epoch", "loss", "learning_rate", "samples_per_second", "grad_norm", "gpu_utilisation")
 _SEEN = frozenset({"epoch", "train_loss", "learning_rate", "val_loss"})
 Lines = Sequence[tuple[str, Series, Mapping[str, Any]]]
 """(name, values, options: ``color``, ``faint``, ``points``)."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
-
-    Attributes:
-        title: above it.
-        figure: what plotly draws.
-        note: a sentence below it, may be empty.
-        wide: takes the whole width of the page.
-    """
-
-    title: str
-    figure: go.Figure
-    note: str = ""
-    wide: bool = False
-
-    def legend(self) -> list[tuple[str, int, str]]:
-        """(name, colour, ``fill``, ``solid`` or ``dot``) of what is drawn; nothing for one line alone."""
-        traces = [
-            trace for trace in self.figure.data if not (trace.meta.get("faint") or trace.meta.get("hidden"))
-        ]
-        if len(traces) < 2:
-            return []
-        return [(trace.name, trace.meta["color"], _mark_of(trace)) for trace in traces]
 
 
 def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
@@ -279,10 +250,6 @@ def _lay_out(figure: go.Figure, x: str, y: str) -> None:
     )
     figure.update_xaxes(title={"text": x, "standoff": 8}, automargin=True, zeroline=False, fixedrange=False)
     figure.update_yaxes(title={"text": y, "standoff": 8}, automargin=True, zeroline=False, tickformat=",.6~g")
-
-
-def _mark_of(trace: Any) -> str:
-    return "fill" if trace.type == "bar" or trace.stackgroup else str(trace.line.dash or "solid")
 
 
 def _union(lists: Iterable[list[str]]) -> list[str]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from distributed.report import page as html
+from distributed import pages as html
+from distributed.pages import Html, Panel
 from distributed.report.compare import Scaling, differences, names_of, scalings
-from distributed.report.figures import Panel, line_panel, panels_of
-from distributed.report.page import Html
+from distributed.report.figures import line_panel, panels_of
 from distributed.report.runs import Failure, Run, Series
 from distributed.report.shares import whole
 from distributed.report.values import label_of, moment, number, plural, seconds, setting, with_unit

@@ -5,89 +5,21 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed.checkpoint.best import larger_is_better
-from distributed.plugin_manager import require
+from distributed.pages import Html, Panel, check_plotly, page, paragraph, plots, section, table, write
 from distributed.tuning.record import Trial, is_number
 
 __all__ = ["write_picture"]
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-:root {{ --ground: #ffffff; --ink: #1c2430; --quiet: #5d6878; --line: #d9dee5; --mark: #0f62a8; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ground: #14181d; --ink: #e4e8ed; --quiet: #9aa5b3; --line: #323a44; --mark: #6db3f2; }}
-}}
-body {{ margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }}
-h1 {{ font-size: 1.4rem; margin: 0.5rem 0; overflow-wrap: anywhere; }}
-h2 {{ font-size: 1.1rem; margin: 1.5rem 0 0.25rem; }}
-p {{ margin: 0.25rem 0; color: var(--quiet); }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }}
-th {{ color: var(--quiet); font-weight: 500; }}
-tr.best td {{ color: var(--mark); font-weight: 600; }}
-</style>
-<script>{plotly}</script>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{summary}</p>
-<h2>Course of the search</h2>
-<div id="course"></div>
-<h2>Parameters and {metric}</h2>
-<p>One line for each trial, the strongest colour for the best.</p>
-<div class="wide"><div id="lines" style="min-width: {width}px"></div></div>
-<h2>Trials</h2>
-<div class="wide">{table}</div>
-<script>
-const figures = {figures};
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function mix(from, to, share) {{
-  const part = (text, n) => parseInt(text.slice(2 * n + 1, 2 * n + 3), 16);
-  const parts = [0, 1, 2].map((n) => Math.round(part(from, n) * (1 - share) + part(to, n) * share));
-  return `rgb(${{parts.join(",")}})`;
-}}
-function draw() {{
-  const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(name).trim();
-  for (const [id, figure] of Object.entries(figures)) {{
-    const layout = structuredClone(figure.layout);
-    const data = structuredClone(figure.data);
-    layout.width = document.getElementById(id).clientWidth;
-    layout.paper_bgcolor = layout.plot_bgcolor = color("--ground");
-    layout.font = {{ color: color("--ink"), family: "system-ui, sans-serif", size: 13 }};
-    for (const axis of [layout.xaxis, layout.yaxis]) {{
-      Object.assign(axis, {{ gridcolor: color("--line"), zerolinecolor: color("--line") }});
-    }}
-    for (const note of layout.annotations || []) note.bgcolor = color("--ground") + "b0";
-    for (const shape of layout.shapes || []) shape.line.color = color("--quiet");
-    for (const trace of data) {{
-      if (trace.mode === "markers") trace.marker.color = color("--quiet");
-      else trace.line.color = mix(color("--line"), color("--mark"), trace.meta);
-    }}
-    Plotly.react(id, data, layout, {{ displaylogo: false, displayModeBar: false }});
-  }}
-}}
-dark.addEventListener("change", draw);
-addEventListener("resize", draw);
-draw();
-</script>
-</body>
-</html>
-"""
+_BEST, _QUIET = 0, 7
+"""Of the page's colours."""
+_WIDTH, _ROOM = 130, 18
+"""Of an axis: pixels, and the characters that fit into them."""
 
 
 def write_picture(
@@ -105,26 +37,19 @@ def write_picture(
     Raises:
         UserError: plotly is not installed.
     """
-    require(("plotly",), "a picture of a search", "pip install 'distributed-trainer[report]'")
-    from plotly.offline import get_plotlyjs
-
-    from distributed.transport import write_private
-
-    judged = sorted((t for t in trials if t.value is not None), key=lambda trial: trial.name)
+    check_plotly("a picture of a search")
+    judged = sorted((trial for trial in trials if trial.counts), key=lambda trial: trial.name)
     metric = str(best.metric)
-    axes = _axes(judged, metric)
-    page = _PAGE.format(
-        title=html.escape(title),
-        metric=html.escape(metric),
-        summary=html.escape(_summary(trials, best)),
-        plotly=get_plotlyjs(),
-        width=120 * (len(axes) + 1),
-        table=_table(trials, best, metric),
-        figures=_json({"course": _course(judged, metric, mode), "lines": _lines(judged, axes, metric, mode)}),
-    )
+    panels = [_course(judged, metric, mode), _lines(judged, _axes(judged, metric), metric, mode)]
+    body = [
+        Html(f"<h1>{html.escape(title)}</h1>\n"),
+        paragraph(_summary(trials, best)),
+        plots(panels),
+        section("Trials", _table(trials, best, metric)),
+    ]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_private(target, page.encode())
+    write(target, page(title, body, panels), "path")
     return str(target)
 
 
@@ -135,7 +60,7 @@ def _summary(trials: Sequence[Trial], best: Trial) -> str:
     return f"{len(trials)} trials: {counts}. Best {best.metric}: {_text(best.value)}, with {sampled}."
 
 
-def _course(trials: Sequence[Trial], metric: str, mode: str) -> dict[str, Any]:
+def _course(trials: Sequence[Trial], metric: str, mode: str) -> Panel:
     """Each trial's value in the order of the samples, and the best up to there."""
     from plotly import graph_objects as go
 
@@ -143,33 +68,31 @@ def _course(trials: Sequence[Trial], metric: str, mode: str) -> dict[str, Any]:
     values = [float(trial.value or 0.0) for trial in trials]
     so_far = [better(values[: n + 1]) for n in range(len(values))]
     numbers = list(range(1, len(values) + 1))
-    texts = [html.escape(f"trial {trial.name}: {_of(trial)}") for trial in trials]
-    figure = go.Figure(
-        [
-            go.Scatter(
-                x=numbers,
-                y=values,
-                mode="markers",
-                name="trial",
-                meta="other",
-                text=texts,
-                hoverinfo="text+y",
-                marker={"size": 8},
-            ),
-            go.Scatter(x=numbers, y=so_far, mode="lines", name="best so far", line={"shape": "hv"}, meta=1.0),
-        ],
-        {
-            "xaxis": {"title": {"text": "trial"}, "tickformat": "d", "rangemode": "tozero"},
-            "yaxis": {"title": {"text": html.escape(metric)}},
-            "legend": {"orientation": "h", "y": 1.12, "x": 0},
-            "margin": {"l": 60, "r": 10, "t": 30, "b": 50},
-            "height": 340,
-        },
+    each = go.Scatter(
+        x=numbers,
+        y=values,
+        mode="markers",
+        name="a trial",
+        meta={"color": _QUIET},
+        text=[html.escape(f"trial {trial.name}: {_of(trial)}") for trial in trials],
+        hoverinfo="text+y",
+        marker={"size": 8},
     )
-    return _plain(figure)
+    best = go.Scatter(
+        x=numbers, y=so_far, mode="lines", name="best so far", line={"shape": "hv"}, meta={"color": _BEST}
+    )
+    layout = {
+        "template": None,
+        "xaxis": {"title": {"text": "trial"}, "tickformat": "d", "rangemode": "tozero", "zeroline": False},
+        "yaxis": {"title": {"text": html.escape(metric)}, "automargin": True, "zeroline": False},
+        "showlegend": False,
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 45},
+        "height": 340,
+    }
+    return Panel("Course of the search", go.Figure([each, best], layout), wide=True)
 
 
-def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: str) -> dict[str, Any]:
+def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: str) -> Panel:
     """Parallel coordinates, drawn as plain lines: no browser is without them, and paper has them too."""
     from plotly import graph_objects as go
 
@@ -181,7 +104,7 @@ def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: st
             x=list(range(len(axes))),
             y=[axis.heights[n] for axis in axes],
             mode="lines",
-            meta=0.25 + 0.75 * places[n] ** 2,
+            meta={"color": _BEST, "share": 0.25 + 0.75 * places[n] ** 2, "hidden": True},
             line={"width": 3.5 if places[n] == 1.0 else 1.8},
             text=html.escape(f"trial {trials[n].name}: {metric} {_text(trials[n].value)}, {_of(trials[n])}"),
             hoverinfo="text",
@@ -190,6 +113,7 @@ def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: st
     ]
     hidden = {"visible": False, "fixedrange": True}
     layout = {
+        "template": None,
         "showlegend": False,
         "xaxis": {**hidden, "range": [-0.6, len(axes) - 0.5]},
         "yaxis": {**hidden, "range": [-0.06, 1.14]},
@@ -202,17 +126,26 @@ def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: st
         "height": 380,
         "hovermode": "closest",
     }
-    return _plain(go.Figure(lines, layout))
+    return Panel(
+        f"Parameters and {metric}",
+        go.Figure(lines, layout),
+        "One line for each trial, the strongest colour for the best.",
+        wide=True,
+        min_width=_WIDTH * (len(axes) + 1),
+    )
 
 
 def _notes(n: int, axis: _Axis) -> list[dict[str, Any]]:
     """The axis's name above it, and its ticks to its left."""
-    name = {"x": n, "y": 1.1, "text": f"<b>{html.escape(axis.name)}</b>", "showarrow": False}
-    ticks = [
-        {"x": n, "y": height, "text": html.escape(text), "xanchor": "right", "xshift": -5, "showarrow": False}
-        for height, text in axis.ticks
-    ]
+    name = {"x": n, "y": 1.1, "text": f"<b>{html.escape(_short(axis.name))}</b>", "showarrow": False}
+    beside = {"xanchor": "right", "xshift": -5, "showarrow": False}
+    ticks = [{"x": n, "y": at, "text": html.escape(_short(text)), **beside} for at, text in axis.ticks]
     return [name, *ticks]
+
+
+def _short(text: str) -> str:
+    """As much as there is room for between two axes; the table has the whole."""
+    return text if len(text) <= _ROOM else f"{text[: _ROOM - 1]}…"
 
 
 def _places(values: Sequence[float]) -> list[float]:
@@ -246,7 +179,7 @@ def _axis(name: str, column: Sequence[Any]) -> _Axis:
         return _Axis(name, heights, [(n / last, kind) for n, kind in enumerate(kinds)])
     numbers = [float(value) for value in column]
     if min(numbers) > 0 and max(numbers) / min(numbers) > 30:
-        return _scaled(name, [math.log10(number) for number in numbers], lambda height: f"{10**height:.2g}")
+        return _scaled(name, [math.log10(number) for number in numbers], lambda height: f"{10**height:.3g}")
     return _scaled(name, numbers, lambda height: f"{height:.3g}")
 
 
@@ -257,45 +190,21 @@ def _scaled(name: str, numbers: Sequence[float], text: Callable[[float], str]) -
     return _Axis(name, [(number - low) / width for number in numbers], ticks)
 
 
-def _table(trials: Sequence[Trial], best: Trial, metric: str) -> str:
+def _table(trials: Sequence[Trial], best: Trial, metric: str) -> Html:
     names = list(dict.fromkeys(name for trial in trials for name in trial.parameters))
-    head = ["trial", metric, *names, "status", "epochs", "seconds"]
-    rows = [_row([html.escape(word) for word in head], "th")]
+    rows = []
     for trial in trials:
         epochs = sum("epoch" in report for report in trial.reports)
         state = trial.status if trial.error is None else f"{trial.status}: {trial.error[:80]}"
         cells = [trial.name, _text(trial.value), *(_text(trial.parameters.get(name)) for name in names)]
         cells += [state, str(epochs), f"{trial.seconds:.1f}"]
-        rows.append(_row([html.escape(cell) for cell in cells], "td", trial.name == best.name))
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _row(cells: Sequence[str], tag: str, is_best: bool = False) -> str:
-    inside = "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
-    mark = ' class="best"' if is_best else ""
-    return f"<tr{mark}>{inside}</tr>"
+        rows.append(cells)
+    standing_out = [trial.name for trial in trials].index(best.name)
+    return table(["trial", metric, *names, "status", "epochs", "seconds"], rows, best=standing_out)
 
 
 def _of(trial: Trial) -> str:
     return ", ".join(f"{name} {_text(value)}" for name, value in trial.parameters.items())
-
-
-def _plain(figure: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "data": figure.to_plotly_json()["data"],
-        "layout": figure.to_plotly_json()["layout"],
-    }
-    found["layout"].pop("template", None)
-    return found
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    import json
-
-    from plotly.utils import PlotlyJSONEncoder
-
-    # Nothing in a name may end the script that it stands in.
-    return json.dumps(value, cls=PlotlyJSONEncoder).replace("<", "\\u003c")
 
 
 def _text(value: Any) -> str:

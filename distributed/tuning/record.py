@@ -61,6 +61,11 @@ class Trial:
         """The last value of every figure."""
         return {name: value for report in self.reports for name, value in report.items()}
 
+    @property
+    def counts(self) -> bool:
+        """Whether its value may be the best: neither without one, nor of a trial that failed."""
+        return self.value is not None and self.status in ("finished", "stopped")
+
     def knows(self, report: Mapping[str, Any]) -> bool:
         """Whether the epoch of `report` is recorded."""
         return any(_place(old) == _place(report) for old in self.reports if "epoch" in old)
@@ -157,7 +162,7 @@ def best_of(trials: Iterable[Trial], metric: str | None, mode: str) -> Trial:
         WorkerError: all failed otherwise.
     """
     trials = list(trials)
-    usable = [t for t in trials if t.value is not None and t.status in ("finished", "stopped")]
+    usable = [trial for trial in trials if trial.counts]
     if not usable:
         raise _nothing(trials, metric)
     names = sorted({str(t.metric) for t in usable})

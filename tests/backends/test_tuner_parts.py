@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -280,11 +281,24 @@ def test_the_picture_needs_nothing_and_a_name_cannot_end_its_script(tmp_path: Pa
         trial.parameters = {"lr": 10.0**-n, "kind": "</script><b>"[: 9 + n], "size": n}
     path = write_picture(trials, "auto", trials[3], tmp_path / "search.html", "a <title>")
     page = Path(path).read_text()
-    own = page[page.rindex("const figures") :]
-    assert own.count("</script>") == 1
+    figures, _, _ = page.partition('id="figures">')[2].partition("</script>")
+    course, lines = json.loads(figures)
+    assert (len(course["data"]), len(lines["data"])) == (2, len(trials))
+    assert "</script><b>" not in page
     assert "a &lt;title&gt;" in page
     assert 'src="http' not in page
-    assert own.count('"type": "scatter"') == 2 + len(trials)
+
+
+def test_a_trial_that_failed_is_in_the_table_alone(tmp_path: Path) -> None:
+    """Its last good figure is no best so far, whatever it was."""
+    trials = [made("0", 1.0), made("1", 0.1, "failed", error="no disk"), made("2", 0.5)]
+    for n, trial in enumerate(trials):
+        trial.parameters = {"lr": 10.0**-n}
+    page = Path(write_picture(trials, "auto", trials[2], tmp_path / "search.html", "search")).read_text()
+    course, lines = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    assert course["data"][1]["y"] == [1.0, 0.5]
+    assert len(lines["data"]) == 2
+    assert "failed: no disk" in page
 
 
 # -- the command line ------------------------------------------------------------------

@@ -5,6 +5,12 @@
   const see_through = (hex, share) => hex + Math.round(share * 255).toString(16).padStart(2, "0");
   const narrow = () => window.innerWidth < 600;
 
+  function mixed(from, to, share) {
+    const part = (hex, n) => parseInt(hex.slice(2 * n + 1, 2 * n + 3), 16);
+    const parts = [0, 1, 2].map((n) => Math.round(part(from, n) * (1 - share) + part(to, n) * share));
+    return `rgb(${parts.join(",")})`;
+  }
+
   function trace(found) {
     const meta = found.meta || {};
     const own = colour(`--c${(meta.color || 0) % 8}`);
@@ -15,6 +21,7 @@
     }
     if (copy.error_y) copy.error_y.color = own;
     copy.line = { ...copy.line, color: meta.faint ? see_through(own, 0.45) : own };
+    if (meta.share !== undefined) copy.line.color = mixed(colour("--line"), own, meta.share);
     copy.marker = { ...copy.marker, color: own };
     if (meta.fill) copy.fillcolor = see_through(own, 0.75);
     return copy;
@@ -29,6 +36,7 @@
       copy[axis] = { ...copy[axis], gridcolor: grid, linecolor: line, tickcolor: line };
     }
     copy.hoverlabel = { bgcolor: colour("--tip"), bordercolor: line, font: { color: text }, namelength: 40 };
+    for (const note of copy.annotations || []) note.bgcolor = see_through(colour("--card"), 0.7);
     copy.shapes = (copy.shapes || []).map((shape) => ({
       ...shape,
       line: { ...shape.line, color: colour(shape.name === "failure" ? "--bad" : "--quiet") },

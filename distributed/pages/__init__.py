@@ -1,27 +1,30 @@
-"""The page: one HTML file that holds all it needs, and asks the network for nothing."""
+"""Pages of figures: each is one HTML file that holds all it needs, and asks the network for nothing."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributed._version import __version__
 from distributed.errors import UserError
 from distributed.plugin_manager import require
 
 if TYPE_CHECKING:
-    from distributed.report.figures import Panel
+    from plotly.graph_objects import Figure
 
 __all__ = [
     "Html",
+    "Panel",
     "check_plotly",
     "facts",
     "note",
@@ -47,15 +50,60 @@ _HEAD = """<!doctype html>
 
 
 _SHORT = 24
+"""Characters of a cell that stay on one line."""
+_TAG = re.compile("<[^>]*>")
 
 
 class Html(str):
     """Text that is HTML already. Any other text is escaped where it goes into a page."""
 
 
-def check_plotly() -> None:
-    """Raise a UserError with the command to run when plotly is not installed."""
-    require(("plotly",), "the report", "pip install 'distributed-trainer[report]'")
+@dataclass(frozen=True)
+class Panel:
+    """One plot. The page gives it its colours, for there are two sets of them.
+
+    A trace says which colour it wants by ``meta``: ``{"color": n}``, the n-th of the page's series, and
+    ``"faint"``, ``"hidden"`` from the legend, or ``"share"``, how much of the colour from 0 to 1. A shape
+    says it by its name: ``resume`` or ``failure``.
+
+    Attributes:
+        title: above it.
+        figure: what plotly draws.
+        note: a sentence below it, may be empty.
+        wide: takes the whole width of the page.
+        min_width: pixels; where there are fewer, the plot scrolls by itself.
+    """
+
+    title: str
+    figure: Figure
+    note: str = ""
+    wide: bool = False
+    min_width: int = 0
+
+    def legend(self) -> list[tuple[str, int, str]]:
+        """(name, colour, ``fill``, ``point``, ``solid`` or ``dot``) of what is drawn; nothing for one
+        line alone."""
+        traces = [
+            trace for trace in self.figure.data if not (trace.meta.get("faint") or trace.meta.get("hidden"))
+        ]
+        if len(traces) < 2:
+            return []
+        return [(trace.name, trace.meta["color"], _mark_of(trace)) for trace in traces]
+
+
+def _mark_of(trace: Any) -> str:
+    if trace.type == "bar" or trace.stackgroup:
+        return "fill"
+    return "point" if trace.mode == "markers" else str(trace.line.dash or "solid")
+
+
+def check_plotly(what: str = "the report") -> None:
+    """Raise a UserError with the command to run when plotly is not installed.
+
+    Args:
+        what: needs it.
+    """
+    require(("plotly",), what, "pip install 'distributed-trainer[report]'")
 
 
 def _html(text: str) -> str:
@@ -91,19 +139,24 @@ def unfold(title: str, *parts: Html) -> Html:
     return Html(f"<details><summary>{_html(title)}</summary>{''.join(parts)}</details>\n")
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Html:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), best: int | None = None
+) -> Html:
     """A table that scrolls by itself where it is too wide.
 
     Args:
         heads: of the columns.
         rows: texts, or `Html`.
         numbers: indices of the columns that stand to the right.
+        best: index of the row that stands out.
     """
     kinds = [' class="number"' if index in numbers else "" for index in range(len(heads))]
     head = "".join(f"<th{kind}>{_html(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
     body = "".join(
-        "<tr>" + "".join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True)) + "</tr>\n"
-        for row in rows
+        f"<tr{' class=best' if number == best else ''}>"
+        + "".join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True))
+        + "</tr>\n"
+        for number, row in enumerate(rows)
     )
     return Html(
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
@@ -112,7 +165,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
 
 def _cell(text: str, kind: str) -> str:
     # What is short enough is easier to read on one line, also where a table has to scroll.
-    kind = kind or (' class="short"' if len(text) <= _SHORT else "")
+    seen = _TAG.sub("", text) if isinstance(text, Html) else text
+    kind = kind or (' class="short"' if len(seen) <= _SHORT else "")
     return f"<td{kind}>{_html(text)}</td>"
 
 
@@ -130,8 +184,9 @@ def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
         height = panel.figure.layout.height or 300
         cells.append(
             f"<figure{' class=wide' if panel.wide else ''}><h3>{_html(panel.title)}</h3>"
-            f'<div class="plot" id="plot-{number}" style="height:{height:.0f}px" role="img"'
-            f' aria-label="{escape(panel.title)}"></div>{_legend(panel)}{caption}</figure>'
+            f'<div class="scroll"><div class="plot" id="plot-{number}" role="img"'
+            f' style="height:{height:.0f}px;min-width:{panel.min_width}px"'
+            f' aria-label="{escape(panel.title)}"></div></div>{_legend(panel)}{caption}</figure>'
         )
     explained = f'<p class="quiet">{key}</p>' if key else ""
     return Html(f'{explained}<div class="plots">{"".join(cells)}</div>\n') if cells else Html("")
@@ -174,8 +229,13 @@ def page(title: str, body: Sequence[Html], panels: Sequence[Panel]) -> str:
     )
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page whole or not at all.
+def write(path: Path, text: str, field: str = "--output") -> None:
+    """Write a page whole or not at all, readable by this user only.
+
+    Args:
+        path: of the file, in a folder that exists.
+        text: of `page`.
+        field: what named the path, for the error.
 
     Raises:
         UserError: it cannot be written there.
@@ -191,10 +251,10 @@ def write(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise UserError(
-            f"the page cannot be written: {error.strerror or error}", field="--output", got=str(path)
+            f"the page cannot be written: {error.strerror or error}", field=field, got=str(path)
         ) from None
 
 
 @cache
 def _part(name: str) -> str:
-    return files("distributed.report").joinpath(name).read_text(encoding="utf-8")
+    return files("distributed.pages").joinpath(name).read_text(encoding="utf-8")
