@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -333,3 +335,14 @@ def test_weights_of_several_dtypes() -> None:
     trainer = Trainer(model, device="cpu", num_processes=1, zero_stage=2)
     with pytest.raises(UserError, match="differ in dtype: float32, float64"):
         trainer.fit(problem(8), max_steps=1)
+
+
+def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
+    """DeepSpeed's autotuner would import it into every rank, for longer than DeepSpeed itself takes."""
+    code = (
+        "import sys; from distributed_backends.deepspeed_backend import _import_for; "
+        "_import_for('cpu'); assert 'deepspeed.autotuning' in sys.modules; "
+        "assert 'mlflow' not in sys.modules; import mlflow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
