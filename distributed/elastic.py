@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from distributed.errors import UserError, WorkerError
+from distributed.errors import Preempted, UserError, WorkerError
+from distributed.failures import say
 from distributed.plugin_manager import get_catalog
+from distributed.preemption import hearing
 from distributed.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ __all__ = [
     "Membership",
     "Place",
     "claim_directory",
+    "forget_round",
     "note_restarts",
     "restarts_of",
     "served",
@@ -156,16 +160,41 @@ class Elastic:
         self.members, self.rescale = members, rescale
         self.restarts: list[str] = []
         self._failures = 0
+        self._told: str | None = None
+        self._ended_well = False
 
     def run(self) -> None:
         """Run rounds until one ends well, or restarts have run out.
 
         Raises:
             WorkerError, UserError: as `Launcher.run`.
+            Preempted: this host was told to go while it had no ranks, between two rounds.
         """
+        with hearing(self._hear) if self.plan.config.heeds_signals else nullcontext():
+            self._rounds()
+
+    def _hear(self, name: str) -> None:
+        self._told = name
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        # With all ranks at their end nothing is left to save, and other hosts may still need this one.
+        if self._told is not None and not self._ended_well:
+            raise self._gone(self._told)
+
+    def _gone(self, name: str) -> Preempted:
+        from distributed.checkpoint.reader import read_manifest
+
+        place = newest_checkpoint(self.plan)
+        gone = Preempted(name, int(read_manifest(place)["step"]) if place else 0, place or "")
+        say(str(gone), sys.stdout)
+        return gone
+
+    def _rounds(self) -> None:
         size = 0
         while True:
-            self._clear()
+            forget_round(self.command.folder)
+            note_restarts(self.command.folder, self.restarts)
             place = self.members.meet()
             if place.node_rank >= place.num_nodes:
                 self.members.stand_by()
@@ -184,6 +213,8 @@ class Elastic:
             if not self._made_room():
                 self.members.finish()
                 return
+            self._ended_well = False
+            self._leave_if_told()
             self.restarts.append("another host came or went")
 
     def _round(self, plan: RunPlan) -> Supervisor:
@@ -195,8 +226,11 @@ class Elastic:
                 except WorkerError as error:
                     # Leaving the others may take long when it is the network that is gone.
                     if self._failures < plan.config.max_restarts:
-                        print(error.summary, flush=True)
+                        say(error.summary, sys.stdout)
+                    if supervisor.heard:
+                        raise self._gone(supervisor.heard) from error
                     raise
+                self._ended_well = True
         return supervisor
 
     def _note(self, error: WorkerError) -> None:
@@ -209,12 +243,12 @@ class Elastic:
         self.members.note_failure(error, checkpoint)
         self.restarts.append(error.summary)
         get_catalog().manager.hook.on_restart(plan=self.plan, error=error)
-        print(f"restart {self._failures} of {allowed}", flush=True)
+        say(f"restart {self._failures} of {allowed}", sys.stdout)
 
     def _announce(self, before: int, plan: RunPlan) -> None:
         changed = f" instead of {before}" if plan.world_size != before else ""
         place = newest_checkpoint(self.plan) or "the beginning"
-        print(f"going on with {plan.world_size} ranks{changed} from {place}; {plan.batch}", flush=True)
+        say(f"going on with {plan.world_size} ranks{changed} from {place}; {plan.batch}", sys.stdout)
 
     def _made_room(self) -> bool:
         """Whether the ranks saved and ended for another host's sake, and not for good."""
@@ -223,12 +257,13 @@ class Elastic:
         result = json.loads((self.command.folder / "result.json").read_text(encoding="utf-8"))
         return bool(result["history"]["preempted"])
 
-    def _clear(self) -> None:
-        """Remove what an earlier round left, but for the record of restarts."""
-        folder = self.command.folder
-        for path in (*folder.glob("error_*.json"), *folder.glob("result.json")):
-            path.unlink()
-        note_restarts(folder, self.restarts)
+
+def forget_round(folder: Path) -> None:
+    """Remove what the ranks of an earlier round left in the run's private folder: new ones would be
+    judged by the journals of those before them until they have their own."""
+    for pattern in ("error_*.json", "result.json", "journal_*", "stacks_*", "verdict.json"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def note_restarts(folder: Path, reasons: list[str]) -> None:

@@ -73,13 +73,13 @@ def _rebuild_user_error(
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has saved: exit code `EXIT_PREEMPTED`, so that a scheduler that
-    requeues by exit code starts it again.
+    """The run was asked to stop and has saved, where there was anything to save: exit code
+    `EXIT_PREEMPTED`, so that a scheduler that requeues by exit code starts it again.
 
     Attributes:
         signal: the name of the signal that asked, ``SIGTERM`` or ``SIGUSR1``.
         step: optimizer steps taken.
-        checkpoint: path of the checkpoint of that step.
+        checkpoint: path of the checkpoint of that step; empty when none was saved yet.
     """
 
     def __init__(self, signal: str, step: int, checkpoint: str) -> None:
@@ -87,6 +87,8 @@ class Preempted(SystemExit):
         super().__init__(EXIT_PREEMPTED)
 
     def __str__(self) -> str:
+        if not self.checkpoint:
+            return f"{self.signal}: nothing is saved yet; the same command begins anew"
         return (
             f"{self.signal}: step {self.step} is saved in {self.checkpoint};"
             " the same command with --resume goes on from there"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
 from distributed.journal import current
@@ -17,7 +19,7 @@ from distributed.journal import current
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of"]
+__all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of", "say"]
 
 GRACE = 2.0
 """Seconds that ranks have, after a first failure, to say what they saw."""
@@ -38,6 +40,13 @@ _SECOND_HAND = (
     "reset by peer",
     "has been shut down",
 )
+
+
+def say(text: str, stream: IO[str] | None = None) -> None:
+    """Print `text`, on stderr without a `stream`, if anybody still listens: a report must not end what it
+    reports on, nor hide it."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream or sys.stderr, flush=True)
 
 
 def report_of(error: BaseException, rank: int) -> dict[str, Any]:

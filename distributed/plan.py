@@ -200,6 +200,13 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
             remedy="Under torchrun use its own --max-restarts with resume_from_checkpoint=True; otherwise"
             " let `fit` start the ranks (launch=spawn, backend=pytorch-ddp)",
         )
+    if plan.num_nodes > 1 and not plan.spec.remote and not plan.config.checkpoint.on_signal:
+        raise UserError(
+            "ranks make room for another host by saving when they are sent a signal",
+            field="checkpoint.on_signal",
+            got=False,
+            allowed="true for an elastic run over several hosts",
+        )
     step = 1 if plan.num_nodes == 1 or plan.spec.remote else plan.local_size
     fewest = section.min_ranks or (section.min_nodes or 0) * plan.local_size or size
     found, refused = [], dict[int, UserError]()

@@ -52,6 +52,7 @@ class Supervisor:
     """
 
     heard: str | None = None
+    _asked: str | None = None
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Supervisor:
         Args:
             name: the signal that asks; a rank hears SIGTERM, too, when its whole group was sent it.
         """
+        self._asked = name
         for entry in self._ranks:
             if entry.status is None:
                 os.kill(entry.process.pid, signal.Signals[name])
@@ -121,6 +123,8 @@ class Supervisor:
                 )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
+            if self._asked is not None:  # while it was being started, so that it could not be told
+                os.kill(process.pid, signal.Signals[self._asked])
             entry.watcher = _thread(self._watch, entry)
             if process.stdout is not None:
                 self._relays.append(_thread(_relay, process.stdout, f"[rank {rank}] " if rank else ""))

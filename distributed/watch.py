@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import accounts, stacks
 from distributed.blame import Seen, Verdict, Worker, judge
 from distributed.errors import WorkerError
-from distributed.failures import report_of
+from distributed.failures import report_of, say
 from distributed.journal import RUNNING, Entry, Journal
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ class Watch:
             )
         text = accounts.stalled(ranks, verdict, ended=False)
         write_report(self.limits.folder, text)
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def _lost(self, lost: LostHost, pids: Mapping[int, int]) -> WorkerError:
         error = lost.error()
@@ -214,11 +213,7 @@ class Watch:
             return
         rank, before = self._told
         self._told = None
-        print(
-            f"rank {rank} ({self.host}) moves again, after more than {before:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"rank {rank} ({self.host}) moves again, after more than {before:.0f} s")
 
     def explain(
         self, report: Mapping[str, Any], failed: Iterable[int], pids: Mapping[int, int]
@@ -287,7 +282,7 @@ def write_report(folder: str | None, text: str) -> str | None:
         target = _next_free(place)
         os.replace(draft, target)
     except OSError as error:
-        print(f"the failure report cannot be written to {place}: {error}", file=sys.stderr, flush=True)
+        say(f"the failure report cannot be written to {place}: {error}")
         return None
     return str(target)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import __version__
 from distributed.config import DistributedConfig, explain
-from distributed.errors import WorkerError
+from distributed.errors import Preempted, WorkerError
 from distributed.hookspecs import hookimpl
 from distributed.interfaces.tracker import Tracker, TrackerSpec
 from distributed.report.lines import VERSION, append
@@ -70,12 +70,16 @@ def on_run_end(plan: RunPlan, history: History | None, error: BaseException | No
     """Write down how the run ended; of a failed one also what was to run, for its ranks may not have."""
     if plan.joined is not None and plan.joined.rank != 0:
         return
+    elsewhere = plan.mode == "spawn" and (plan.node_rank or (plan.counts and plan.num_nodes > 1))
     if history is not None:
-        elsewhere = plan.mode == "spawn" and (plan.node_rank or (plan.counts and plan.num_nodes > 1))
         if not elsewhere:  # rank 0's line says it, and other hosts have nothing to add
             _write(plan, "end", _totals(history))
         return
-    stopped = isinstance(error, KeyboardInterrupt)
+    if isinstance(error, SystemExit) and elsewhere:
+        return  # this host goes, or had no part in the end: the run is that of the others
+    reason = str(error) if isinstance(error, Preempted) else None
+    if isinstance(error, KeyboardInterrupt):
+        reason = "interrupted from the keyboard"
     plan_facts = {
         "backend": plan.spec.name,
         "world_size": plan.world_size,
@@ -89,8 +93,8 @@ def on_run_end(plan: RunPlan, history: History | None, error: BaseException | No
         "end",
         {
             "record": VERSION,
-            "status": "stopped" if stopped else "failed",
-            "reason": "interrupted from the keyboard" if stopped else None,
+            "status": "stopped" if reason else "failed",
+            "reason": reason,
             "error": _about(error),
             "place": plan_facts,
             "config": explain(plan.config),
