@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed.config.sections import RaySection
     from distributed.plan import RunPlan
 
-__all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of"]
+__all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
 _PATIENCE = 10.0
 """Seconds in which somebody has to answer at an address."""
@@ -203,11 +203,20 @@ def _contents(node: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(found.items())) or "nothing"
 
 
+def num_gpus() -> int:
+    """GPUs that the cluster has, or may come to have."""
+    return max(int(ray.cluster_resources().get("GPU", 0)), int(_limits().get("GPU", 0)))
+
+
 def _grows() -> bool:
-    """Whether an autoscaler may add nodes; Ray then knows what it may come to."""
+    return bool(_limits())
+
+
+def _limits() -> Mapping[str, int]:
+    """What an autoscaler may let the cluster come to; empty without one."""
     from ray._private.state import state
 
-    return is_local() and bool(state.get_max_resources_from_cluster_config())
+    return (state.get_max_resources_from_cluster_config() or {}) if is_local() else {}
 
 
 def is_local() -> bool:

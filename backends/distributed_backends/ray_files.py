@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -12,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distributed.transport import write_private
 from distributed_backends.ray_cluster import is_local
 
-__all__ = ["folder_on", "pack", "remove_everywhere", "unpack"]
+__all__ = ["files_of", "folder_on", "pack", "remove_everywhere", "unpack"]
 
 _WAIT = 10.0
 """Seconds that the nodes may take to clear up."""
@@ -37,6 +39,24 @@ def folder_on(node: str, name: str) -> Path:
     return Path(tempfile.gettempdir(), f"{name}-{node[:16]}")
 
 
+def files_of(order: Mapping[str, Any]) -> Any:
+    """A reference to what `pack` finds in the caller's own folder, for a node that came after `fit` began.
+
+    Args:
+        order: the caller's ``node`` and ``folder``.
+    """
+
+    def read(folder: str) -> dict[str, bytes]:
+        # Pickled by value: the process that runs it may not find our code.
+        import pathlib
+
+        found = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+    place = NodeAffinitySchedulingStrategy(order["node"], soft=False)
+    return ray.remote(num_cpus=0)(read).options(scheduling_strategy=place).remote(order["folder"])
+
+
 def remove_everywhere(name: str) -> None:
     """Remove what `folder_on` named from the other nodes, as far as they answer."""
 
@@ -51,10 +71,12 @@ def remove_everywhere(name: str) -> None:
         node = ray.get_runtime_context().get_node_id()
         shutil.rmtree(pathlib.Path(tempfile.gettempdir(), f"{name}-{node[:16]}"), ignore_errors=True)
 
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    if len(nodes) == 1 and is_local():
-        return
-    task = ray.remote(num_cpus=0)(remove)
-    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
-    sent = [task.options(scheduling_strategy=place).remote() for place in places]
-    ray.wait(sent, num_returns=len(sent), timeout=_WAIT)
+    # Where the cluster is gone, so is what was there; and the run's own error is the one to tell.
+    with suppress(Exception):
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if len(nodes) == 1 and is_local():
+            return
+        task = ray.remote(num_cpus=0)(remove)
+        places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
+        sent = [task.options(scheduling_strategy=place).remote() for place in places]
+        ray.wait(sent, num_returns=len(sent), timeout=_WAIT)

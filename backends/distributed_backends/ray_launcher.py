@@ -32,6 +32,7 @@ from distributed_backends.ray_cluster import (
     environment,
     is_local,
     needs_of,
+    num_gpus,
 )
 from distributed_backends.ray_files import pack, remove_everywhere, unpack
 from distributed_backends.ray_output import Relay
@@ -47,6 +48,8 @@ REPORT = "distributed-report:"
 """What stands before a rank's own report in the message of the exception that Ray carries here."""
 _POLL = "0.2"
 """Seconds between Ray Train's looks at its workers. A worker's next report waits for that look."""
+_SECOND_LOOK = 30.0
+"""Longer than the 20 s for which Ray Train's reservations are kept as they are."""
 _IDLE = frozenset({"DatasetsCallback"})
 """Callbacks of Ray Train that start a process of their own, here for datasets that no rank reads."""
 _IDLE_ON_OWN = _IDLE | {"PlacementGroupCleanerCallback"}
@@ -68,7 +71,7 @@ class RayLauncher(Launcher):
         if address_of(config.ray) is None and not ray.is_initialized():
             return None
         with connected(config.ray, 1):
-            return int(ray.cluster_resources().get("GPU", 0))
+            return num_gpus()
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         if plan.world_size == 1 and in_trial():
@@ -124,7 +127,7 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
         # A process of its own, whose warnings only ranks that ask Ray would hear; ours heed signals.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_start_timeout(plan)),
     }
     try:
         with environment(variables), _interruptible(trainer):
@@ -160,11 +163,20 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
         run_config=RunConfig(  # type: ignore[arg-type]
             name=command.folder.name,
             storage_path=section.storage_path or str(command.folder / "ray"),
-            failure_config=FailureConfig(max_failures=plan.config.max_restarts, controller_failure_limit=0),
+            failure_config=FailureConfig(
+                max_failures=plan.config.max_restarts, controller_failure_limit=plan.config.max_restarts
+            ),
             callbacks=callbacks,
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
     )
+
+
+def _start_timeout(plan: RunPlan) -> float:
+    """Seconds to wait for room. A run that can do with less looks again what there is: Ray may not have
+    noticed yet that a node is gone, and then waits for it."""
+    asked = plan.config.ray.start_timeout
+    return min(asked, _SECOND_LOOK) if len(plan.counts) > 1 else asked
 
 
 def _num_workers(plan: RunPlan) -> Any:
@@ -183,7 +195,8 @@ def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
         "path": [entry or os.getcwd() for entry in sys.path],
         "env": dict(command.env),
         "target": command.target,
-        # In a list, so that it stays a reference: a worker in this folder needs none of it.
+        # In a list, so that it stays a reference: a worker in this folder needs none of it. Nodes that
+        # are not there yet ask this one.
         "files": [ray.put(pack(command.folder))] if others else None,
         "queue": relay.queue,
         "orders": relay.orders,
@@ -272,7 +285,7 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
     each = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(plan).items())
     return UserError(
         f"the Ray cluster had no room for {plan.world_size} ranks of {each} each within"
-        f" {plan.config.ray.start_timeout:g} s: free are {has or 'no CPUs'}",
+        f" {_start_timeout(plan):g} s: free are {has or 'no CPUs'}",
         field="ray.start_timeout",
         got=plan.config.ray.start_timeout,
         remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"

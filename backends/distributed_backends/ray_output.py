@@ -8,12 +8,13 @@ import queue
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.queue import Queue
+from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.preemption import ask
@@ -22,6 +23,8 @@ __all__ = ["Relay", "Voice", "hear"]
 
 _WAIT = 10.0
 """Seconds that the last lines may take."""
+_LOOK = 0.5
+"""Seconds between looks for what the caller asks."""
 
 
 class Relay:
@@ -57,11 +60,12 @@ class Relay:
     def close(self) -> None:
         """Show what has come so far, and end."""
         if self._thread.is_alive():
-            self.queue.put(None)
-            self._thread.join(_WAIT)
-            self.queue.shutdown(force=True)
-            if self.orders is not None:
-                self.orders.shutdown(force=True)
+            with suppress(RayError):  # the cluster is gone: what the ranks had to say is what counts
+                self.queue.put(None)
+                self._thread.join(_WAIT)
+                self.queue.shutdown(force=True)
+                if self.orders is not None:
+                    self.orders.shutdown(force=True)
 
     def ask(self, name: str) -> None:
         """Ask rank 0 to save and go, as signal `name` does. In a thread: a handler of signals may
@@ -132,11 +136,19 @@ class Voice:
 
 
 def hear(orders: Queue) -> None:
-    """In rank 0: pass on what the caller asks, until Ray is gone."""
+    """In rank 0: pass on what the caller asks, until Ray is gone.
+
+    It looks instead of waiting in `orders.get`: what a rank 0 that was killed waits for goes to it, and not
+    to the one that took its place. What was asked stays asked, for that one."""
 
     def wait() -> None:
         with suppress(RayError):
-            ask(orders.get())
+            while True:
+                with suppress(Empty):
+                    name = orders.get_nowait()
+                    orders.put(name)
+                    return ask(name)
+                time.sleep(_LOOK)
 
     threading.Thread(target=wait, daemon=True, name="ray-orders").start()
 

@@ -16,11 +16,12 @@ import ray.train
 import ray.train.collective
 import torch.distributed as dist
 
+from distributed.elastic import forget_round
 from distributed.network import loopback_interface
 from distributed.plugin_manager import load_target
 from distributed.rendezvous import Rendezvous
 from distributed.transport import write_private
-from distributed_backends.ray_files import folder_on, pack, unpack
+from distributed_backends.ray_files import files_of, folder_on, pack, unpack
 from distributed_backends.ray_launcher import REPORT
 from distributed_backends.ray_output import Voice, hear
 
@@ -66,10 +67,11 @@ def _folder(order: Mapping[str, Any], *, first_here: bool) -> tuple[Path, bool]:
         if first_here:
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
             folder.mkdir(mode=0o700)
-            unpack(ray.get(order["files"][0]), folder)
+            unpack(ray.get(order["files"][0] if order["files"] else files_of(order)), folder)
             _extend_path(folder)
-    if order["files"]:
-        ray.train.collective.barrier()
+    elif first_here:
+        forget_round(folder)
+    ray.train.collective.barrier()
     return folder, shared
 
 

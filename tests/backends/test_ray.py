@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_backends.ray_files import files_of, pack
+from distributed_backends.ray_output import Relay
 from torch import nn
 
 from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
@@ -120,6 +122,30 @@ def test_ray_starts_all_ranks_anew_where_failures_are_allowed(ray_cluster: None,
     assert distance(model, reference) < 1e-9
 
 
+class Worse(Callback):
+    """Rank 1 is killed at the first attempt, and rank 0 fails at the second."""
+
+    all_ranks = True
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def on_step_end(self, context: Any) -> None:
+        if self.marker.exists():
+            if context.world.rank == 0:
+                raise ValueError("no more")
+        elif context.world.rank == 1:
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_last_attempts_failure_is_told_and_not_one_before_it(ray_cluster: None, tmp_path: Path) -> None:
+    saved, worse = str(tmp_path / "saved"), Worse(tmp_path / "failed")
+    made = trainer(small_model(), callbacks=[worse], elastic={"max_restarts": 1}, checkpoint_dir=saved)
+    with pytest.raises(WorkerError, match="raised ValueError: no more"):
+        made.fit((X, Y))
+
+
 class Call(Callback):
     """Tells the process that called `fit` to go."""
 
@@ -138,6 +164,45 @@ def test_a_caller_that_is_told_to_go_has_its_ranks_save(ray_cluster: None, tmp_p
     assert caught.value.signal == "SIGUSR1"
     assert caught.value.checkpoint == str(tmp_path / "saved" / f"step_{caught.value.step:08d}")
     assert (tmp_path / "saved" / f"step_{caught.value.step:08d}" / "manifest.json").exists()
+
+
+def test_what_a_killed_rank_was_waiting_for_is_heard_by_the_next(ray_cluster: None) -> None:
+    import ray
+
+    class Rank:
+        def __init__(self, orders: Any) -> None:
+            from distributed_backends.ray_output import hear
+
+            hear(orders)
+
+        def heard(self) -> str:
+            import time
+
+            from distributed.preemption import asked
+
+            while asked() is None:
+                time.sleep(0.05)
+            return str(asked())
+
+    kind = ray.remote(num_cpus=0)(Rank)
+    with Relay(asks=True) as relay:
+        first, second = kind.remote(relay.orders), kind.remote(relay.orders)
+        ray.get([rank.__ray_ready__.remote() for rank in (first, second)])
+        ray.kill(first)
+        relay.ask("SIGTERM")
+        assert ray.get(second.heard.remote(), timeout=60) == "SIGTERM"
+        third = kind.remote(relay.orders)  # the second had no time to save
+        assert ray.get(third.heard.remote(), timeout=60) == "SIGTERM"
+
+
+def test_a_node_that_came_later_asks_the_callers_for_the_files(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "task.bin").write_bytes(b"1")
+    (tmp_path / "sys_path.json").write_bytes(b"2")
+    order = {"node": ray.get_runtime_context().get_node_id(), "folder": str(tmp_path)}
+    assert ray.get(files_of(order)) == pack(tmp_path) == {"part/task.bin": b"1", "sys_path.json": b"2"}
 
 
 # -- room ------------------------------------------------------------------------------

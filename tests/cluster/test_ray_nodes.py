@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,18 @@ class StandOn(Callback):
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """(the cluster, its second node); this process is connected to the first."""
+def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """(the cluster, its second node), each with as many CPUs as the parameter says; this process is
+    connected to the first."""
     import ray
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.05")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    args = {"num_cpus": 4, "include_dashboard": False}
+    args = {"num_cpus": request.param, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=args)
     try:
-        second = cluster.add_node(num_cpus=4)
+        second = cluster.add_node(num_cpus=request.param)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         yield cluster, second
     finally:
@@ -63,47 +65,73 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
         cluster.shutdown()
 
 
-@pytest.mark.timeout(400)
-def test_a_node_is_killed_and_the_run_completes(nodes: tuple[Any, Any], tmp_path: Path) -> None:
-    cluster, second = nodes
-    model, alone = small_model(), small_model()
-    plain: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.3, "global_batch_size": 8, "epochs": 3}
+@contextmanager
+def killed_when(ready: Path, cluster: Any, node: Any) -> Iterator[None]:
+    """The node dies as soon as the file is there."""
+    over = threading.Event()
 
     def kill() -> None:
-        deadline = time.monotonic() + 200
-        while not (tmp_path / "here").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        cluster.remove_node(second, allow_graceful=False)
+        while not ready.exists():
+            if over.wait(0.05):
+                return
+        cluster.remove_node(node, allow_graceful=False)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    history = RayTrainer(
-        model,
-        **plain,
-        num_processes=2,
-        num_nodes=2,
-        callbacks=[StandOn(second.node_id, tmp_path)],
-        checkpoint_dir=str(tmp_path / "saved"),
-        checkpoint={"every_n_steps": 2, "asynchronous": False},
-        elastic={"max_restarts": 2},
-    ).fit((X, Y), (X, Y))
-    killer.join()
-    places = [line.split() for line in (tmp_path / "places").read_text(encoding="utf-8").splitlines()]
+    try:
+        yield
+    finally:
+        over.set()
+        killer.join()
+
+
+def places_of(folder: Path) -> list[list[str]]:
+    """[node, local rank, local size, number of nodes] of each rank that began, in that order."""
+    return [line.split() for line in (folder / "places").read_text(encoding="utf-8").splitlines()]
+
+
+# With room for all ranks on the node that is left they go on as many; with room for half of them, as half.
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("nodes", "elastic", "last"),
+    [
+        (4, {"max_restarts": 5}, [["0", "2", "1"], ["1", "2", "1"]]),
+        (1, {"max_restarts": 5, "min_ranks": 1}, [["0", "1", "1"]]),
+    ],
+    indirect=["nodes"],
+    ids=["all", "half"],
+)
+def test_a_node_is_killed_and_the_run_completes(
+    nodes: tuple[Any, Any], elastic: dict[str, Any], last: list[list[str]], tmp_path: Path
+) -> None:
+    cluster, second = nodes
+    model, alone = small_model(), small_model()
+    plain: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.3, "global_batch_size": 8, "epochs": 3}
+    with killed_when(tmp_path / "here", cluster, second):
+        history = RayTrainer(
+            model,
+            **plain,
+            num_processes=2,
+            num_nodes=2,
+            callbacks=[StandOn(second.node_id, tmp_path)],
+            checkpoint_dir=str(tmp_path / "saved"),
+            checkpoint={"every_n_steps": 2, "asynchronous": False},
+            elastic=elastic,
+        ).fit((X, Y), (X, Y))
+    places = places_of(tmp_path)
     # The two nodes have one address, by which Ray Train itself would take them for one node.
     assert len({node for node, *_ in places[:2]}) == 2
     assert [place[1:] for place in places[:2]] == [["0", "1", "2"]] * 2
-    assert sorted(place[1:] for place in places[-2:]) == [["0", "2", "1"], ["1", "2", "1"]]
+    assert sorted(place[1:] for place in places[-len(last) :]) == last
     assert (tmp_path / "here").exists()
     assert len([node for node in cluster.list_all_nodes() if node is second]) == 0
     # More than one where Ray places ranks on the dead node again before it has missed its heartbeats.
     assert set(history.restarts) == {"Ray started all ranks anew"}
-    assert (history.world_size, history.batch["global_batch_size"]) == (2, 8)
+    assert (history.world_size, history.batch["global_batch_size"]) == (len(last), 8)
     # Every sample once an epoch and the same steps: the weights are those of one process that nobody touched.
     expected = Trainer(alone, backend="serial", **plain).fit((X, Y), (X, Y))
     assert distance(model, alone) < 1e-9
-    assert [epoch["epoch"] for epoch in history.epochs] == [
-        1,
-        2,
-    ]  # what came before is in the first attempt's
+    # What came before is in the first attempt's.
+    assert [epoch["epoch"] for epoch in history.epochs] == [1, 2]
     assert history.epochs[-1]["val_loss"] == pytest.approx(expected.epochs[-1]["val_loss"], abs=1e-9)
     assert history.epochs[-1]["step"] == 15
