@@ -215,7 +215,7 @@ def test_ranks_that_our_torchrun_was_told_to_end_before_they_listen_are_not_star
 
 def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch does not know their pids yet; and once they were told, nobody is started any more."""
-    from distributed.torchrun import Agent, LocalElasticAgent, _Gone
+    from distributed.torchrun import Agent, _Gone
 
     with subprocess.Popen(["sleep", "600"]) as rank:
 
@@ -227,7 +227,7 @@ def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest
             assert self.tell(signal.SIGTERM)
             self._pcontext = Started()
 
-        monkeypatch.setattr(LocalElasticAgent, "_start_workers", begin)
+        monkeypatch.setattr(Agent.__mro__[1], "_start_workers", begin)
         agent = Agent.__new__(Agent)
         agent._pcontext = None
         agent._start_workers(None)
