@@ -21,12 +21,14 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 
 # Trains 24 steps of 10 samples, on as many ranks as argv says, and at step SIGNAL_AT of rank SIGNAL_RANK
-# sends a signal to SIGNAL_TO; leaves the epochs' figures in the working folder.
+# sends a signal to SIGNAL_TO and waits until it has come back; leaves the epochs' figures in the working
+# folder.
 SCRIPT = """
 import json, os, signal, sys
 import torch
 from torch import nn
 from distributed import Callback, EarlyStopping, Trainer
+from distributed.preemption import asked
 
 class Call(Callback):
     all_ranks = True
@@ -34,12 +36,17 @@ class Call(Callback):
         at = int(os.environ.get("SIGNAL_AT", "-1")), int(os.environ.get("SIGNAL_RANK", "0"))
         if (context.progress.step, context.world.rank) == at:
             number = getattr(signal, os.environ["SIGNAL"])
+            heard, hear = os.pipe()
+            os.set_blocking(hear, False)
+            signal.set_wakeup_fd(hear)
             if os.environ["SIGNAL_TO"] == "parent":
                 os.kill(os.getppid(), number)
             elif os.environ["SIGNAL_TO"] == "group":
                 os.killpg(0, number)
             else:
                 os.kill(os.getpid(), number)
+            while asked() is None:  # Who passes it on needs a while, and the other ranks wait for this one.
+                os.read(heard, 1)
 
 if __name__ == "__main__":
     torch.manual_seed(3)
