@@ -2,8 +2,9 @@
 
 The same arguments. What differs: SIGTERM and SIGUSR1 are passed on to the ranks, which save and exit with
 75; then this exits with 75, too, and starts nobody again, where torchrun exits with 1 whatever its ranks
-exited with, dies of SIGUSR1, and takes a rank that was told to go for one that failed. A user's mistake
-(2) is not tried again either.
+exited with, dies of SIGUSR1, and takes a rank that was told to go for one that failed. Ranks that SIGTERM
+ends before they listen have nothing to save, and count as told to go. A user's mistake (2) is not tried
+again either.
 """
 
 from __future__ import annotations
@@ -30,8 +31,20 @@ _MEANT = (EXIT_PREEMPTED, EXIT_MISTAKE)
 _agents: list[Agent] = []
 
 
+class _Gone(Exception):
+    """We were told to go, and there are no ranks left to tell."""
+
+
 class Agent(LocalElasticAgent):
-    """torch's agent of one host; a rank that was told to go is not started again."""
+    """torch's agent of one host; a rank that was told to go is not started again.
+
+    Attributes:
+        told: whether a signal was passed on.
+    """
+
+    told = False
+    _late: list[int] | None = None
+    """Signals heard while ranks are being started; None at other times."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -39,20 +52,38 @@ class Agent(LocalElasticAgent):
 
     def tell(self, number: int) -> bool:
         """Pass a signal on to the ranks; False when there are none, as between a failure and a restart."""
+        if self._late is not None:
+            self._late.append(number)
+            return True
         context, told = self._pcontext, False
         for pid in context.pids().values() if context is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
                 told = True
+        if told:
+            self.told, self._remaining_restarts = True, 0
         return told
 
     def _start_workers(self, worker_group: Any) -> Any:
-        # A rank needs seconds until it can hear; until then the signal waits for it.
+        if self.told:
+            raise _Gone
+        # torch knows the new ranks' pids only when all are there.
+        self._late = []
+        # A rank needs seconds until it can hear; until then the signal waits for it. SIGTERM may not wait:
+        # with it torch ends the others when a rank fails.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
             return super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            late, self._late = self._late, None
+            for number in late:
+                self.tell(number)
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        # Hosts that want to join would have it; but these ranks are saving.
+        if not self.told:
+            super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
@@ -68,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: torchrun's arguments; None for this process's.
 
     Returns:
-        0; 75 when the ranks saved because they were told to go; 2 when the first that failed did so on
-        a user's mistake.
+        0; 75 when the ranks were told to go and saved, or had not begun; 2 when the first that failed did
+        so on a user's mistake.
 
     Raises:
         ChildFailedError: a rank failed; exit code 1, as torchrun's.
@@ -84,8 +115,12 @@ def main(argv: list[str] | None = None) -> int:
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         run(args)
+    except _Gone:
+        return EXIT_PREEMPTED
     except ChildFailedError as error:
         code: int = error.get_first_failure()[1].exitcode
+        if -code in SIGNALS and _agents[0].told:
+            return EXIT_PREEMPTED
         if code not in _MEANT:
             raise
         return code

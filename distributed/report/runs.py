@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,9 @@ from distributed.checkpoint.best import larger_is_better, metric_name
 __all__ = ["Attempt", "Failure", "Run", "Series"]
 
 STALE = 600.0
-"""Seconds without a line after which a run on another host counts as gone."""
+"""Seconds without a line after which a run on another host counts as gone, if it has written often."""
+_PAUSES = 3.0
+"""A run that writes seldom counts as gone after so many of its longest pauses."""
 
 Line = dict[str, Any]
 
@@ -69,6 +72,7 @@ class Failure:
         details: traceback, stacks, or the report's text; may be empty.
         step: in which it was, None when unknown.
         fatal: whether it ended the run.
+        told_by: which calls of `fit` told of it: one a host.
     """
 
     time: float
@@ -78,6 +82,7 @@ class Failure:
     details: str = ""
     step: int | None = None
     fatal: bool = False
+    told_by: tuple[str, ...] = ()
 
 
 @dataclass
@@ -89,6 +94,8 @@ class Run:
         attempts: in order.
         failures: in order.
         end: the last ``end`` line, None while there is none.
+        end_elsewhere: the last ``end`` line of a host that rank 0 was not on, None once rank 0 has written
+            again: the run went on without that host.
         notes: what a reader should know, one sentence each.
     """
 
@@ -96,6 +103,7 @@ class Run:
     attempts: list[Attempt] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     end: Line | None = None
+    end_elsewhere: Line | None = None
     notes: list[str] = field(default_factory=list)
 
     # -- what it was -------------------------------------------------------------------
@@ -147,7 +155,21 @@ class Run:
         done = self.attempts[-1].of("finish") if self.attempts else []
         if done and done[-1]["status"] != "failed":
             return str(done[-1]["status"])
-        return "running" if self._lives() else "interrupted"
+        if self._lives():
+            return "running"
+        return str(self.end_elsewhere["status"]) if self.end_elsewhere else "interrupted"
+
+    @property
+    def unseen_host(self) -> str:
+        """The host of rank 0 when none of the run's processes can be looked up on this one, else empty."""
+        hosts = [str(process.get("host") or "") for process in self._processes()]
+        return hosts[0] if hosts and socket.gethostname() not in hosts else ""
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether any attempt was on more than one, so that several callers of `fit` write the record."""
+        places = [self.place, *(attempt.start.get("place") or {} for attempt in self.attempts)]
+        return any((place.get("num_nodes") or 1) > 1 for place in places)
 
     @property
     def reason(self) -> str:
@@ -246,11 +268,21 @@ class Run:
             yield from (line for line in attempt.of(kind) if line["step"] <= end)
 
     def _lives(self) -> bool:
-        processes = [p for p in self.head.get("processes") or [] if isinstance(p, dict)]
-        here = [p for p in processes if p.get("host") == socket.gethostname()]
+        here = [p for p in self._processes() if p.get("host") == socket.gethostname()]
         if here:
             return any(_is_alive(process) for process in here)
-        return time.time() - self.last_seen < STALE
+        return time.time() - self.last_seen < max(STALE, _PAUSES * self._longest_pause())
+
+    def _processes(self) -> list[dict[str, Any]]:
+        return [p for p in self.head.get("processes") or [] if isinstance(p, dict)]
+
+    def _longest_pause(self) -> float:
+        """Seconds between two lines of an attempt; from one attempt to the next nobody could write."""
+        longest = 0.0
+        for attempt in self.attempts:
+            times = [line["time"] for line in (attempt.start, *attempt.lines) if line]
+            longest = max([longest, *(after - before for before, after in pairwise(times))])
+        return longest
 
 
 def _is_alive(process: Mapping[str, Any]) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distributed.config.paths import local_path
 from distributed.report.lines import NAME
 from distributed.report.read import Record, read_record
 from distributed.report.runs import Attempt, Failure, Line, Run
+from distributed.report.values import seconds
 
 __all__ = ["find_runs", "read_runs"]
 
@@ -26,7 +30,7 @@ def read_runs(path: Path) -> list[Run]:
     _add_reports(runs, record.folder)
     for run in runs:
         if run.status == "interrupted" and run.attempts:
-            run.failures.append(_silent_end(run.attempts[-1]))
+            run.failures.append(_silence(run) if run.unseen_host else _silent_end(run.attempts[-1]))
     return runs
 
 
@@ -53,10 +57,13 @@ def _told(record: Record) -> list[Run]:
             _begin(runs[-1], attempt)
             owners[line["run"]] = runs[-1]
         elif kind in ("restart", "end"):
-            run = owners.get(str(line.get("run"))) or _ended_early(runs, line, record.folder)
-            _conclude(run, line)
+            own = owners.get(str(line.get("run")))
+            _conclude(own or _ended_early(runs, line, record.folder), line, own is not None)
         else:
-            _attempt_of(line, attempts, runs, record).lines.append(line)
+            attempt = _attempt_of(line, attempts, runs, record)
+            attempt.lines.append(line)
+            if kind != "finish" and attempt is runs[-1].attempts[-1]:
+                runs[-1].end_elsewhere = None
     return runs
 
 
@@ -67,37 +74,94 @@ def _begin(run: Run, attempt: Attempt) -> None:
         if not told and not before.of("finish"):
             run.failures.append(_silent_end(before))
     run.attempts.append(attempt)
-    run.end = None
+    run.end = run.end_elsewhere = None
 
 
 def _silent_end(attempt: Attempt) -> Failure:
-    last = max([attempt.start, *attempt.lines], key=lambda line: line.get("time", 0.0))
     return Failure(
-        last.get("time", 0.0),
+        _last_time(attempt),
         f"The ranks ended after step {attempt.last_step} and left no word of why: they were killed together"
         " with what started them, or the host went down.",
         step=attempt.last_step,
     )
 
 
-def _conclude(run: Run, line: Line) -> None:
-    fatal = line["kind"] == "end"
-    if fatal:
-        run.end = line
+def _silence(run: Run) -> Failure:
+    """What can be said of a run on another host that writes no more."""
+    last = run.attempts[-1]
+    return Failure(
+        _last_time(last),
+        f"No line for {seconds(time.time() - run.last_seen)}, the last after step {last.last_step}. It ran on"
+        f" {run.unseen_host}, which cannot be seen from here: look there whether it still lives.",
+        step=last.last_step,
+    )
+
+
+def _last_time(attempt: Attempt) -> float:
+    return max(float(line.get("time", 0.0)) for line in (attempt.start, *attempt.lines))
+
+
+def _conclude(run: Run, line: Line, own: bool) -> None:
+    """Add what a caller of `fit` says of a failure, or of the end.
+
+    Args:
+        run: that it is about.
+        line: its ``restart`` or ``end``.
+        own: whether rank 0 was on the caller's host in some attempt. Another host may have been cut off,
+            and the run went on without it.
+    """
     error = line.get("error")
+    elsewhere = not own and isinstance(error, dict) and bool(run.attempts) and run.several_nodes
+    if elsewhere and line["kind"] == "end":
+        run.end_elsewhere = line
+    elif line["kind"] == "end":
+        run.end = line
     if isinstance(error, dict):
-        rank, step = error.get("rank"), error.get("step")
-        run.failures.append(
-            Failure(
-                line["time"],
-                str(error.get("summary", "")),
-                rank if isinstance(rank, int) and rank >= 0 else None,
-                str(error.get("host") or ""),
-                str(error.get("traceback") or ""),
-                step if isinstance(step, int) else None,
-                fatal,
+        failure = _failure(error, line, fatal=line["kind"] == "end" and not elsewhere)
+        same = _told_already(run, failure, own)
+        if same is None:
+            run.failures.append(failure)
+        else:
+            known = run.failures[same]
+            run.failures[same] = replace(
+                known,
+                details=known.details or failure.details,
+                fatal=known.fatal or failure.fatal,
+                told_by=known.told_by + failure.told_by,
             )
-        )
+
+
+def _failure(error: Line, line: Line, fatal: bool) -> Failure:
+    rank, step = error.get("rank"), error.get("step")
+    return Failure(
+        line["time"],
+        str(error.get("summary", "")),
+        rank if isinstance(rank, int) and rank >= 0 else None,
+        str(error.get("host") or ""),
+        str(error.get("traceback") or ""),
+        step if isinstance(step, int) else None,
+        fatal,
+        (str(line.get("run")),),
+    )
+
+
+def _told_already(run: Run, failure: Failure, own: bool) -> int | None:
+    """Index of the failure that another host has told of in the same words, the latest of these.
+
+    The same host twice means twice. So do two calls of `fit` that had rank 0: one resumed the other.
+    """
+    if not run.several_nodes:
+        return None
+    owners = {str(attempt.start.get("run")) for attempt in run.attempts} if own else {*failure.told_by}
+    for index in reversed(range(len(run.failures))):
+        known = run.failures[index]
+        if known.told_by and _words(known) == _words(failure) and owners.isdisjoint(known.told_by):
+            return index
+    return None
+
+
+def _words(failure: Failure) -> tuple[Any, ...]:
+    return failure.rank, failure.host, failure.step, failure.summary
 
 
 def _continues(run: Run, attempt: Attempt) -> bool:
@@ -115,7 +179,7 @@ def _continues(run: Run, attempt: Attempt) -> bool:
 
 def _ended_early(runs: list[Run], line: Line, folder: Path) -> Run:
     """The run that a line belongs to whose ranks never started (or whose start is damaged)."""
-    several = bool(runs) and (runs[-1].place.get("num_nodes") or 1) > 1
+    several = bool(runs) and runs[-1].several_nodes
     config = line.get("config") or []
     resumes = any(name == "resume_from_checkpoint" and value for name, value, _ in config)
     if runs and (several or resumes or "config" not in line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ __all__ = ["Case", "Figure", "Plan", "Result", "cases_of", "measure"]
 
 _INTERVALS = 6
 """Log intervals a run is cut into; the first is its warm-up and does not count."""
+_CAUSE = re.compile(r"error: |rank \d+ \(")
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,18 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[
         say: gets a line about each run.
 
     Raises:
-        UserError: a run failed; holds what it said last.
+        UserError: a run failed; holds the line that says why.
     """
     rows = cases_of(plan)
     cases = list(dict.fromkeys(rows.values()))
     rates: dict[Case, list[float]] = {case: [] for case in cases}
     for repeat in range(plan.repeats):
         for case in cases:
-            rates[case].append(_run(plan, case))
+            rate, fits = _run(plan, case)
+            rates[case].append(rate)
             say(
                 f"{repeat + 1}/{plan.repeats}  {case.backend}, {case.ranks} x {case.batch_size}:"
-                f" {rates[case][-1]:,.0f} samples/s"
+                f" {rate:,.0f} samples/s{f' in the last of {fits} trainings' if fits > 1 else ''}"
             )
     return list(_results(plan, rows, rates))
 
@@ -154,8 +157,8 @@ def _results(
         yield Result(case, mode, Figure(tuple(rates[case])), Figure(tuple(shares)))
 
 
-def _run(plan: Plan, case: Case) -> float:
-    """Samples per second of one run, in processes of its own."""
+def _run(plan: Plan, case: Case) -> tuple[float, int]:
+    """Samples per second of one run, in processes of its own, and how many trainings it was."""
     script = plan.script or Path(__file__).parent.parent / "bundled" / "scaling.py"
     with TemporaryDirectory(prefix="scaling-") as folder:
         command = [
@@ -170,16 +173,23 @@ def _run(plan: Plan, case: Case) -> float:
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
-            last = (done.stderr or done.stdout).strip().splitlines()
+            cause = _cause(done.stderr) or _cause(done.stdout) or f"exit code {done.returncode}"
             raise UserError(
-                f"{case.backend} on {case.ranks} ranks failed: {last[0] if last else done.returncode}",
+                f"{case.backend} on {case.ranks} ranks failed: {cause}",
                 remedy=f"Look at the whole of it: {shlex.join(command[1:])}",
             )
-        return _rate(Path(folder), case)
+        return _rate(Path(folder))
 
 
-def _rate(folder: Path, case: Case) -> float:
-    (run,) = read_runs(folder)
+def _cause(said: str) -> str:
+    """The line of a failed run's output that says why; empty without any."""
+    lines = said.strip().splitlines()
+    # A rank's traceback follows the line that names it; a script's own ends with its error.
+    return next((line for line in reversed(lines) if _CAUSE.match(line)), lines[-1] if lines else "")
+
+
+def _rate(folder: Path) -> tuple[float, int]:
+    *earlier, run = read_runs(folder)
     series = run.series("samples_per_second")
     steps = [b - a for a, b in zip(series.steps, series.steps[1:], strict=False)]
     if not steps:
@@ -190,4 +200,4 @@ def _rate(folder: Path, case: Case) -> float:
             remedy="Take more steps, or more samples",
         )
     seconds = sum(number / rate for number, rate in zip(steps, series.values[1:], strict=True))
-    return sum(steps) / seconds
+    return sum(steps) / seconds, len(earlier) + 1

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 
 # Trains 24 steps of 10 samples, on as many ranks as argv says, and at step SIGNAL_AT of rank SIGNAL_RANK
-# sends a signal to SIGNAL_TO; leaves the epochs' figures in the working folder.
+# sends a signal to SIGNAL_TO and waits until it has come back; leaves the epochs' figures in the working
+# folder.
 SCRIPT = """
 import json, os, signal, sys
 import torch
 from torch import nn
 from distributed import Callback, EarlyStopping, Trainer
+from distributed.preemption import asked
 
 class Call(Callback):
     all_ranks = True
@@ -33,12 +36,17 @@ class Call(Callback):
         at = int(os.environ.get("SIGNAL_AT", "-1")), int(os.environ.get("SIGNAL_RANK", "0"))
         if (context.progress.step, context.world.rank) == at:
             number = getattr(signal, os.environ["SIGNAL"])
+            heard, hear = os.pipe()
+            os.set_blocking(hear, False)
+            signal.set_wakeup_fd(hear)
             if os.environ["SIGNAL_TO"] == "parent":
                 os.kill(os.getppid(), number)
             elif os.environ["SIGNAL_TO"] == "group":
                 os.killpg(0, number)
             else:
                 os.kill(os.getpid(), number)
+            while asked() is None:  # Who passes it on needs a while, and the other ranks wait for this one.
+                os.read(heard, 1)
 
 if __name__ == "__main__":
     torch.manual_seed(3)
@@ -61,11 +69,18 @@ if __name__ == "__main__":
 
 def train(folder: Path, ranks: int, *launcher: str, **env: str) -> subprocess.CompletedProcess[str]:
     """One start of `SCRIPT` in `folder`."""
+    return start(SCRIPT, folder, *(launcher or (sys.executable,)), words=[str(ranks)], **env)
+
+
+def start(
+    program: str, folder: Path, *launcher: str, words: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`launcher` with `program` as its script and `words` as the script's own, in `folder`."""
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     return subprocess.run(
-        [*(launcher or (sys.executable,)), str(script), str(ranks)],
+        [*launcher, str(script), *words],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
@@ -183,23 +198,59 @@ def test_a_signal_that_reached_nobody_was_not_passed_on() -> None:
     assert not agent.tell(signal.SIGUSR1)
 
 
+# Tells who started it to go, before it can hear anything itself; started again it just ends.
+EARLY = """
+import os, signal
+os.mkdir(os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["RANK"])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_our_torchrun_was_told_to_end_before_they_listen_are_not_started_again(
+    ranks: int, tmp_path: Path
+) -> None:
+    """As when the machine is taken away while the dataset loads. There is nothing to save yet."""
+    ours = (sys.executable, "-m", "distributed.torchrun", f"--nproc-per-node={ranks}", "--standalone")
+    gone = start(EARLY, tmp_path, *ours, "--max-restarts=2")
+    assert gone.returncode == 75, gone.stderr
+    assert not list(tmp_path.glob("[1-9]-*"))
+
+
+def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not know their pids yet; and once they were told, nobody is started any more."""
+    from distributed.torchrun import Agent, _Gone
+
+    with subprocess.Popen(["sleep", "600"]) as rank:
+
+        class Started:
+            def pids(self) -> dict[int, int]:
+                return {0: rank.pid}
+
+        def begin(self: Agent, group: Any) -> None:
+            assert self.tell(signal.SIGTERM)
+            self._pcontext = Started()
+
+        monkeypatch.setattr(Agent.__mro__[1], "_start_workers", begin)
+        agent = Agent.__new__(Agent)
+        agent._pcontext = None
+        agent._start_workers(None)
+        assert rank.wait(60) == -signal.SIGTERM
+    assert (agent.told, agent._remaining_restarts) == (True, 0)
+    with pytest.raises(_Gone):
+        agent._start_workers(None)
+
+
 @pytest.mark.parametrize(("code", "seen"), [(3, 1), (2, 2)])
 def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     code: int, seen: int, tmp_path: Path
 ) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text(
-        f"import os\nos.mkdir(os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise SystemExit({code})"
-    )
-    ours = [sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=1", "--standalone"]
-    done = subprocess.run(
-        [*ours, "--max-restarts=1", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    program = f"import os\nos.mkdir(os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise SystemExit({code})"
+    ours = (sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=1", "--standalone")
+    done = start(program, tmp_path, *ours, "--max-restarts=1")
     assert done.returncode == seen
     assert (tmp_path / "1").exists() == (code == 3)
 
