@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from distributed.elastic import Place, claim_directory, served
 from distributed.errors import UserError, WorkerError
-from distributed.network import is_loopback, is_own_address
+from distributed.network import address_among, is_own_address
 from distributed.rendezvous import connect, listen, serve
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Hosts:
             backend=C10dRendezvousBackend(self._store, "distributed"),
             min_nodes=self.min_nodes,
             max_nodes=plan.num_nodes,
-            local_addr=self._own_address(),
+            local_addr=address_among(*endpoint),
             timeout=RendezvousTimeout(self._patience, timedelta(seconds=section.last_call)),
             keep_alive_interval=_ALIVE,
         )
@@ -117,7 +117,7 @@ class Hosts:
         key, shared = "ranks", self._round.store
         try:
             if self._round.rank == 0:
-                with served(self._own_address(), size) as (host, port):
+                with served(address_among(*self.endpoint), size) as (host, port):
                     shared.set(key, f"{host}:{port}")
                     yield host, port
             else:
@@ -184,15 +184,6 @@ class Hosts:
         """Let hosts that come too late know; only who serves the meeting."""
         if self.serves:
             self._handler.shutdown()
-
-    def _own_address(self) -> str:
-        """How the other hosts reach this one: the address from which it reaches the meeting."""
-        host, port = self.endpoint
-        if is_loopback(host):
-            return "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing
-            return str(probe.getsockname()[0])
 
     def _remind(self) -> None:
         print(f"waiting for hosts: at least {self.min_nodes} have to meet at {self._name()}", flush=True)

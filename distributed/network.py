@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["address_towards", "is_loopback", "is_own_address", "loopback_interface", "own_addresses"]
+__all__ = [
+    "address_among",
+    "address_towards",
+    "is_loopback",
+    "is_own_address",
+    "loopback_interface",
+    "own_addresses",
+]
 
 
 def is_own_address(host: str) -> bool:
@@ -37,6 +44,20 @@ def address_towards(host: str, port: int = 1) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def address_among(host: str, port: int = 1) -> str:
+    """How the others that meet at `host` reach this one, by IPv4. Nothing is sent.
+
+    Loopback only if `host` says so itself: many hosts find 127.0.1.1 under their own name.
+
+    Raises:
+        OSError: there is no way to `host`.
+    """
+    if is_loopback(host):
+        return "127.0.0.1"
+    found = address_towards(host, port)
+    return next(iter(own_addresses()), found) if is_loopback(found) else found
 
 
 def own_addresses() -> list[str]:

@@ -28,12 +28,26 @@ __all__ = [
 ]
 
 _REMIND = 10.0
+_SOON = timedelta(seconds=1)
+_PATIENCE = 60.0
+"""Seconds in which an address has to lead to the host that serves there; a cluster's names may come late."""
+_MET = "met"
+"""The key that says that all ranks were here."""
 _stores: dict[tuple[str, int], dist.Store] = {}
 _meetings = count()
 
 
 class Rendezvous:
-    """The store in which ranks meet. Named by a loopback address, it listens there alone."""
+    """The store in which ranks meet. Named by a loopback address, it listens there alone.
+
+    Args:
+        host: how the ranks call this host.
+        port: 0 takes a free one.
+        world_size: number of ranks.
+
+    Raises:
+        UserError: the port is in use; on entering, `host` does not lead here.
+    """
 
     def __init__(self, host: str, port: int, world_size: int) -> None:
         self.host, self.world_size = host, world_size
@@ -49,7 +63,18 @@ class Rendezvous:
         self.port: int = self._socket.getsockname()[1]
 
     def __enter__(self) -> Rendezvous:
-        self.store = serve(self._socket, self.host, self.world_size, timedelta(seconds=60))
+        try:
+            if not is_loopback(self.host):
+                _await_server(self.host, self.port, "node 0", _PATIENCE)
+            self.store = serve(self._socket, self.host, self.world_size, timedelta(seconds=_PATIENCE))
+        except (OSError, dist.DistNetworkError) as error:
+            self._socket.close()
+            raise UserError(
+                f"node 0 has to run where that address leads, and this is {socket.gethostname()}: {error}",
+                field="rdzv_endpoint",
+                got=f"{self.host}:{self.port}",
+                remedy="Start node rank 0 on the host of that address, or name this host in it on all nodes",
+            ) from None
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -90,7 +115,10 @@ def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) 
     Raises:
         UserError: nobody does within `timeout`.
     """
-    _await_server(host, port, rank, timeout.total_seconds())
+    try:
+        _await_server(host, port, f"rank {rank}", timeout.total_seconds())
+    except OSError as error:
+        raise _unreachable(host, port, rank, error) from None
     return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -105,14 +133,54 @@ def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) 
     """The store of whoever started the ranks, or one that rank 0 serves.
 
     Raises:
-        UserError: the port is in use, or nobody answers there.
+        UserError: the port is in use, nobody answers there, or an earlier run does and goes on doing so.
     """
     place = meeting_place(joined)
-    if place not in _stores:
-        _stores[place] = _reach(*place, rank, size, timeout)
     # A second fit must not find the first one's keys: gloo would call on peers that are gone.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"distributed/{restart}/{next(_meetings)}", _stores[place])
+    prefix = f"distributed/{restart}/{next(_meetings)}"
+    started, reminded = time.monotonic(), float("-inf")
+    while True:
+        waited = time.monotonic() - started
+        if place not in _stores:
+            _stores[place] = _reach(*place, rank, size, max(timeout - timedelta(seconds=waited), _SOON))
+        store = dist.PrefixStore(prefix, _stores[place])
+        if not _is_of_earlier_run(store):
+            return store
+        del store, _stores[place]
+        if waited >= timeout.total_seconds():
+            raise _held(*place, rank)
+        if waited - reminded >= _REMIND:
+            print(
+                f"rank {rank} waits for an earlier run to leave {place[0]}:{place[1]} ({waited:.0f} s)",
+                flush=True,
+            )
+            reminded = waited
+        time.sleep(0.1)
+
+
+def _is_of_earlier_run(store: dist.Store) -> bool:
+    """Whether this rank is late by a run: others have met here, and one of them was this rank.
+
+    The ranks of a second run are other processes, which count their meetings from 0 again. torch's agents
+    keep one store for all ranks that they start, and let them meet there again when a host comes or goes.
+    """
+    ours = "DISTRIBUTED_RUN_DIR" in os.environ
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not ours:
+        return False
+    try:
+        return bool(store.check([_MET]))
+    except dist.DistError:
+        return True  # it is gone at last
+
+
+def _held(host: str, port: int, rank: int) -> UserError:
+    return UserError(
+        f"rank {rank} finds an earlier run at the rendezvous, which does not end",
+        field="MASTER_ADDR",
+        got=f"{host}:{port}",
+        remedy=f"End it on node 0 (ss -ltnp 'sport = {port}' names it there), or choose another port",
+    )
 
 
 def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -132,21 +200,21 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
         ) from None
 
 
-def _await_server(host: str, port: int, rank: int, timeout: float) -> None:
-    """Return when somebody listens there; says meanwhile that it waits, or after `timeout` seconds
-    raises a UserError. torch's own client is silent, and then prints its stack."""
+def _await_server(host: str, port: int, who: str, timeout: float) -> None:
+    """Return when somebody listens there; says meanwhile that `who` waits, or after `timeout` seconds
+    raises the OSError. torch's own client is silent, and then prints its stack."""
     started = reminded = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=_REMIND).close()
             return
-        except OSError as error:
+        except OSError:
             now = time.monotonic()
             if now - started >= timeout:
-                raise _unreachable(host, port, rank, error) from None
+                raise
             if now - reminded >= _REMIND:
                 print(
-                    f"rank {rank} waits for the rendezvous at {host}:{port} ({now - started:.0f} s)",
+                    f"{who} waits for the rendezvous at {host}:{port} ({now - started:.0f} s)",
                     flush=True,
                 )
                 reminded = now
@@ -188,3 +256,4 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
                 ) from None
             if absent and rank == 0:
                 print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)
+    store.set(_MET, "1")

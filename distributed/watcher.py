@@ -1,4 +1,4 @@
-"""The watch of ranks that somebody else started: a small process beside each host's local rank 0.
+"""The watch of ranks that somebody else started: a small process beside the first rank of each host.
 
 A thread in a rank would not do: one that waits in the interpreter's C code cannot report, and one
 that waits on the ranks' store aborts a process that leaves the interpreter.
@@ -6,6 +6,7 @@ that waits on the ranks' store aborts a process that leaves the interpreter.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed import stacks
 from distributed.errors import UserError, WorkerError
@@ -59,7 +61,8 @@ class Observed:
         self._folder: Path | None = None
         self._journal: Journal | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
-        self._rank, self._run = 0, ""
+        self._rank: int | None = None
+        self._run = ""
         if plan.mode == "spawn" and os.environ.get(WATCHED) == "1":
             self._begin(Path(os.environ["DISTRIBUTED_RUN_DIR"]), int(os.environ["RANK"]))
 
@@ -72,34 +75,41 @@ class Observed:
             follow(backend, self._journal)
 
     def _begin(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
         stacks.answer(folder, rank)
         self._journal = keep(folder, rank)
+        self._folder, self._rank = folder, rank
 
     def _meet(self, backend: Backend) -> None:
         """Agree on a folder with the ranks of this host, and have its first one start the watcher."""
         world = backend.world
-        own = None
-        if world.local_rank == 0:
-            own = os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
-        found = backend.gather_objects((world.node_rank, world.rank, os.getpid(), own))
-        self._run = found[0][3] or ""
-        here = [entry for entry in found if entry[0] == world.node_rank]
-        folder = next((entry[3] for entry in here if entry[3]), None)
-        if folder is None:
-            return  # its launcher numbers the ranks of this host from somewhere else
-        self._begin(Path(folder), world.rank)
-        backend.barrier()  # every journal is there when the watcher looks
-        if own is not None:
-            self._start({rank: pid for _, rank, pid, _ in here}, backend)
+        self._rank = world.rank
+        nodes = _nodes(backend.gather_objects((world.node_rank, world.host)))
+        node = next(number for number, ranks in enumerate(nodes) if world.rank in ranks)
+        first = nodes[node][0]
+        folders = backend.gather_objects(_folder() if world.rank == first else None)
+        self._run = folders[0] or ""
+        # Every journal is there when the watcher looks.
+        pids = backend.gather_objects(os.getpid() if self._took_part(folders[first], world.rank) else None)
+        if world.rank == first and self._journal is not None:
+            here = {rank: pids[rank] for rank in nodes[node] if pids[rank] is not None}
+            self._start(here, backend, node, len(nodes))
 
-    def _start(self, pids: Mapping[int, int], backend: Backend) -> None:
-        num_nodes, hosts = backend.world.num_nodes, None
-        if num_nodes > 1 and getattr(backend, "store", None) is not None:
+    def _took_part(self, folder: str | None, rank: int) -> bool:
+        """Whether this rank is watched from `folder` now. To be watched is a help, no reason to fail."""
+        try:
+            if folder is not None:
+                self._begin(Path(folder), rank)
+        except OSError:
+            pass  # one host's name and number, and yet another file system: containers, for one
+        return self._journal is not None
+
+    def _start(self, pids: Mapping[int, int], backend: Backend, node: int, num_nodes: int) -> None:
+        hosts = None
+        if num_nodes > 1 and self._run and getattr(backend, "store", None) is not None:
             from distributed.rendezvous import meeting_place
 
             place, timeout = meeting_place(self.plan.joined), self.plan.config.host_timeout
-            hosts = [place, backend.world.node_rank, sorted(pids), timeout, self._run]
+            hosts = [place, node, sorted(pids), timeout, self._run]
         order = {
             "hosts": hosts,
             "path": [entry or os.getcwd() for entry in sys.path],
@@ -110,7 +120,10 @@ class Observed:
         }
         # -P, as the ranks: a file in the working folder may be called like a module.
         command = [sys.executable, "-P", "-c", _BOOT]
-        self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError:
+            return  # no room for another process
         assert self._watcher.stdin is not None
         self._watcher.stdin.write(json.dumps(order).encode() + b"\n")
         self._watcher.stdin.flush()
@@ -124,7 +137,7 @@ class Observed:
 
     def tell(self, error: BaseException) -> None:
         """Say in one line which rank failed where: its own traceback names no rank."""
-        if self._folder is None or self.plan.mode == "spawn" or isinstance(error, (UserError, WorkerError)):
+        if self._rank is None or self.plan.mode == "spawn" or isinstance(error, (UserError, WorkerError)):
             return
         told = error_of({**report_of(error, self._rank), "second_hand": False})
         write_report(self.plan.config.checkpoint_dir, str(told))
@@ -138,6 +151,27 @@ class Observed:
             self._watcher.stdin.close()
             self._watcher.wait()
             self._watcher = None
+
+
+def _nodes(places: Sequence[tuple[int, str]]) -> list[list[int]]:
+    """The ranks of each host. A number alone does not say which: ``mpirun --map-by node`` and variables
+    set by hand give several hosts the same.
+
+    Args:
+        places: rank -> what its launcher calls its node's number, and its host's name.
+    """
+    ranks: dict[tuple[int, str], list[int]] = {}
+    for rank, (number, host) in enumerate(places):
+        ranks.setdefault((number, host), []).append(rank)
+    return [ranks[place] for place in sorted(ranks, key=lambda place: (place[0], ranks[place]))]
+
+
+def _folder() -> str | None:
+    """Where the ranks of this host keep their journals; None when there is no room for any."""
+    try:
+        return os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
+    except OSError:
+        return None
 
 
 def found_by_watcher(folder: Path) -> dict[str, Any] | None:
@@ -159,6 +193,7 @@ def watch_beside(order: Mapping[str, Any]) -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process of a step
+    sys.stderr = cast("IO[str]", _Stderr())
     folder = Path(order["folder"])
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:
@@ -171,6 +206,15 @@ def watch_beside(order: Mapping[str, Any]) -> None:
     finally:
         if order["own"]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Stderr(io.TextIOBase):
+    """Standard error as far as anybody still reads it: whoever does may leave before the ranks."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+        return len(text)
 
 
 def _hosts(place: Sequence[Any], node: int, ranks: Sequence[int], timeout: float, run: str) -> HostWatch:
@@ -191,11 +235,13 @@ def _watch(watch: Watch, pids: dict[int, int]) -> None:
         try:
             watch.look(pids)
         except WorkerError as error:
-            print(error, file=sys.stderr, flush=True)
             _leave(watch.folder, report_of(error, error.rank))
             # The others lose it, and find out here what of. Who waits for a lost host waits in vain.
             for rank in [error.rank] if error.rank in pids else pids:
-                os.kill(pids[rank], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
+            # Last: nobody may read what is said, and a full pipe takes no more.
+            print(error, file=sys.stderr, flush=True)
             return _linger(watch, pids, closed)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from distributed.commands.findings import Finding
+from distributed.network import is_loopback
 from distributed.preflight.facts import Facts
 from distributed.preflight.measure import Survey
 
@@ -88,7 +89,8 @@ def _names(hosts: list[Facts]) -> Iterator[Finding]:
     if len(hosts) == 1:
         return
     for host in hosts:
-        if host.name_resolves_to.startswith("127."):
+        # Hosts that meet on loopback are one, and gloo is told to listen there.
+        if host.name_resolves_to.startswith("127.") and not is_loopback(host.address):
             told = f"{host.host} is {host.name_resolves_to} to itself: gloo would listen where none comes"
             remedy = f"Map {host.host} to {host.address} in its /etc/hosts, or set GLOO_SOCKET_IFNAME there"
             yield Finding("host name", "warn", told, remedy)

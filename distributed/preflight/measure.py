@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distributed.config.paths import local_path
 from distributed.joined import Joined
-from distributed.network import address_towards, is_loopback, loopback_interface
+from distributed.network import address_among, is_loopback, loopback_interface
 from distributed.preflight.facts import Facts, own_facts
 from distributed.preflight.links import EchoServer, measure_links
 from distributed.rendezvous import await_ranks, open_store
@@ -78,7 +78,7 @@ def survey(place: Joined, timeout: float, checkpoint_dir: str | None = None, use
     store = open_store(place, node, size, timedelta(seconds=timeout))
     await_ranks(store, node, size, timeout)
     meeting = _Meeting(store, node, size)
-    facts = own_facts(node, _own_address(place), use_gpus)
+    facts = own_facts(node, address_among(place.master_addr, place.master_port or 1), use_gpus)
     server = EchoServer(is_loopback(place.master_addr))
     try:
         places = meeting.all("place", (facts.address, server.port))
@@ -112,12 +112,6 @@ class _Meeting:
     def all(self, name: str, value: Any) -> list[Any]:
         self.say(f"{name}/{self.node}", value)
         return [self.hear(f"{name}/{other}") for other in range(self.size)]
-
-
-def _own_address(place: Joined) -> str:
-    if is_loopback(place.master_addr):
-        return "127.0.0.1"
-    return address_towards(place.master_addr, place.master_port or 1)
 
 
 def _clock(meeting: _Meeting) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from distributed import DistributedConfig, UserError
 from distributed.joined import detect, expand_nodelist
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
-from distributed.rendezvous import Rendezvous, await_ranks, open_store
+from distributed.rendezvous import Rendezvous, await_ranks, listen, open_store
 
 TORCHRUN = {
     "RANK": "1",
@@ -345,6 +346,94 @@ def test_two_nodes_each_get_the_whole_result(script: str, under_torchrun: tuple[
         assert code == 1
         assert "rank 1 (" in err
         assert "raised ZeroDivisionError: only here" in err
+
+
+def test_a_run_that_does_not_leave_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a rank that comes again before all were there wait: nobody has called on it yet."""
+    monkeypatch.setattr("distributed.rendezvous._meetings", repeat(0))
+    monkeypatch.setattr("distributed.rendezvous._stores", {})
+    with Rendezvous("127.0.0.1", 0, 2) as meeting:
+        place = {**TORCHRUN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
+        joined = detect(place)
+        first = open_store(joined, 1, 2, timedelta(seconds=5))
+        with pytest.raises(UserError, match="ranks 0 of 2 did not come"):
+            await_ranks(first, 1, 2, 0.1)
+        again = open_store(joined, 1, 2, timedelta(seconds=5))
+        again.set("here/0", "host")
+        await_ranks(again, 1, 2, 5.0)
+        with pytest.raises(UserError, match=f"MASTER_ADDR: rank 1 finds an earlier run .*{meeting.port}"):
+            open_store(joined, 1, 2, timedelta(seconds=0.3))
+        assert "rank 1 waits for an earlier run to leave 127.0.0.1" in capsys.readouterr().out
+        # torch's agents let ranks meet again in one store.
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        open_store(joined, 1, 2, timedelta(seconds=5))
+
+
+def test_node_0_on_another_host_than_the_address_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.rendezvous._REMIND", 0.1)
+    monkeypatch.setattr("distributed.rendezvous._PATIENCE", 0.3)
+    meeting = Rendezvous("203.0.113.1", 0, 2)  # an address for documents
+    with pytest.raises(UserError, match=r"rdzv_endpoint: node 0 has to run where.*Start node rank 0 on"):
+        meeting.__enter__()
+    listen("127.0.0.1", meeting.port).close()
+
+
+# Two runs, one after the other; the first one's rank 0 has something left to do when it ends.
+TWICE = """
+import atexit, json, os, time
+import torch
+from torch import nn
+from distributed import Callback, Trainer
+
+def upload():
+    while not os.path.exists("uploaded"):
+        time.sleep(0.05)
+
+class Upload(Callback):
+    def on_run_start(self, context):
+        atexit.register(upload)
+
+data = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+options = json.loads(os.environ["OPTIONS"])
+for callbacks in ([Upload()], []):
+    trainer = Trainer(nn.Linear(4, 2), batch_size=2, device="cpu", callbacks=callbacks, **options)
+    print("TRAINED", trainer.fit(data, epochs=1).world_size, flush=True)
+"""
+
+
+def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
+    """On node 1 the first is over while node 0 still serves its store."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    shared: dict[str, Any] = {"num_gpus": 2, "num_nodes": 2, "collective_timeout": 20}
+    shared["rdzv_endpoint"] = f"127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "twice.py"],
+            env={**os.environ, "OPTIONS": json.dumps({**shared, "node_rank": node})},
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        assert nodes[1].stdout is not None
+        until = f"rank 1 waits for an earlier run to leave {shared['rdzv_endpoint']}"
+        heard = []
+        while (line := nodes[1].stdout.readline()) and until not in line:
+            heard.append(line)
+        assert until in line, "".join(heard)
+        (tmp_path / "uploaded").touch()
+        outputs = [node.communicate(timeout=120)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], outputs
+        assert outputs[1].count("TRAINED 2") == 1
+    finally:
+        (tmp_path / "uploaded").touch()
+        for node in nodes:
+            node.kill()
 
 
 @pytest.mark.parametrize("where", ["rdzv_endpoint", "MASTER_PORT"])

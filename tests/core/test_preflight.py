@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from distributed.cli import main
 from distributed.commands.check_hosts import judge
 from distributed.commands.findings import Finding
+from distributed.network import is_loopback, own_addresses
 from distributed.preflight.facts import Facts, Link
 from distributed.preflight.links import measure_links
 from distributed.preflight.measure import AllReduce, Survey
@@ -71,6 +73,11 @@ def test_what_is_wrong_is_named_with_its_host(
     assert finding.remedy
 
 
+def test_a_name_that_is_loopback_does_not_matter_to_hosts_that_meet_there() -> None:
+    local = {"name_resolves_to": "127.0.1.1", "address": "127.0.0.1"}
+    assert found(host(0, **local), host(1, **local)) == []
+
+
 def test_a_slow_link_is_named_and_a_clock_that_may_be_right_is_not() -> None:
     """Of three hosts; every way to n2 is slow, one of them both ways."""
     hosts = [replace(host(0), node=n, host=f"n{n}", links={}) for n in range(3)]
@@ -114,8 +121,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_two_hosts_meet_measure_and_agree(tmp_path: Path) -> None:
-    place = ["--num-nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+@pytest.mark.parametrize("meeting", ["127.0.0.1", socket.gethostname()])
+def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
+    """Under its own name, too, which many a host has on loopback: to others that is no address."""
+    place = ["--num-nodes", "2", "--rdzv-endpoint", f"{meeting}:{free_port()}"]
     words = [sys.executable, "-m", "distributed.cli", "preflight", "--device", "cpu", *place]
     words += ["--checkpoint-dir", str(tmp_path), "--json", "--node-rank"]
     both = [
@@ -127,6 +136,9 @@ def test_two_hosts_meet_measure_and_agree(tmp_path: Path) -> None:
     survey = json.loads(first[0][first[0].index("{") :])
     assert "node 1 is done; node 0" in second[0]
     assert [facts["node"] for facts in survey["hosts"]] == [0, 1]
+    for facts in survey["hosts"]:
+        alone = is_loopback(meeting) or not own_addresses()
+        assert is_loopback(facts["address"]) == alone
     assert all(link["bandwidth"] > 0 for facts in survey["hosts"] for link in facts["links"].values())
     assert survey["all_reduce"]["transport"] == "gloo"
     assert survey["all_reduce"]["bandwidth"] > 0
