@@ -71,10 +71,12 @@ class Trial:
         return any(_place(old) == _place(report) for old in self.reports if "epoch" in old)
 
     def add(self, report: Mapping[str, Any]) -> None:
-        """Append figures. An epoch that was trained again, after a kill, takes its old place."""
+        """Append figures. What comes again, after a kill, takes its old place: an epoch, or what
+        `train_fn` returned."""
+        self.reports = [old for old in self.reports if "epoch" in old]
         if "epoch" in report:
             again = _place(report)
-            self.reports = [old for old in self.reports if "epoch" in old and _place(old) < again]
+            self.reports = [old for old in self.reports if _place(old) < again]
         self.reports.append(dict(report))
 
     def judge(self, metric: str | None, mode: str) -> None:

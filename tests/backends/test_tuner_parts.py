@@ -163,6 +163,26 @@ def test_a_trial_that_is_stopped_ends_and_goes_on_later(tmp_path: Path, ranks: i
     assert [report["epoch"] for report in trial.reports] == [0, 1, 2]
 
 
+def returns(config: dict[str, Any]) -> dict[str, float]:
+    return {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fn", "parameters", "number"), [(returns, {"a": 1}, 1), (fits, {"returns": {"gain": 2.0}}, 4)]
+)
+def test_a_trial_stopped_at_its_last_report_has_not_failed(
+    tmp_path: Path, fn: Any, parameters: dict[str, Any], number: int
+) -> None:
+    """The engine says so in the trial's own thread, not where epochs are heard."""
+    for heard in (number, 1):  # started again, it has its last report alone to make
+        with pytest.raises(SystemExit):
+            run_trial(order(tmp_path, fn), parameters, Heard(stop_after=heard))
+        trial = load_trial(tmp_path, "t")
+        assert trial is not None
+        assert (trial.status, trial.error, len(trial.reports)) == ("running", None, number)
+        assert trial.value is not None
+
+
 def two_fits(config: dict[str, Any]) -> None:
     for _ in range(2):
         Trainer(small_model(), backend="serial", batch_size=8).fit((X, Y), epochs=2)
