@@ -42,6 +42,7 @@ class Trial:
         error: why it failed, in one paragraph; None when it did not.
         checkpoint: its best checkpoint, or its newest; None without.
         reports: every epoch's figures, and what `train_fn` returned, in their order.
+        ranks: that the search gave its trainer; None where the trainer said how many, or there was none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Trial:
     error: str | None = None
     checkpoint: str | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
+    ranks: int | None = None
     is_mistake: bool = False
     """The error was a UserError."""
 

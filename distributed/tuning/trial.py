@@ -89,7 +89,12 @@ class TrialRun(ScriptRun):
         parameters: what was sampled.
         checkpoint: to go on from, or None.
         changed: the parameters are not those that the checkpoint was saved under.
+
+    Attributes:
+        ranks: that the search gave the trial's last trainer; None where the trainer said how many.
     """
+
+    ranks: int | None = None
 
     def __init__(
         self,
@@ -131,6 +136,7 @@ class TrialRun(ScriptRun):
                 remedy=f"DistributedTuner(..., ranks_per_trial={ranks or 1}), or fewer ranks in train_fn",
             )
         values: dict[str, Any] = {}
+        self.ranks = order.ranks if ranks is None else None
         if ranks is None and order.ranks > 1:
             values["num_processes"] = order.ranks
         if order.max_epochs is not None and config.epochs > order.max_epochs:
@@ -229,6 +235,7 @@ class _Trial:
     def _hear(self, said: Said) -> None:
         # num_fits has counted the fit under way.
         fit = self.script.num_fits
+        self.record.ranks = self.script.ranks
         report = said.metrics if fit < 2 else {**said.metrics, "fit": fit}
         if said.again and self.record.knows(report):
             return

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distributed import DistributedTuner, Trainer, UserError, WorkerError
 from distributed.cli import main
-from distributed.config import Layer
+from distributed.commands.tune import _how_to_train
+from distributed.config import DistributedConfig, Layer, load, read_file
 from distributed.config.command_line import active
 from distributed.report.lines import NAME
 from distributed.testing.conformance import problem, small_model
@@ -347,6 +350,37 @@ def test_the_verb_refuses_what_makes_no_sense(
     file.write_text(text)
     assert main(["tune", "--config", str(file), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def told(tmp_path: Path, file: str, best: Trial) -> tuple[str, DistributedConfig]:
+    """The command that trains with `best`, and the configuration that it would have."""
+    (tmp_path / "tune.yaml").write_text(file)
+    args = argparse.Namespace(script="train.py")
+    search: Any = SimpleNamespace(best=best, output_dir=tmp_path, plot=lambda path: path)
+    lines = _how_to_train(search, args, [read_file(tmp_path / "tune.yaml")], [])
+    return lines[1], load(tmp_path / "best.yaml")
+
+
+def test_what_the_verb_writes_trains_what_was_tuned(tmp_path: Path) -> None:
+    """A section is merged leaf by leaf, and the ranks are the trial's, whatever the machine has."""
+    sampled = {"data": {"per_sample_rng": True}, "size": 4}
+    best = Trial("00000", sampled, ranks=2)
+    command, config = told(tmp_path, "data: {drop_last: true}\nepochs: 3\n", best)
+    assert command.endswith("best.yaml -- --size 4")
+    assert (config.data.drop_last, config.data.per_sample_rng, config.epochs) == (True, True, 3)
+    assert config.num_processes == 2
+    best.ranks = None
+    assert told(tmp_path, "num_gpus: 4", best)[1].num_processes is None
+
+
+@pytest.mark.parametrize(("asked", "ranks"), [(None, 2), (1, None)])
+def test_a_trial_records_the_ranks_that_its_trainer_was_given(
+    tmp_path: Path, asked: int | None, ranks: int | None
+) -> None:
+    run_trial(order(tmp_path, ranks=2), {"ranks": asked}, Heard())
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert trial.ranks == ranks
 
 
 def test_a_search_leaves_the_users_record_alone(tmp_path: Path) -> None:
