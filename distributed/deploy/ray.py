@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from distributed.config.paths import local_path
-from distributed.deploy.checks import check_text
+from distributed.deploy.checks import check_line, check_text
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
 from distributed.deploy.kube_text import check_label
@@ -64,8 +64,10 @@ class RaySettings(RunSettings):
                 raise ValueError(
                     f"Ray replaces ${{...}} in variables, so {name} would arrive as something else"
                 )
-        for line in (*self.setup, self.ssh_user or "", self.ssh_key or ""):
-            check_text(line, "setup, ssh_user or ssh_key")
+        for line in self.setup:
+            check_line(line, "setup", self.secret_remedy())
+        for text in (self.ssh_user or "", self.ssh_key or ""):
+            check_text(text, "ssh_user or ssh_key")
         return self
 
 
