@@ -295,6 +295,42 @@ def test_without_a_best_the_first_cause_is_named() -> None:
         best_of([trial], "gain", "auto")
 
 
+# -- a search that is resumed ----------------------------------------------------------
+
+
+def claim(tmp_path: Path, **given: Any) -> None:
+    from distributed_backends.ray_tune import RayTune
+    from ray import tune
+
+    changes = {"hyperparam_mutations": {"lr": tune.uniform(0, 1), "a": lambda: 1}}
+    usual: dict[str, Any] = {"scheduler": "pbt", "scheduler_options": changes, "config": {"epochs": 3}}
+    search = DistributedTuner(
+        print, {"lr": {"uniform": [0, 1]}}, **{"output_dir": tmp_path / "s", **usual, **given}
+    )
+    search._claim(search._asked(RayTune(), 1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_epochs", 2),
+        ("grace_period", 2),
+        ("scheduler_options", {"quantile_fraction": 0.5}),
+        ("config", {"epochs": 3, "batch_size": 4}),
+        ("config", None),
+    ],
+)
+def test_a_search_goes_on_only_with_what_makes_its_trials_comparable(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    claim(tmp_path)
+    more = {"epochs": 3, "tracking": {"progress": "off"}}
+    claim(tmp_path, resume=True, config=more, time_limit=60, max_concurrent=1, num_cpus=1)
+    with pytest.raises(UserError, match=f"{field}: the search in .* was started with") as caught:
+        claim(tmp_path, resume=True, **{field: value})
+    assert "0x" not in str(caught.value)
+
+
 # -- the picture -----------------------------------------------------------------------
 
 
