@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.config import Layer, load_layers, read_file
+from distributed.config.load import as_layers
 from distributed.errors import UserError
 from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.joined import detect
@@ -52,8 +54,10 @@ class DistributedTuner:
         output_dir: the search's folder; None is ``tuned/`` and the time. Nodes of a cluster share it.
         name: of the search in the trackers; None is the folder's.
         seed: of the samples.
-        resume: go on with the search in `output_dir`, if there is one.
-        time_limit: seconds after which all trials end.
+        resume: go on with the search in `output_dir`, if there is one: with as much time, room and as many
+            trials at a time as this call says, and otherwise as it was asked first.
+        time_limit: seconds after which all trials end. In a search that is resumed, those that were cut off
+            go on; of those that had begun under a scheduler, which stops trials too, none does.
         mlflow: record the search in MLflow, each trial a child of its run; a text names the experiment.
         tensorboard: a folder of events for each trial, in ``output_dir/tensorboard``.
         address: of a Ray cluster, as `ray.address`.
@@ -123,6 +127,7 @@ class DistributedTuner:
         self.time_limit, self.address = time_limit, address
         self.mlflow, self.tensorboard = mlflow, tensorboard
         self._layers = self._configure(config)
+        self._given = self._layers[:1] if config is not None else []
         self.results: list[Trial] = []
         self._best: Trial | None = None
 
@@ -224,16 +229,29 @@ class DistributedTuner:
         scheduler = (
             self.scheduler if isinstance(self.scheduler, str | None) else type(self.scheduler).__name__
         )
-        return {
+        options = engine.describe(self.scheduler_options)
+        asked = {
             "search_space": engine.describe(self.search_space),
             "num_samples": num_samples,
             "seed": self.seed,
             "metric": self.metric,
             "mode": self.mode,
             "scheduler": scheduler,
+            # An object that says where it lies in memory lies elsewhere the next time.
+            "scheduler_options": {n: re.sub(" at 0x[0-9a-f]+", "", text) for n, text in options.items()},
+            "grace_period": self.grace_period,
+            "max_epochs": self.max_epochs,
+            "config": {
+                name: value
+                for layer in as_layers(load_layers(self._given))
+                for name, value in layer.values.items()
+                if not name.startswith("tracking.")
+            },
             "ranks_per_trial": self.ranks_per_trial,
             "trials_per_gpu": self.trials_per_gpu,
         }
+        found: dict[str, Any] = json.loads(json.dumps(asked, default=str))
+        return found
 
     def _params(self, num_samples: int) -> dict[str, Any]:
         return {"num_samples": num_samples, "scheduler": str(self.scheduler), "seed": self.seed}
@@ -275,9 +293,10 @@ class DistributedTuner:
                 remedy="Go on with it (resume=True), or name another folder",
             )
         for field, value in asked.items():
-            if known["asked"].get(field) != json.loads(json.dumps(value)):
+            # A folder of an earlier version does not say everything.
+            if known["asked"].get(field, value) != value:
                 raise UserError(
-                    f"the search in {self.output_dir} was started with {known['asked'].get(field)!r}",
+                    f"the search in {self.output_dir} was started with {known['asked'][field]!r}",
                     field=field,
                     got=value,
                     remedy="Resume it as it was, or start another in another folder",
@@ -331,7 +350,9 @@ class DistributedTuner:
 
     def _save(self, trials: list[Trial], complete: bool) -> None:
         _write(self.output_dir / RESULTS, {"trials": [trial.to_dict() for trial in trials]})
-        if complete and not any(trial.status == "waiting" for trial in trials):
+        # Without a scheduler only a time limit stops a trial, and a search that is resumed has more of it.
+        open_still = ("waiting", "stopped") if self.scheduler is None else ("waiting",)
+        if complete and not any(trial.status in open_still for trial in trials):
             self._note({"complete": True})
 
     def _conclude(self, trials: list[Trial]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     python -m distributed_backends.ray_nodes run --meet HOST --port P --num-nodes 2 -- COMMAND ...
 
 `start` runs once on every node and stays; the host called like `--meet` is the head. `run` waits until all
-nodes are there, then becomes COMMAND.
+nodes are there, then becomes COMMAND. Without `--meet` it waits for those of the cluster at ``RAY_ADDRESS``,
+which a job of Ray's has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -23,7 +25,9 @@ from distributed.network import address_towards, is_loopback, own_addresses
 __all__ = ["main"]
 
 _PATIENCE = 300.0
-"""Seconds in which all nodes have to come."""
+"""Seconds in which all nodes have to come, unless told otherwise."""
+_LONGEST = 24
+"""Letters of a folder in which the paths of Ray's sockets, 80 letters more, are still short enough."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,10 +39,12 @@ def main(words: Sequence[str] | None = None) -> int:
     start.add_argument("--num-gpus", type=int, required=True)
     run = actions.add_parser("run", help="Wait for all nodes, then run a command.")
     run.add_argument("--num-nodes", type=int, required=True)
+    run.add_argument("--patience", type=float, default=_PATIENCE, help="Seconds in which they have to come.")
     run.add_argument("command", nargs="+")
     for action in (start, run):
-        action.add_argument("--meet", required=True, help="The head's host, as the scheduler calls it.")
-        action.add_argument("--port", type=int, required=True)
+        ours = action is start
+        action.add_argument("--meet", required=ours, help="The head's host, as the scheduler calls it.")
+        action.add_argument("--port", type=int, required=ours)
     args = parser.parse_args(words)
     try:
         return _start(args) if args.action == "start" else _run(args)
@@ -54,36 +60,68 @@ def _start(args: argparse.Namespace) -> int:
     own = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     head = _ip(args.meet)
     address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
-    place = ["--head", f"--port={args.port}", "--include-dashboard=false"]
+    if "RAY_TMPDIR" not in os.environ:
+        os.environ["RAY_TMPDIR"] = _own_folder()
+    client = f"--ray-client-server-port={_free_port()}"
+    place = ["--head", f"--port={args.port}", client, "--include-dashboard=false"]
     where = place if own == args.meet else [f"--address={address}"]
     sizes = [f"--num-cpus={args.num_cpus}", f"--num-gpus={args.num_gpus}"]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     os.execv(sys.executable, [*ray, *where, *sizes, f"--node-ip-address={here}"])
 
 
+def _own_folder() -> str:
+    """A folder for Ray's own files. In the one that it takes by itself lies a file of whoever used this host
+    first, which nobody else may write."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= _LONGEST else "/tmp")
+
+
+def _free_port() -> int:
+    """For the server of Ray's clients, which nobody asked for here: on its usual port, two jobs on a host
+    are in each other's way."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def _run(args: argparse.Namespace) -> int:
     """Become the command when all nodes are there; it finds the cluster by ``RAY_ADDRESS``."""
-    head = _ip(args.meet)
-    address = f"{_reachable(head, head)}:{args.port}"
-    missing = _await_nodes(address, args.num_nodes)
+    address = _address(args)
+    missing = _await_nodes(address, args.num_nodes, args.patience)
     if missing:
         raise UserError(
-            f"{missing} of {args.num_nodes} Ray nodes did not come within {_PATIENCE:g} s",
+            f"{missing} of {args.num_nodes} Ray nodes did not come within {args.patience:g} s",
             field="--num-nodes",
             got=args.num_nodes,
-            remedy="The output of the step that starts them says why",
+            remedy="The output of what starts them says why: of the step, or of `ray monitor cluster.yaml`",
         )
     os.environ["RAY_ADDRESS"] = address
     os.execvp(args.command[0], args.command)
 
 
-def _await_nodes(address: str, number: int) -> int:
+def _address(args: argparse.Namespace) -> str:
+    if args.meet is not None and args.port is not None:
+        head = _ip(args.meet)
+        return f"{_reachable(head, head)}:{args.port}"
+    known = os.environ.get("RAY_ADDRESS")
+    if not known:
+        raise UserError(
+            "which cluster? RAY_ADDRESS is not set",
+            field="--meet",
+            remedy="Give --meet and --port, or call it in a job of Ray's",
+        )
+    return known
+
+
+def _await_nodes(address: str, number: int, patience: float) -> int:
     """How many of `number` nodes are still missing at the end of our patience; 0 as soon as none is."""
     from importlib import import_module
 
     # Ray has no public way to ask that is not a client of the cluster; its own tools take this one.
     client = import_module("ray._raylet").GcsClient
-    deadline, alive = time.monotonic() + _PATIENCE, 0
+    deadline, alive = time.monotonic() + patience, 0
     while time.monotonic() < deadline:
         try:
             nodes = client(address=address).get_all_node_info(timeout=5.0).values()

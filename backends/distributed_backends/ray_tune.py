@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from distributed.config.sections import RaySection
 from distributed.interfaces.search import Search, SearchEngine, TrialEnd
+from distributed.transport import write_private
 from distributed.tuning.record import load_trial
 from distributed.tuning.trial import MISSING, SCORE
 from distributed_backends.ray_cluster import connected, environment
@@ -43,6 +47,26 @@ _VARIABLES = {
 }
 _GRACE = 15.0
 """Seconds that a trial's trainer has to end when the trial is stopped."""
+_OVER = ("TERMINATED", "ERROR")
+"""What Ray calls a trial that is never run again."""
+
+
+@dataclass
+class _Now:
+    """What may be another when a search goes on: Ray would bring the first start's back.
+
+    Attributes:
+        time_limit: seconds from now on, None without.
+        most_at_once: most trials at a time, 0 for as many as fit.
+        live: names of the trials that were begun and are not over.
+    """
+
+    time_limit: float | None
+    most_at_once: int
+    live: frozenset[str] = frozenset()
+
+
+_now: _Now | None = None
 
 
 class RayTune(SearchEngine):
@@ -76,12 +100,17 @@ class RayTune(SearchEngine):
 def _tuner(search: Search, room: Room) -> tune.Tuner:
     actor = tune.with_resources(_actor(_order(search)), room.of_trial())
     path = Path(search.folder, _NAME)
-    if search.resume and tune.Tuner.can_restore(str(path)) and list(path.glob("experiment_state-*.json")):
+    global _now
+    _now = _Now(search.time_limit, room.most_at_once())
+    # The newest is the one that Ray takes; its name is the time.
+    states = sorted(path.glob("experiment_state-*.json"))
+    if search.resume and tune.Tuner.can_restore(str(path)) and states:
+        _now.live = _reopen(states[-1], search)
         return tune.Tuner.restore(str(path), actor, resume_unfinished=True)
     space = translate(search.space)
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
-    generator = BasicVariantGenerator(random_state=search.seed, max_concurrent=room.most_at_once())
+    generator = _Samples(random_state=search.seed, max_concurrent=room.most_at_once())
     # Trials have the same names when the search is started again.
     generator._uuid_prefix = ""
     return tune.Tuner(
@@ -93,7 +122,6 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             search_alg=generator,
             scheduler=scheduler,
             num_samples=search.num_samples,
-            time_budget_s=search.time_limit,
             # Importing takes longer than a small trial. On a GPU a process also holds memory.
             reuse_actors=room.device == "CPU",
             trial_dirname_creator=_folder_name,
@@ -102,7 +130,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             name=_NAME,
             storage_path=search.folder,
             verbose=0,
-            stop=_Hopeless(),
+            stop=_Ends(search.time_limit),
             callbacks=[_Teller(search.folder)],
         ),
     )
@@ -147,18 +175,57 @@ def _actor(order: dict[str, Any]) -> type[Any]:
     return Trial
 
 
-class _Hopeless(tune.Stopper):
-    """Ends the search when a trial has ended and never reported the metric: no other will."""
+def _reopen(file: Path, search: Search) -> frozenset[str]:
+    """Let trials that a time limit cut off go on, in Ray's record of them; the names of all that are not
+    over. Under a scheduler it may have been that which stopped a trial, so one that began stays stopped."""
+    state = json.loads(file.read_text(encoding="utf-8"))
+    live = set()
+    for entry in state["trial_data"]:
+        trial = json.loads(entry[0])
+        known = load_trial(search.folder, trial["trial_id"])
+        cut_off = known is None or (known.status == "running" and search.scheduler is None)
+        if trial["status"] == "TERMINATED" and cut_off:
+            trial["status"] = "PENDING"
+            entry[0] = json.dumps(trial)
+        if trial["status"] not in _OVER:
+            live.add(str(trial["trial_id"]))
+    write_private(file, json.dumps(state).encode())
+    return frozenset(live)
 
-    def __init__(self) -> None:
-        self.found = False
+
+class _Samples(BasicVariantGenerator):
+    """Goes on with the samples that a time limit cut off."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)  # type: ignore[no-untyped-call]
+        if _now is not None:
+            # If there are no more of them, the next call finds out.
+            self._finished = False
+            self.max_concurrent, self._live_trials = _now.most_at_once, set(_now.live)
+
+
+class _Ends(tune.Stopper):
+    """Ends the search when its time is over, or a trial has ended and never reported the metric: no other
+    will. Ray's own limit would count what earlier starts of the same search took."""
+
+    def __init__(self, time_limit: float | None) -> None:
+        self.found, self.time_limit = False, time_limit
+        self.until: float | None = None
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         self.found = self.found or bool(result.get(MISSING))
         return False
 
     def stop_all(self) -> bool:
-        return self.found
+        if self.until is None and self.time_limit is not None:
+            self.until = time.monotonic() + self.time_limit
+        return self.found or (self.until is not None and time.monotonic() >= self.until)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.until = None
+        if _now is not None:
+            self.time_limit = _now.time_limit
 
 
 class _Teller(tune.Callback):

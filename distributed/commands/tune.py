@@ -13,6 +13,8 @@ from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
 from distributed.config.command_line import active
+from distributed.config.deepspeed import NATIVE
+from distributed.config.load import as_layers
 from distributed.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     num_samples = options.pop("num_samples", 10)
     space = options.pop("search_space")
     tuner = DistributedTuner(
-        ScriptTrial(str(script), arguments), space, config=_explicit(layers), resume=args.resume, **options
+        ScriptTrial(str(script), arguments), space, config=_explicit(config), resume=args.resume, **options
     )
     tuner.tune(num_samples)
     _show(tuner, args, layers, arguments)
@@ -218,11 +220,18 @@ def _number(name: str, text: str) -> int | float:
         raise UserError("not a number", field=flag, got=text, allowed="1, 2, 3, ...") from None
 
 
-def _explicit(layers: list[Layer]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged |= layer.values
-    return merged
+def _explicit(config: DistributedConfig) -> dict[str, Any]:
+    """What somebody set, as a file holds it."""
+    tree: dict[str, Any] = {}
+    for layer in as_layers(config):
+        # What a native configuration says again stands in that itself.
+        for name, value in layer.values.items() if layer.origin != NATIVE else ():
+            *path, leaf = name.split(".")
+            place = tree
+            for part in path:
+                place = place.setdefault(part, {})
+            place[leaf] = value
+    return tree
 
 
 # -- what came of it -----------------------------------------------------------------
@@ -256,8 +265,12 @@ def _how_to_train(
     from distributed.transport import write_private
 
     fields, own = split(tuner.best.parameters)
+    if tuner.best.ranks is not None:
+        # On more ranks the global batch is another, and not what the learning rate was tuned for.
+        fields["num_processes"] = tuner.best.ranks
+    config = load_layers([*layers, Layer("sample", fields)])
     path = tuner.output_dir / "best.yaml"
-    write_private(path, yaml.safe_dump(_plain({**_explicit(layers), **fields}), sort_keys=False).encode())
+    write_private(path, yaml.safe_dump(_plain(_explicit(config)), sort_keys=False).encode())
     words = [
         *PROG.split(),
         "train",

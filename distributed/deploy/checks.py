@@ -8,6 +8,7 @@ from typing import Any
 
 __all__ = [
     "check_env",
+    "check_line",
     "check_text",
     "env_mapping",
     "looks_secret",
@@ -17,8 +18,11 @@ __all__ = [
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|APIKEY|AUTH)(_|$)", re.IGNORECASE)
-# Addresses with a password in them, whatever the variable is called.
-_URL_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@")
+# Addresses with a password in them, whatever the variable is called; or with a token where a user's name
+# would be, which is shorter.
+_URL_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]{20,}@")
+_SHELL_VALUE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
+_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=[\"']*[^\s\"';&|]")
 _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -51,6 +55,23 @@ def check_env(env: Mapping[str, str], remedy: str) -> None:
         check_text(value, name)
         if looks_secret(name, value):
             raise ValueError(f"{name} looks like a secret, and the files would hold it in clear. {remedy}")
+
+
+def check_line(line: str, what: str, remedy: str) -> None:
+    """Refuse a line of shell that no file can hold, or should not: secrets in clear. What the shell finds
+    when it runs (``$NAME``, ``$(...)``) is none.
+
+    Raises:
+        ValueError: with `remedy` when an address or an assignment in it looks like a secret.
+    """
+    check_text(line, what)
+    written = _SHELL_VALUE.sub("", line)
+    if looks_secret("", written) or any(looks_secret(name) for name in _ASSIGNED.findall(written)):
+        # The line itself stays out of the message, which may end in a log.
+        raise ValueError(
+            f"{what} has a line with a secret in it, and the files would hold it in clear. {remedy}, and"
+            " write $NAME in the line"
+        )
 
 
 def looks_secret(name: str, value: str = "") -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from distributed.config.paths import local_path
-from distributed.deploy.checks import check_text
+from distributed.deploy.checks import check_line, check_text
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
 from distributed.deploy.kube_text import check_label
@@ -24,6 +24,8 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9a-fA-F:]+")
 _URL = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 _DASHBOARD = 8265
 _TOKEN = "~/.ray/auth_token"
+_PATIENCE = 1800
+"""Seconds that a job waits for the hosts of a new cluster, each of which runs the setup lines first."""
 
 
 class RaySettings(RunSettings):
@@ -64,8 +66,10 @@ class RaySettings(RunSettings):
                 raise ValueError(
                     f"Ray replaces ${{...}} in variables, so {name} would arrive as something else"
                 )
-        for line in (*self.setup, self.ssh_user or "", self.ssh_key or ""):
-            check_text(line, "setup, ssh_user or ssh_key")
+        for line in self.setup:
+            check_line(line, "setup", self.secret_remedy())
+        for text in (self.ssh_user or "", self.ssh_key or ""):
+            check_text(text, "ssh_user or ssh_key")
         return self
 
 
@@ -99,10 +103,9 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     resume = restartable(job, False, "")
     text = job.script_text()
     words = job.train_words("run.yaml", None if text is None else "train.py", resume)
-    python = quote(settings.python)
     files = {
         "job/run.yaml": run_yaml(job),
-        "job/start.sh": f"#!/bin/bash\nexec {python} -m {' '.join(map(quote, words))}\n",
+        "job/start.sh": _start(job, settings, words),
         "runtime_env.yaml": dump([{"env_vars": settings.env}]) if settings.env else "{}\n",
         "submit.sh": _submit(settings),
     }
@@ -138,6 +141,22 @@ def _cluster(settings: RaySettings) -> dict[str, Any]:
         "head_start_ray_commands": [f"{start} stop", lead],
         "worker_start_ray_commands": [f"{start} stop", join],
     }
+
+
+def _start(job: Job, settings: RaySettings, words: list[str]) -> str:
+    python = quote(settings.python)
+    train = f"{python} -m {' '.join(map(quote, words))}"
+    if not settings.host:
+        return f"#!/bin/bash\nexec {train}\n"
+    # A run that says nothing of nodes has its ranks on all hosts.
+    number = job.num_nodes if job.num_nodes > 1 else len(settings.host)
+    wait = f"{python} -m distributed_backends.ray_nodes run --num-nodes {number} --patience {_PATIENCE}"
+    return (
+        "#!/bin/bash\n"
+        "# The head takes jobs before the other hosts have joined it.\n"
+        f"exec {wait} -- \\\n"
+        f"    {train}\n"
+    )
 
 
 def _submit(settings: RaySettings) -> str:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from distributed.config.paths import local_path
-from distributed.deploy.checks import check_text, parse_bytes, parse_slurm_time
+from distributed.deploy.checks import check_line, parse_bytes, parse_slurm_time
 from distributed.deploy.files import Rendered
 from distributed.deploy.job import Job, form_of, restartable, run_yaml
 from distributed.deploy.settings import RunSettings
@@ -83,7 +83,7 @@ class SlurmSettings(RunSettings):
         if self.mem not in (None, "0"):
             parse_bytes(str(self.mem), _UNITS)
         for line in self.setup:
-            check_text(line, "setup")
+            check_line(line, "setup", self.secret_remedy())
             if "\r" in line:
                 raise ValueError("setup holds a carriage return, and sbatch refuses such scripts")
         for option in self.option:

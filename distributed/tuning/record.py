@@ -42,6 +42,7 @@ class Trial:
         error: why it failed, in one paragraph; None when it did not.
         checkpoint: its best checkpoint, or its newest; None without.
         reports: every epoch's figures, and what `train_fn` returned, in their order.
+        ranks: that the search gave its trainer; None where the trainer said how many, or there was none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Trial:
     error: str | None = None
     checkpoint: str | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
+    ranks: int | None = None
     is_mistake: bool = False
     """The error was a UserError."""
 
@@ -71,10 +73,12 @@ class Trial:
         return any(_place(old) == _place(report) for old in self.reports if "epoch" in old)
 
     def add(self, report: Mapping[str, Any]) -> None:
-        """Append figures. An epoch that was trained again, after a kill, takes its old place."""
+        """Append figures. What comes again, after a kill, takes its old place: an epoch, or what
+        `train_fn` returned."""
+        self.reports = [old for old in self.reports if "epoch" in old]
         if "epoch" in report:
             again = _place(report)
-            self.reports = [old for old in self.reports if "epoch" in old and _place(old) < again]
+            self.reports = [old for old in self.reports if _place(old) < again]
         self.reports.append(dict(report))
 
     def judge(self, metric: str | None, mode: str) -> None:

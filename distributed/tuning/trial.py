@@ -89,7 +89,12 @@ class TrialRun(ScriptRun):
         parameters: what was sampled.
         checkpoint: to go on from, or None.
         changed: the parameters are not those that the checkpoint was saved under.
+
+    Attributes:
+        ranks: that the search gave the trial's last trainer; None where the trainer said how many.
     """
+
+    ranks: int | None = None
 
     def __init__(
         self,
@@ -131,6 +136,7 @@ class TrialRun(ScriptRun):
                 remedy=f"DistributedTuner(..., ranks_per_trial={ranks or 1}), or fewer ranks in train_fn",
             )
         values: dict[str, Any] = {}
+        self.ranks = order.ranks if ranks is None else None
         if ranks is None and order.ranks > 1:
             values["num_processes"] = order.ranks
         if order.max_epochs is not None and config.epochs > order.max_epochs:
@@ -194,6 +200,7 @@ class _Trial:
         self.record = known or Trial(session.name, plain)
         self.record.parameters = plain
         self.began = time.monotonic() - self.record.seconds
+        self.stopped = False
 
     def run(self) -> None:
         record = self.record
@@ -217,17 +224,18 @@ class _Trial:
                 returned = self.order.train_fn(dict(self.given))
             if ear.error is not None:
                 raise ear.error
-            if not ear.stopped:
+            if not self.stopped:
                 self._conclude(returned, run.num_fits)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is recorded
-            if not ear.stopped:
+            if not self.stopped:
                 self._fail(error)
-        if ear.stopped:
+        if self.stopped:
             raise SystemExit(0)
 
     def _hear(self, said: Said) -> None:
         # num_fits has counted the fit under way.
         fit = self.script.num_fits
+        self.record.ranks = self.script.ranks
         report = said.metrics if fit < 2 else {**said.metrics, "fit": fit}
         if said.again and self.record.knows(report):
             return
@@ -258,6 +266,8 @@ class _Trial:
         last = {**self.record.metrics, **figures}
         if figures:
             self.record.add(figures)
+            # The trial may be stopped at this report, and then counts with it.
+            self._write()
         judged = deciding(self.order.metric, self.record.metrics) is not None
         if figures or not judged:
             self._tell(last, None, missing=not judged, scored=not self.order.hands_over)
@@ -279,7 +289,11 @@ class _Trial:
     def _tell(
         self, report: Mapping[str, Any], checkpoint: str | None, missing: bool = False, scored: bool = True
     ) -> None:
-        """Report to the engine. A score that is no number is left out: a scheduler cannot compare it."""
+        """Report to the engine. A score that is no number is left out: a scheduler cannot compare it.
+
+        Raises:
+            SystemExit: the trial is to stop.
+        """
         name = deciding(self.order.metric, report)
         extra: dict[str, Any] = {}
         if scored and name is not None and math.isfinite(report[name]):
@@ -291,7 +305,12 @@ class _Trial:
             extra[EPOCHS] = len(before) + int(report["epoch"]) + 1
         if missing:
             extra[MISSING] = 1
-        self.session.report({**report, **extra}, checkpoint)
+        try:
+            self.session.report({**report, **extra}, checkpoint)
+        except SystemExit:
+            # An exit of the user's own function looks the same, and is a failure.
+            self.stopped = True
+            raise
 
     def _best_checkpoint(self) -> str | None:
         from distributed.checkpoint.layout import PortableCheckpointer

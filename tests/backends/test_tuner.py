@@ -6,17 +6,20 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from distributed_backends import ray_tune
 from torch import nn
 
 from distributed import DistributedTuner, PyTorchDDPTrainer, Trainer, UserError, WorkerError
 from distributed.bundled.digits import build_model, load_digits
 from distributed.cli import main
 from distributed.testing.conformance import problem, small_model
+from distributed.tuning.record import load_trial
 
 X, Y = problem(26)
 Fn = Callable[[dict[str, Any]], Any]
@@ -175,6 +178,41 @@ def test_pbt_goes_on_from_the_better_trials_weights(ray_cluster: None, tmp_path:
     same = {"resume_from_checkpoint": "donor", "checkpoint": {"hyperparameters": "given"}}
     alone = Trainer(small_model(), **plain, **same, learning_rate=rate).fit((X, Y), (X, Y), epochs=4)
     assert [epoch["val_loss"] for epoch in alone.epochs] == pytest.approx(losses[poor.name][2:], rel=1e-9)
+
+
+# -- a time limit ----------------------------------------------------------------------
+
+
+def endless(config: dict[str, Any]) -> None:
+    epochs = 1 if Path(config["go"]).exists() else 10**6
+    trainer = Trainer(small_model(), backend="serial", batch_size=8, optimizer="sgd")
+    trainer.fit((X, Y), (X, Y), epochs=epochs)
+
+
+def test_a_search_that_ran_out_of_time_goes_on_with_more(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials that were cut off, and those that had not been made."""
+    space = {"go": str(tmp_path / "go"), "n": {"grid": [*range(4)]}}
+    trials = tmp_path / "search" / "trials"
+
+    def is_over() -> float:
+        """The time when two trials have reported, and only then."""
+        found = [load_trial(tmp_path / "search", path.name) for path in trials.glob("*")]
+        return 1e9 if sum(bool(trial and trial.reports) for trial in found) == 2 else 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_tune, "time", SimpleNamespace(monotonic=is_over))
+        first = tuner(endless, space, tmp_path, time_limit=60.0, max_concurrent=2)
+        first.tune(1)
+    assert [trial.status for trial in first.results] == ["stopped", "stopped"]
+    (tmp_path / "go").touch()
+    again = tuner(endless, space, tmp_path, time_limit=600.0, resume=True, max_concurrent=1)
+    again.tune(1)
+    assert sorted(trial.parameters["n"] for trial in again.results) == [*range(4)]
+    assert {trial.status for trial in again.results} == {"finished"}
+    # They went on from their checkpoints, and have no epoch twice.
+    assert all(epochs == [*range(len(epochs))] for epochs in epochs_of(again).values())
 
 
 # -- what goes wrong -------------------------------------------------------------------

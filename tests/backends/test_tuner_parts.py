@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distributed import DistributedTuner, Trainer, UserError, WorkerError
 from distributed.cli import main
-from distributed.config import Layer
+from distributed.commands.tune import _how_to_train
+from distributed.config import DistributedConfig, Layer, load, read_file
 from distributed.config.command_line import active
 from distributed.report.lines import NAME
 from distributed.testing.conformance import problem, small_model
@@ -163,6 +166,26 @@ def test_a_trial_that_is_stopped_ends_and_goes_on_later(tmp_path: Path, ranks: i
     assert [report["epoch"] for report in trial.reports] == [0, 1, 2]
 
 
+def returns(config: dict[str, Any]) -> dict[str, float]:
+    return {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fn", "parameters", "number"), [(returns, {"a": 1}, 1), (fits, {"returns": {"gain": 2.0}}, 4)]
+)
+def test_a_trial_stopped_at_its_last_report_has_not_failed(
+    tmp_path: Path, fn: Any, parameters: dict[str, Any], number: int
+) -> None:
+    """The engine says so in the trial's own thread, not where epochs are heard."""
+    for heard in (number, 1):  # started again, it has its last report alone to make
+        with pytest.raises(SystemExit):
+            run_trial(order(tmp_path, fn), parameters, Heard(stop_after=heard))
+        trial = load_trial(tmp_path, "t")
+        assert trial is not None
+        assert (trial.status, trial.error, len(trial.reports)) == ("running", None, number)
+        assert trial.value is not None
+
+
 def two_fits(config: dict[str, Any]) -> None:
     for _ in range(2):
         Trainer(small_model(), backend="serial", batch_size=8).fit((X, Y), epochs=2)
@@ -272,6 +295,42 @@ def test_without_a_best_the_first_cause_is_named() -> None:
         best_of([trial], "gain", "auto")
 
 
+# -- a search that is resumed ----------------------------------------------------------
+
+
+def claim(tmp_path: Path, **given: Any) -> None:
+    from distributed_backends.ray_tune import RayTune
+    from ray import tune
+
+    changes = {"hyperparam_mutations": {"lr": tune.uniform(0, 1), "a": lambda: 1}}
+    usual: dict[str, Any] = {"scheduler": "pbt", "scheduler_options": changes, "config": {"epochs": 3}}
+    search = DistributedTuner(
+        print, {"lr": {"uniform": [0, 1]}}, **{"output_dir": tmp_path / "s", **usual, **given}
+    )
+    search._claim(search._asked(RayTune(), 1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_epochs", 2),
+        ("grace_period", 2),
+        ("scheduler_options", {"quantile_fraction": 0.5}),
+        ("config", {"epochs": 3, "batch_size": 4}),
+        ("config", None),
+    ],
+)
+def test_a_search_goes_on_only_with_what_makes_its_trials_comparable(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    claim(tmp_path)
+    more = {"epochs": 3, "tracking": {"progress": "off"}}
+    claim(tmp_path, resume=True, config=more, time_limit=60, max_concurrent=1, num_cpus=1)
+    with pytest.raises(UserError, match=f"{field}: the search in .* was started with") as caught:
+        claim(tmp_path, resume=True, **{field: value})
+    assert "0x" not in str(caught.value)
+
+
 # -- the picture -----------------------------------------------------------------------
 
 
@@ -327,6 +386,37 @@ def test_the_verb_refuses_what_makes_no_sense(
     file.write_text(text)
     assert main(["tune", "--config", str(file), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def told(tmp_path: Path, file: str, best: Trial) -> tuple[str, DistributedConfig]:
+    """The command that trains with `best`, and the configuration that it would have."""
+    (tmp_path / "tune.yaml").write_text(file)
+    args = argparse.Namespace(script="train.py")
+    search: Any = SimpleNamespace(best=best, output_dir=tmp_path, plot=lambda path: path)
+    lines = _how_to_train(search, args, [read_file(tmp_path / "tune.yaml")], [])
+    return lines[1], load(tmp_path / "best.yaml")
+
+
+def test_what_the_verb_writes_trains_what_was_tuned(tmp_path: Path) -> None:
+    """A section is merged leaf by leaf, and the ranks are the trial's, whatever the machine has."""
+    sampled = {"data": {"per_sample_rng": True}, "size": 4}
+    best = Trial("00000", sampled, ranks=2)
+    command, config = told(tmp_path, "data: {drop_last: true}\nepochs: 3\n", best)
+    assert command.endswith("best.yaml -- --size 4")
+    assert (config.data.drop_last, config.data.per_sample_rng, config.epochs) == (True, True, 3)
+    assert config.num_processes == 2
+    best.ranks = None
+    assert told(tmp_path, "num_gpus: 4", best)[1].num_processes is None
+
+
+@pytest.mark.parametrize(("asked", "ranks"), [(None, 2), (1, None)])
+def test_a_trial_records_the_ranks_that_its_trainer_was_given(
+    tmp_path: Path, asked: int | None, ranks: int | None
+) -> None:
+    run_trial(order(tmp_path, ranks=2), {"ranks": asked}, Heard())
+    trial = load_trial(tmp_path, "t")
+    assert trial is not None
+    assert trial.ranks == ranks
 
 
 def test_a_search_leaves_the_users_record_alone(tmp_path: Path) -> None:

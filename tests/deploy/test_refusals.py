@@ -15,6 +15,8 @@ RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
 ELASTIC = {"elastic": {"min_nodes": 1}, "global_batch_size": 64}
 RAY = {"backend": "ray", "checkpoint_dir": "/c"}
 HEAD = {"dashboard": "http://head:8265"}
+NEW = {"host": ["a", "b"], "ssh_user": "me"}
+TOKEN = "0123456789abcdefghij"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,11 @@ HEAD = {"dashboard": "http://head:8265"}
         ("kubernetes", {}, {"env": ["db_password=x"]}, "looks like a secret"),
         ("slurm", {"tracking": {"mlflow_tracking_uri": "http://me:pw@host"}}, {}, "password in it"),
         ("slurm", {"fsdp": {"block_classes": ["x", "http://me:pw@host"]}}, {}, "password in it"),
+        ("slurm", {}, {"env": [f"PIP=git+https://ghp_{TOKEN}@github.com/a/b"]}, "looks like a secret"),
+        ("slurm", {}, {"setup": [f"pip install git+https://me:{TOKEN}@github.com/a/b"]}, "Export it in"),
+        ("slurm", {}, {"setup": [f"pip install git+https://{TOKEN}@github.com/a/b"]}, "write $NAME"),
+        ("slurm", {}, {"setup": ["x", "export A=1 HF_TOKEN='abc'"]}, "setup has a line with a secret"),
+        ("ray", RAY, {**NEW, "setup": [f"git clone https://me:{TOKEN}@host/a"]}, "where the nodes start"),
         ("kubernetes", {}, {"env": ["1A=x"]}, "no name of a variable"),
         ("kubernetes", {}, {"env": ["A"]}, "has no '='"),
         ("slurm", {}, {"env": ["A=\0"]}, "NUL"),
@@ -128,6 +135,20 @@ def test_refused(target: str, config: dict[str, Any], settings: dict[str, Any], 
 )
 def test_what_only_sounds_like_a_secret_is_taken(name: str) -> None:
     assert f"export {name}=1\n" in render("slurm", RUN, {"env": [f"{name}=1"]}).files["train.sbatch"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install git+https://me:$TOKEN@github.com/a/b git+https://${GITHUB_TOKEN}@github.com/a/c",
+        'export HF_TOKEN="$(cat ~/.hf/token)" SSH_KEY_FILE=~/.ssh/key',
+        "git clone git@github.com:a/b && git clone ssh://git@host/a && git clone https://me@host/a",
+        "pip install 'git+ssh://git@github.com/a/b@0123456789abcdef0123456789abcdef01234567'",
+        "pip install https://host/a/b@0123456789abcdef0123456789abcdef01234567#egg=x --key=1",
+    ],
+)
+def test_a_setup_line_that_holds_no_secret_is_taken(line: str) -> None:
+    assert line in render("slurm", RUN, {"setup": [line]}).files["train.sbatch"].splitlines()
 
 
 def test_a_script_too_large_for_a_config_map(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -142,8 +143,24 @@ def test_ray_takes_the_cluster() -> None:
             validate_config({**prepare_config(cluster()), **broken})
 
 
+@pytest.mark.parametrize(
+    ("config", "number"), [({}, 2), ({"num_nodes": 1, "gpus_per_node": None, "num_gpus": 8}, 3)]
+)
+def test_the_job_on_a_new_cluster_waits_for_its_hosts(config: dict[str, object], number: int) -> None:
+    """`ray up` returns when the head is there."""
+    own = {"host": ["node1", "node2", "node3"], "ssh_user": "me", "python": "my python"}
+    start = render("ray", {**RUN, **config}, own, arguments=["a b"]).files["job/start.sh"]
+    command = shlex.split(start.partition("exec ")[2].replace("\\\n", ""))
+    nodes = ["my python", "-m", "distributed_backends.ray_nodes", "run", "--num-nodes", str(number)]
+    assert command[: len(nodes)] == nodes
+    assert command[command.index("--") + 1 :][:3] == ["my python", "-m", "distributed.cli"]
+    assert command[-2:] == ["--", "a b"]
+
+
 def test_a_cluster_that_runs_gets_the_job_alone() -> None:
     rendered = render("ray", RUN, {"dashboard": "https://head:8265/x"})
     assert "cluster.yaml" not in rendered.files
     assert "ray up" not in rendered.files["submit.sh"]
+    # Its hosts may come when they are asked for.
+    assert "ray_nodes" not in rendered.files["job/start.sh"]
     assert "--address https://head:8265/x " in rendered.files["submit.sh"]
