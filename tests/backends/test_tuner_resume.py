@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -80,12 +81,12 @@ def test_a_killed_search_goes_on_with_all_its_trials_and_none_twice(tmp_path: Pa
             time.sleep(0.1)
     finally:
         family = psutil.Process(first.pid).children(recursive=True)
-        trials = [process for process in family if "Trainable" in " ".join(process.cmdline())]
+        trials = [process for process in family if "Trainable" in _called(process)]
         first.send_signal(signal.SIGKILL)
         first.wait()
         _, alive = psutil.wait_procs(trials, timeout=20)
         for process in family:  # Ray's own agents take minutes; a search's trials end with it
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
     assert len(trials) == 2
     assert alive == []
@@ -100,6 +101,13 @@ def test_a_killed_search_goes_on_with_all_its_trials_and_none_twice(tmp_path: Pa
     assert {name: after[name]["parameters"] for name in before} == before
     assert all([r["epoch"] for r in trial["reports"]] == [0, 1, 2] for trial in after.values())
     _check_mlflow(tmp_path)
+
+
+def _called(process: psutil.Process) -> str:
+    """Its command line; empty when it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _records(tmp_path: Path) -> list[dict[str, object]]:

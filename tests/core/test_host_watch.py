@@ -61,10 +61,10 @@ def call(place: tuple[str, int], hello: dict[str, Any] | None = None) -> socket.
 
 
 def test_hosts_that_live_lose_nobody(join: Join) -> None:
-    first, second = join(0), join(1)
+    first, second = join(0, timeout=4.0), join(1, timeout=4.0)
     until(lambda: first._peers and second._peers, "the hosts met")
     heard = first._peers[1].heard
-    until(lambda: first._peers[1].heard - heard > 2.5, "signs of life came")
+    until(lambda: first._peers[1].heard - heard > 5.0, "signs of life came for longer than that")
     assert (first.lost, second.lost) == (None, None)
     first.look()
 

@@ -74,9 +74,10 @@ def test_all_ranks_end_well(supervisor: Start, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_killed_rank_is_named_and_not_the_one_that_lost_it(supervisor: Start) -> None:
-    # Rank 0 reports and ends first; only then does rank 1 die.
+    # Rank 0 reports and ends first; only then does rank 1 die, which has begun by then.
+    lost = f"\nwhile not (folder / 'began').exists(): pass\n{LOST}"
     killed = "\nwhile not (folder / 'error_0.json').exists(): pass\nos.kill(os.getpid(), signal.SIGKILL)"
-    error = failure(supervisor(LOST, killed))
+    error = failure(supervisor(lost, f"(folder / 'began').touch(){killed}"))
     assert (error.rank, error.exc_type) == (1, "SIGKILL")
     assert "was ended by SIGKILL; the host may have run out of memory (then rank 0)" in str(error)
 
