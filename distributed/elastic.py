@@ -170,8 +170,12 @@ class Elastic:
             WorkerError, UserError: as `Launcher.run`.
             Preempted: this host was told to go while it had no ranks, between two rounds.
         """
-        with hearing(self._hear) if self.plan.config.heeds_signals else nullcontext():
-            self._rounds()
+        try:
+            with hearing(self._hear) if self.plan.config.heeds_signals else nullcontext():
+                self._rounds()
+        except Preempted as gone:
+            say(str(gone), sys.stdout)  # not by who hears: a signal may come in the middle of a print
+            raise
 
     def _hear(self, name: str) -> None:
         self._told = name
@@ -186,9 +190,7 @@ class Elastic:
         from distributed.checkpoint.reader import read_manifest
 
         place = newest_checkpoint(self.plan)
-        gone = Preempted(name, int(read_manifest(place)["step"]) if place else 0, place or "")
-        say(str(gone), sys.stdout)
-        return gone
+        return Preempted(name, int(read_manifest(place)["step"]) if place else 0, place or "")
 
     def _rounds(self) -> None:
         size = 0
@@ -227,17 +229,18 @@ class Elastic:
                     # Leaving the others may take long when it is the network that is gone.
                     if self._failures < plan.config.max_restarts:
                         say(error.summary, sys.stdout)
-                    if supervisor.heard:
-                        raise self._gone(supervisor.heard) from error
+                    self._told = supervisor.heard
                     raise
                 self._ended_well = True
         return supervisor
 
     def _note(self, error: WorkerError) -> None:
-        """Count a failure; raises it when it was one too many."""
+        """Count a failure; raises it when it was one too many, or when this host is to go."""
         self._failures += 1
         allowed = self.plan.config.max_restarts
-        if self._failures > allowed:
+        if self._told is not None and error.exc_type == "HostLost":
+            raise self._gone(self._told) from error  # what is here was saved, as far as it could be
+        if self._failures > allowed or self._told is not None:
             raise error
         checkpoint = newest_checkpoint(self.plan)
         self.members.note_failure(error, checkpoint)

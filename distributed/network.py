@@ -14,6 +14,10 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737)."""
+
+
 def is_own_address(host: str) -> bool:
     """Whether `host` names this machine: only what it owns can be bound to."""
     try:
@@ -57,7 +61,12 @@ def address_among(host: str, port: int = 1) -> str:
     if is_loopback(host):
         return "127.0.0.1"
     found = address_towards(host, port)
-    return next(iter(own_addresses()), found) if is_loopback(found) else found
+    if not is_loopback(found):
+        return found
+    try:
+        return address_towards(_ELSEWHERE)  # where this host sends what is for others
+    except OSError:
+        return next(iter(own_addresses()), found)
 
 
 def own_addresses() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed.launcher.api as launcher
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -31,8 +32,9 @@ _MEANT = (EXIT_PREEMPTED, EXIT_MISTAKE)
 _agents: list[Agent] = []
 
 
-class _Gone(Exception):
-    """We were told to go, and there are no ranks left to tell."""
+class _Gone(SignalException):
+    """We were told to go, and there are no ranks left to tell. torch leaves the meeting open for other
+    hosts when its agent ends by a signal."""
 
 
 class Agent(LocalElasticAgent):
@@ -66,7 +68,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> Any:
         if self.told:
-            raise _Gone
+            raise _Gone("told to go", signal.SIGTERM)
         # torch knows the new ranks' pids only when all are there.
         self._late = []
         # A rank needs seconds until it can hear; until then the signal waits for it. SIGTERM may not wait:

@@ -203,9 +203,14 @@ def _contents(node: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(found.items())) or "nothing"
 
 
-def num_gpus() -> int:
-    """GPUs that the cluster has, or may come to have."""
-    return max(int(ray.cluster_resources().get("GPU", 0)), int(_limits().get("GPU", 0)))
+def num_gpus(or_to_come: bool) -> int:
+    """GPUs that the cluster has.
+
+    Args:
+        or_to_come: count those that an autoscaler may add, as for a run that says how many it needs.
+    """
+    here = int(ray.cluster_resources().get("GPU", 0))
+    return max(here, int(_limits().get("GPU", 0))) if or_to_come else here
 
 
 def _grows() -> bool:

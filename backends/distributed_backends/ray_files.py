@@ -14,16 +14,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distributed.transport import write_private
 from distributed_backends.ray_cluster import is_local
 
-__all__ = ["files_of", "folder_on", "pack", "remove_everywhere", "unpack"]
+__all__ = ["files_of", "folder_on", "names_in", "pack", "remove_everywhere", "unpack"]
 
 _WAIT = 10.0
 """Seconds that the nodes may take to clear up."""
 
 
+def names_in(folder: Path) -> list[str]:
+    """Paths of the files in `folder`, within it."""
+    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
 def pack(folder: Path, without: tuple[str, ...] = ()) -> dict[str, bytes]:
     """The files in `folder`, by their path within it."""
-    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path.read_bytes() for name, path in names.items() if name not in without}
+    return {name: (folder / name).read_bytes() for name in names_in(folder) if name not in without}
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
@@ -40,21 +44,25 @@ def folder_on(node: str, name: str) -> Path:
 
 
 def files_of(order: Mapping[str, Any]) -> Any:
-    """A reference to what `pack` finds in the caller's own folder, for a node that came after `fit` began.
+    """A reference to the files that were in the caller's folder when `fit` began, for a node that came
+    later.
 
     Args:
-        order: the caller's ``node`` and ``folder``.
+        order: the caller's ``node`` and ``folder``, and the files' ``names``.
     """
 
-    def read(folder: str) -> dict[str, bytes]:
+    def read(folder: str, names: list[str]) -> dict[str, bytes]:
         # Pickled by value: the process that runs it may not find our code.
         import pathlib
 
-        found = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+        return {name: pathlib.Path(folder, name).read_bytes() for name in names}
 
     place = NodeAffinitySchedulingStrategy(order["node"], soft=False)
-    return ray.remote(num_cpus=0)(read).options(scheduling_strategy=place).remote(order["folder"])
+    return (
+        ray.remote(num_cpus=0)(read)
+        .options(scheduling_strategy=place)
+        .remote(order["folder"], order["names"])
+    )
 
 
 def remove_everywhere(name: str) -> None:

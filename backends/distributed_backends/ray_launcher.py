@@ -34,7 +34,7 @@ from distributed_backends.ray_cluster import (
     needs_of,
     num_gpus,
 )
-from distributed_backends.ray_files import pack, remove_everywhere, unpack
+from distributed_backends.ray_files import names_in, pack, remove_everywhere, unpack
 from distributed_backends.ray_output import Relay
 from distributed_backends.ray_report import in_trial
 
@@ -71,7 +71,7 @@ class RayLauncher(Launcher):
         if address_of(config.ray) is None and not ray.is_initialized():
             return None
         with connected(config.ray, 1):
-            return num_gpus()
+            return num_gpus(or_to_come=config.num_ranks is not None)
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         if plan.world_size == 1 and in_trial():
@@ -127,7 +127,7 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
         # A process of its own, whose warnings only ranks that ask Ray would hear; ours heed signals.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_start_timeout(plan)),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout / _looks(plan)),
     }
     try:
         with environment(variables), _interruptible(trainer):
@@ -164,7 +164,7 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
             name=command.folder.name,
             storage_path=section.storage_path or str(command.folder / "ray"),
             failure_config=FailureConfig(
-                max_failures=plan.config.max_restarts, controller_failure_limit=plan.config.max_restarts
+                max_failures=plan.config.max_restarts, controller_failure_limit=_looks(plan) - 1
             ),
             callbacks=callbacks,
             logging_config=LoggingConfig(log_level="CRITICAL"),
@@ -172,11 +172,13 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
     )
 
 
-def _start_timeout(plan: RunPlan) -> float:
-    """Seconds to wait for room. A run that can do with less looks again what there is: Ray may not have
-    noticed yet that a node is gone, and then waits for it."""
-    asked = plan.config.ray.start_timeout
-    return min(asked, _SECOND_LOOK) if len(plan.counts) > 1 else asked
+def _looks(plan: RunPlan) -> int:
+    """How often Ray looks for room within `start_timeout`: it counts workers that die in starting and
+    room that is not found alike. A run that can do with less looks again what there is, for Ray may not
+    have noticed yet that a node is gone, and waits for it."""
+    often = len(plan.counts) > 1
+    enough = math.ceil(plan.config.ray.start_timeout / _SECOND_LOOK) if often else 1
+    return max(plan.config.max_restarts + 1, enough)
 
 
 def _num_workers(plan: RunPlan) -> Any:
@@ -198,6 +200,7 @@ def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
         # In a list, so that it stays a reference: a worker in this folder needs none of it. Nodes that
         # are not there yet ask this one.
         "files": [ray.put(pack(command.folder))] if others else None,
+        "names": names_in(command.folder),
         "queue": relay.queue,
         "orders": relay.orders,
     }
@@ -285,7 +288,7 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
     each = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(plan).items())
     return UserError(
         f"the Ray cluster had no room for {plan.world_size} ranks of {each} each within"
-        f" {_start_timeout(plan):g} s: free are {has or 'no CPUs'}",
+        f" {plan.config.ray.start_timeout:g} s: free are {has or 'no CPUs'}",
         field="ray.start_timeout",
         got=plan.config.ray.start_timeout,
         remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"

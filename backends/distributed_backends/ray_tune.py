@@ -223,7 +223,7 @@ class _Ends(tune.Stopper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.until = None
+        self.found, self.until = False, None
         if _now is not None:
             self.time_limit = _now.time_limit
 

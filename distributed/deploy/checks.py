@@ -21,8 +21,16 @@ _SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|APIKE
 # Addresses with a password in them, whatever the variable is called; or with a token where a user's name
 # would be, which is shorter.
 _URL_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]{20,}@")
-_SHELL_VALUE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
-_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=[\"']*[^\s\"';&|]")
+# What the shell looks up when it runs.
+_LOOKED_UP = re.compile(r"\$(\w+|\{\w+\}|\([^()]*(\([^()]*\)[^()]*)*\))|`[^`]*`")
+# A value that is written there: neither looked up, nor a path.
+_WRITTEN = r"[\"']*[^\s\"';&|$`/~.]"
+_ASSIGNED = re.compile(rf"(?<![\w-])([A-Za-z_]\w*)=(?:{_WRITTEN}|\$\{{\w+:?-\w)")
+_TOLD = re.compile(
+    rf"--?(?:[\w-]+-)?(?:token|password|secret|api-?key)[= ]+{_WRITTEN}|\bBearer +{_WRITTEN}"
+    r"|\blogin +[0-9a-f]{32}|\b(?:hf_|gh[po]_|github_pat_|glpat-|AKIA)[a-z0-9]{16}|\bsk-[\w-]{20}",
+    re.IGNORECASE,
+)
 _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -65,8 +73,8 @@ def check_line(line: str, what: str, remedy: str) -> None:
         ValueError: with `remedy` when an address or an assignment in it looks like a secret.
     """
     check_text(line, what)
-    written = _SHELL_VALUE.sub("", line)
-    if looks_secret("", written) or any(looks_secret(name) for name in _ASSIGNED.findall(written)):
+    assigned = any(looks_secret(name) for name in _ASSIGNED.findall(line))
+    if assigned or _TOLD.search(line) or looks_secret("", _LOOKED_UP.sub("", line)):
         # The line itself stays out of the message, which may end in a log.
         raise ValueError(
             f"{what} has a line with a secret in it, and the files would hold it in clear. {remedy}, and"

@@ -95,7 +95,7 @@ def on_run_end(plan: RunPlan, history: History | None, error: BaseException | No
             "record": VERSION,
             "status": "stopped" if reason else "failed",
             "reason": reason,
-            "error": _about(error),
+            "error": None if isinstance(error, Preempted) else _about(error),
             "place": plan_facts,
             "config": explain(plan.config),
             "script": _script(),

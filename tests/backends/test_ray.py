@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_backends.ray_files import files_of, pack
+from distributed_backends.ray_files import files_of, names_in, pack
 from distributed_backends.ray_output import Relay
 from torch import nn
 
@@ -201,8 +201,10 @@ def test_a_node_that_came_later_asks_the_callers_for_the_files(ray_cluster: None
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "task.bin").write_bytes(b"1")
     (tmp_path / "sys_path.json").write_bytes(b"2")
-    order = {"node": ray.get_runtime_context().get_node_id(), "folder": str(tmp_path)}
-    assert ray.get(files_of(order)) == pack(tmp_path) == {"part/task.bin": b"1", "sys_path.json": b"2"}
+    here, files = ray.get_runtime_context().get_node_id(), pack(tmp_path)
+    order = {"node": here, "folder": str(tmp_path), "names": names_in(tmp_path)}
+    (tmp_path / "verdict.json").write_bytes(b"of an attempt that failed")
+    assert ray.get(files_of(order)) == files == {"part/task.bin": b"1", "sys_path.json": b"2"}
 
 
 # -- room ------------------------------------------------------------------------------

@@ -95,12 +95,17 @@ def test_told_to_go_between_rounds_is_no_failure(tmp_path: Path, capsys: pytest.
     assert "SIGUSR1: nothing is saved yet; the same command begins anew" in capsys.readouterr().out
 
 
-def test_who_was_told_to_go_starts_no_further_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "raised"), [("OSError", WorkerError), ("HostLost", Preempted)])
+def test_who_was_told_to_go_starts_no_further_round(
+    tmp_path: Path, kind: str, raised: type[BaseException]
+) -> None:
+    """What could not be saved is told; that another host went first is no failure of this one's."""
+
     def told_and_dies(supervisor: Any) -> None:
         supervisor.heard = "SIGTERM"
-        raise GONE
+        raise WorkerError("no space left", rank=0, host="h", exc_type=kind)
 
-    with pytest.raises(Preempted, match="SIGTERM"):
+    with pytest.raises(raised):
         elastic(tmp_path, [told_and_dies]).run()
 
 

@@ -7,17 +7,30 @@ import pytest
 from distributed import network
 from distributed.network import address_among
 
+LOOPBACK = "127.0.0.1"
 
-def test_a_host_that_is_loopback_to_itself_tells_the_others_another_address(
-    monkeypatch: pytest.MonkeyPatch,
+
+@pytest.mark.parametrize(
+    ("towards", "elsewhere", "own", "expected"),
+    [
+        ("172.17.0.1", "10.0.0.7", [], "172.17.0.1"),
+        # Debian maps a host's own name to 127.0.1.1; who serves the meeting asks for the way to itself.
+        (LOOPBACK, "10.0.0.7", ["192.168.122.1", "10.0.0.7"], "10.0.0.7"),
+        (LOOPBACK, None, ["10.0.0.7", "172.17.0.1"], "10.0.0.7"),
+        (LOOPBACK, None, [], LOOPBACK),
+    ],
+)
+def test_the_address_that_a_host_tells_the_others(
+    towards: str, elsewhere: str | None, own: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian maps a host's own name to 127.0.1.1; who serves the meeting asks for the way to itself."""
-    monkeypatch.setattr(network, "own_addresses", lambda: ["10.0.0.7", "172.17.0.1"])
-    monkeypatch.setattr(network, "address_towards", lambda *_: "127.0.0.1")
-    assert address_among("head") == "10.0.0.7"
-    assert [address_among(own) for own in ("127.0.0.1", "localhost")] == ["127.0.0.1"] * 2
-    monkeypatch.setattr(network, "address_towards", lambda *_: "172.17.0.1")
-    assert address_among("head") == "172.17.0.1"
-    monkeypatch.setattr(network, "own_addresses", list)
-    monkeypatch.setattr(network, "address_towards", lambda *_: "127.0.0.1")
-    assert address_among("head") == "127.0.0.1"
+    def way(host: str, port: int = 1) -> str:
+        if host == "head":
+            return towards
+        if elsewhere is None:
+            raise OSError("no default route")
+        return elsewhere
+
+    monkeypatch.setattr(network, "address_towards", way)
+    monkeypatch.setattr(network, "own_addresses", lambda: own)
+    assert address_among("head") == expected
+    assert [address_among(name) for name in (LOOPBACK, "localhost")] == [LOOPBACK] * 2

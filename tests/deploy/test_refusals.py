@@ -115,6 +115,12 @@ TOKEN = "0123456789abcdefghij"
         ("slurm", {}, {"setup": [f"pip install git+https://{TOKEN}@github.com/a/b"]}, "write $NAME"),
         ("slurm", {}, {"setup": ["x", "export A=1 HF_TOKEN='abc'"]}, "setup has a line with a secret"),
         ("ray", RAY, {**NEW, "setup": [f"git clone https://me:{TOKEN}@host/a"]}, "where the nodes start"),
+        ("slurm", {}, {"setup": [f"wandb login {'0a' * 20}"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": ["huggingface-cli login --token abc"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": ["mysql --user=me --password='x'"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": ["curl -H 'Authorization: Bearer x' h"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": [f"echo AKIA{'X' * 16} > ~/.aws/x"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": ["export TOKEN=${TOKEN:-abc}"]}, "setup has a line with a secret"),
         ("kubernetes", {}, {"env": ["1A=x"]}, "no name of a variable"),
         ("kubernetes", {}, {"env": ["A"]}, "has no '='"),
         ("slurm", {}, {"env": ["A=\0"]}, "NUL"),
@@ -145,6 +151,9 @@ def test_what_only_sounds_like_a_secret_is_taken(name: str) -> None:
         "git clone git@github.com:a/b && git clone ssh://git@host/a && git clone https://me@host/a",
         "pip install 'git+ssh://git@github.com/a/b@0123456789abcdef0123456789abcdef01234567'",
         "pip install https://host/a/b@0123456789abcdef0123456789abcdef01234567#egg=x --key=1",
+        "export HF_TOKEN=`cat ~/.hf` A_TOKEN=$(cat $(pwd)/x) SSH_AUTH_SOCK=/run/x HF_HOME=$HOME/hf",
+        "pip install hf_transfer && export HF_HUB_ENABLE_HF_TRANSFER=1 TOKENIZERS_PARALLELISM=false",
+        'wandb login "$WANDB_API_KEY" && x --token $T --api-key="$K" -H "Bearer $T"',
     ],
 )
 def test_a_setup_line_that_holds_no_secret_is_taken(line: str) -> None:
