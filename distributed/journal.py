@@ -137,7 +137,8 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        descriptor = os.open(self.path(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        draft = folder / f".journal_{rank}.{os.getpid()}"
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
@@ -148,6 +149,9 @@ class Journal:
         _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
         self.phase = "idle"
         self.enter("idle")
+        # Half a first record would say that the rank has not moved since the host was started. Of half a
+        # later one, the time and the phase still belong together, for they are written in this order.
+        os.replace(draft, self.path(folder, rank))
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 from stat import S_IMODE
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from distributed import Trainer, WorkerError
+from distributed import Trainer, WorkerError, journal
 from distributed.blame import Seen, judge
 from distributed.divergence import checksum, trained
 from distributed.journal import FAILED, RUNNING, Entry, Journal
@@ -186,6 +188,35 @@ def test_a_journal_tells_the_last_phase(tmp_path: Path) -> None:
     assert last is not None
     assert (last.phase, last.status) == ("communication", FAILED)
     assert S_IMODE(Journal.path(tmp_path, 3).stat().st_mode) == 0o600
+
+
+def test_a_rank_that_is_held_up_in_writing_does_not_look_as_if_it_had_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a crowded host the watch may look while a record is half written: of its age it must not be
+    deceived, which of an empty record would be that of the host."""
+    ages: list[float] = []
+
+    class Slow:
+        """Writes byte by byte; the watch looks after each."""
+
+        size, unpack_from = journal._RECORD.size, journal._RECORD.unpack_from
+
+        @staticmethod
+        def pack_into(memory: Any, at: int, *values: Any) -> None:
+            record = struct.pack("=qqqqdBBBB", *values)
+            for index, byte in enumerate(record):
+                memory[at + index] = byte
+                found = Entry.read(Journal.path(tmp_path, 0))
+                if found is not None and found.status == RUNNING and found.phase != "idle":
+                    ages.append(time.perf_counter() - found.since)
+
+    monkeypatch.setattr(journal, "_RECORD", Slow)
+    own = Journal(tmp_path, 0)
+    own.begin()
+    own.enter("forward", step=1)
+    assert ages
+    assert max(ages) < 60
 
 
 def test_the_stack_of_the_wanted_thread() -> None:
