@@ -118,7 +118,10 @@ class Watch:
             self._say_that_it_moves(ages)
             return
         hangs = self.limits.hang_timeout is not None and age >= self.limits.hang_timeout
-        self._report(self.see(pids, ask=True), hangs)
+        ranks = self.see(pids, ask=True)
+        # One that moved while the ranks were asked for their stacks holds nobody up.
+        if max((seen.age for seen in ranks if _counts(seen.entry)), default=0.0) >= limit:
+            self._report(ranks, hangs)
 
     def see(self, pids: Mapping[int, int], ask: bool = False) -> list[Seen]:
         """Every rank of `pids` as it is now; with `ask`, with the stacks of those that run."""

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
@@ -22,7 +23,7 @@ from distributed.divergence import checksum, trained
 from distributed.journal import FAILED, RUNNING, Entry, Journal
 from distributed.stacks import Frame, parse
 from distributed.testing.failure_reports import CASES, RANK, Case, fail, shorten
-from distributed.watch import write_report
+from distributed.watch import Limits, Watch, write_report
 
 HOST = os.uname().nodename
 SOON = 30.0
@@ -217,6 +218,34 @@ def test_a_rank_that_is_held_up_in_writing_does_not_look_as_if_it_had_hung(
     own.enter("forward", step=1)
     assert ages
     assert max(ages) < 60
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_moves_while_it_is_asked_has_not_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, own, asked = Watch(tmp_path, Limits(stall_report=None, hang_timeout=0.2)), Journal(tmp_path, 0), []
+    own.begin()
+    see = watch.see
+
+    def moves(*args: Any, **options: Any) -> list[Seen]:
+        asked.append(own.enter("forward", step=3))
+        return see(*args, **options)
+
+    def look_until(happened: Callable[[], object], pid: int) -> None:
+        while not happened():
+            watch.look({0: pid})
+
+    # Who computes has not hung either, so another process, which sleeps, stands for the rank.
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(watch, "see", moves)
+                look_until(lambda: asked, rank.pid)
+            with pytest.raises(WorkerError, match=r"has not moved for .* forward of step 3"):
+                look_until(lambda: False, rank.pid)
+        finally:
+            rank.kill()
 
 
 def test_the_stack_of_the_wanted_thread() -> None:
