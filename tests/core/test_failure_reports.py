@@ -24,6 +24,7 @@ from distributed.journal import FAILED, RUNNING, Entry, Journal
 from distributed.stacks import Frame, parse
 from distributed.testing.failure_reports import CASES, RANK, Case, fail, shorten
 from distributed.watch import Limits, Watch, write_report
+from tests.core.process_support import children, started_since
 
 HOST = os.uname().nodename
 SOON = 30.0
@@ -32,7 +33,7 @@ SOON = 30.0
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = set(psutil.Process().children(recursive=True))
+    before = children()
     with pytest.raises(WorkerError) as caught:
         fail(case, str(tmp_path / "mark"), checkpoint_dir=str(tmp_path / "checkpoints"))
     took = time.time() - float((tmp_path / "mark").read_text())
@@ -45,7 +46,7 @@ def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFi
     )
     assert f"rank {RANK} ({HOST}, pid " in error.summary
     assert took < SOON
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert started_since(before) == set()
     report = max((tmp_path / "checkpoints").glob("failure_report_*.txt"), key=lambda p: p.stat().st_mtime_ns)
     assert S_IMODE(report.stat().st_mode) == 0o600
     assert error.summary.partition(". ")[0].partition(" (then")[0] in report.read_text()

@@ -26,6 +26,7 @@ from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.network import loopback_interface
 from distributed.testing.pool import RankPool
+from tests.core.process_support import children, started_since
 
 HOST = os.uname().nodename
 
@@ -91,7 +92,7 @@ def fit(
     **given: Any,
 ) -> WorkerError:
     """The error of a run on two ranks, none of which is left."""
-    before = set(psutil.Process().children(recursive=True))
+    before = children()
     made = Trainer(model, num_processes=2, device="cpu", callbacks=[callback] if callback else [], **given)
     made.launcher = pool
     loader = DataLoader(
@@ -100,7 +101,7 @@ def fit(
     with pytest.raises(WorkerError) as caught:
         made.fit(loader)
     if pool is None:
-        assert set(psutil.Process().children(recursive=True)) <= before
+        assert started_since(before) == set()
     return caught.value
 
 
@@ -180,18 +181,15 @@ def test_a_pool_keeps_ranks_that_all_refuse_a_run(rank_pool: RankPool, all_ranks
 def test_a_pool_ends_ranks_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.testing.pool._IDLE", 0.0)
 
-    def children() -> set[int]:
-        return {child.pid for child in psutil.Process().children(recursive=True)}
-
-    alive = [children()]
+    before, alive = children(), []
     with closing(RankPool()) as pool:
         for num_ranks in (2, 3):
             trainer = Trainer(nn.Linear(4, 2), num_processes=num_ranks, device="cpu", batch_size=4)
             trainer.launcher = pool
             trainer.fit(Samples())
-            alive.append(children() - alive[0])
-    assert len(alive[1]) >= 2
-    assert alive[1].isdisjoint(alive[2])
+            alive.append(started_since(before))
+    assert len(alive[0]) >= 2
+    assert alive[0].isdisjoint(alive[1])
 
 
 # Kills. `Endless` trains until it is stopped; a rank says through a pipe that it is at work.
