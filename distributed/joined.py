@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import zlib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from distributed.errors import UserError
+from distributed.network import free_port
 
 __all__ = ["Joined", "detect", "expand_nodelist"]
 
@@ -100,15 +100,8 @@ def _ray_meeting(size: int, local_size: int) -> tuple[str, int]:
     from ray.train.collective import broadcast_from_rank_zero
 
     host = "127.0.0.1" if local_size == size else ray.util.get_node_ip_address()
-    place: tuple[str, int] = broadcast_from_rank_zero((host, _free_port()))
+    place: tuple[str, int] = broadcast_from_rank_zero((host, free_port()))
     return place
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _torchrun(env: Mapping[str, str]) -> Joined:

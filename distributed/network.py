@@ -6,7 +6,9 @@ import socket
 
 __all__ = [
     "address_among",
+    "address_for_others",
     "address_towards",
+    "free_port",
     "is_loopback",
     "is_own_address",
     "loopback_interface",
@@ -61,12 +63,24 @@ def address_among(host: str, port: int = 1) -> str:
     if is_loopback(host):
         return "127.0.0.1"
     found = address_towards(host, port)
-    if not is_loopback(found):
-        return found
+    return address_for_others(found) if is_loopback(found) else found
+
+
+def address_for_others(otherwise: str) -> str:
+    """The address from which this host sends what is for others; `otherwise` when it has none. Nothing is
+    sent."""
     try:
-        return address_towards(_ELSEWHERE)  # where this host sends what is for others
+        return address_towards(_ELSEWHERE)
     except OSError:
-        return next(iter(own_addresses()), found)
+        return next(iter(own_addresses()), otherwise)
+
+
+def free_port() -> int:
+    """A port that nobody holds on any interface now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def own_addresses() -> list[str]:

@@ -139,9 +139,9 @@ def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) 
     # A second fit must not find the first one's keys: gloo would call on peers that are gone.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"distributed/{restart}/{next(_meetings)}"
-    started, reminded = time.monotonic(), float("-inf")
+    waiting = _Waiting(f"rank {rank} waits for an earlier run to leave {place[0]}:{place[1]}", at_once=True)
     while True:
-        waited = time.monotonic() - started
+        waited = waiting.seconds
         if place not in _stores:
             _stores[place] = _reach(*place, rank, size, max(timeout - timedelta(seconds=waited), _SOON))
         store = dist.PrefixStore(prefix, _stores[place])
@@ -150,13 +150,7 @@ def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) 
         del store, _stores[place]
         if waited >= timeout.total_seconds():
             raise _held(*place, rank)
-        if waited - reminded >= _REMIND:
-            print(
-                f"rank {rank} waits for an earlier run to leave {place[0]}:{place[1]} ({waited:.0f} s)",
-                flush=True,
-            )
-            reminded = waited
-        time.sleep(0.1)
+        waiting.pause()
 
 
 def _is_of_earlier_run(store: dist.Store) -> bool:
@@ -203,22 +197,41 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
 def _await_server(host: str, port: int, who: str, timeout: float) -> None:
     """Return when somebody listens there; says meanwhile that `who` waits, or after `timeout` seconds
     raises the OSError. torch's own client is silent, and then prints its stack."""
-    started = reminded = time.monotonic()
+    waiting = _Waiting(f"{who} waits for the rendezvous at {host}:{port}")
     while True:
         try:
             socket.create_connection((host, port), timeout=_REMIND).close()
             return
         except OSError:
-            now = time.monotonic()
-            if now - started >= timeout:
+            if waiting.seconds >= timeout:
                 raise
-            if now - reminded >= _REMIND:
-                print(
-                    f"{who} waits for the rendezvous at {host}:{port} ({now - started:.0f} s)",
-                    flush=True,
-                )
-                reminded = now
-            time.sleep(0.1)
+            waiting.pause()
+
+
+class _Waiting:
+    """Says again and again that somebody waits.
+
+    Args:
+        text: who waits for what.
+        at_once: say it at the first pause, not only after a while.
+    """
+
+    def __init__(self, text: str, at_once: bool = False) -> None:
+        self.text, self._started = text, time.monotonic()
+        self._said = float("-inf") if at_once else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started
+
+    def pause(self) -> None:
+        """Wait a moment before the next try."""
+        waited = self.seconds
+        if waited - self._said >= _REMIND:
+            print(f"{self.text} ({waited:.0f} s)", flush=True)
+            self._said = waited
+        time.sleep(0.1)
 
 
 def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError:

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed import stacks
 from distributed.errors import UserError, WorkerError
-from distributed.failures import GRACE, error_of, report_of
+from distributed.failures import GRACE, error_of, report_of, say
 from distributed.host_watch import HostWatch
 from distributed.journal import ENDED, RUNNING, Entry, Journal, follow, keep
 from distributed.preemption import SIGNALS
@@ -141,7 +141,7 @@ class Observed:
             return
         told = error_of({**report_of(error, self._rank), "second_hand": False})
         write_report(self.plan.config.checkpoint_dir, str(told))
-        print(told.args[0].partition("\n")[0], file=sys.stderr, flush=True)
+        say(told.args[0].partition("\n")[0])
 
     def end(self, status: int = ENDED) -> None:
         """The run is over, well or not."""

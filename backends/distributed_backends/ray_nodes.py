@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from distributed.errors import UserError
-from distributed.network import address_towards, is_loopback, own_addresses
+from distributed.network import address_for_others, address_towards, free_port, is_loopback
 
 __all__ = ["main"]
 
@@ -62,7 +62,8 @@ def _start(args: argparse.Namespace) -> int:
     address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
     if "RAY_TMPDIR" not in os.environ:
         os.environ["RAY_TMPDIR"] = _own_folder()
-    client = f"--ray-client-server-port={_free_port()}"
+    # Nobody asked for this server here: on its usual port, two jobs on a host are in each other's way.
+    client = f"--ray-client-server-port={free_port()}"
     place = ["--head", f"--port={args.port}", client, "--include-dashboard=false"]
     where = place if own == args.meet else [f"--address={address}"]
     sizes = [f"--num-cpus={args.num_cpus}", f"--num-gpus={args.num_gpus}"]
@@ -75,15 +76,6 @@ def _own_folder() -> str:
     first, which nobody else may write."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= _LONGEST else "/tmp")
-
-
-def _free_port() -> int:
-    """For the server of Ray's clients, which nobody asked for here: on its usual port, two jobs on a host
-    are in each other's way."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -140,7 +132,7 @@ def _reachable(address: str, head: str) -> str:
         return address
     if not is_loopback(head):
         return address_towards(head)
-    return next(iter(own_addresses()), address)
+    return address_for_others(address)
 
 
 def _ip(host: str) -> str:

@@ -110,7 +110,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
     space = translate(search.space)
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
-    generator = _Samples(random_state=search.seed, max_concurrent=room.most_at_once())
+    generator = _Samples(random_state=search.seed, max_concurrent=_now.most_at_once)
     # Trials have the same names when the search is started again.
     generator._uuid_prefix = ""
     return tune.Tuner(
