@@ -31,6 +31,7 @@ from distributed.worker import RankJob, run_here
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.interfaces.backend import BackendSpec
     from distributed.plan import RunPlan
 
 __all__ = ["LocalLauncher", "Outcome", "Rendezvous", "rank_envs", "run", "run_script"]
@@ -145,7 +146,14 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
     if plan.num_nodes > 1:
         hosts = HostWatch((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
     watch = Watch(command.folder, Limits.of(plan), hosts)
-    return Supervisor(command.argv, envs, command.folder, watch, plan.config.heeds_signals)
+    preload, heeds_signals = _preload(plan.spec), plan.config.heeds_signals
+    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload)
+
+
+def _preload(spec: BackendSpec) -> list[str]:
+    """Modules that a rank of this backend imports."""
+    own = (target.partition(":")[0] for target in (spec.objects, spec.target))
+    return [*spec.requires, *own, *spec.preload]
 
 
 def _members(plan: RunPlan) -> Membership:

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from distributed import child_process
+from distributed.child_process import ChildProcess
 from distributed.failures import GRACE, error_of
 from distributed.preemption import hearing, held_back
 from distributed.watch import WATCHED, Watch
@@ -27,7 +28,7 @@ __all__ = ["Supervisor"]
 @dataclass
 class _Rank:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     status: int | None = None
     ended: float = 0.0
     watcher: threading.Thread = field(init=False)
@@ -46,6 +47,7 @@ class Supervisor:
         watch: looks whether they move, and explains why they failed; None waits in silence.
         heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
             themselves and leave a result.
+        preload: modules that a fork server imports before it forks a rank.
 
     Attributes:
         heard: the signal that this process was sent, None without.
@@ -61,9 +63,10 @@ class Supervisor:
         folder: Path,
         watch: Watch | None = None,
         heeds_signals: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         self.argv, self.envs, self.folder = list(argv), envs, folder
-        self.watch, self.heeds_signals = watch, heeds_signals
+        self.watch, self.heeds_signals, self.preload = watch, heeds_signals, preload
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
@@ -109,17 +112,13 @@ class Supervisor:
         if self.heeds_signals:
             own["DISTRIBUTED_HEEDS_SIGNALS"] = "1"
         for rank, env in self.envs.items():
-            inherit = rank == 0 and _is_terminal_or_file(sys.stdout)
-            target: Any = None if inherit else subprocess.PIPE
             with held_back() if self.heeds_signals else nullcontext():
-                process = subprocess.Popen(
+                process = child_process.start(
                     self.argv,
-                    env={**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                    {**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                    piped=not (rank == 0 and _is_terminal_or_file(sys.stdout)),
                     pass_fds=[self._pipe[0]],
-                    stdin=subprocess.DEVNULL,
-                    stdout=target,
-                    stderr=None if inherit else subprocess.STDOUT,
-                    start_new_session=True,
+                    preload=self.preload,
                 )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
@@ -165,7 +164,7 @@ class Supervisor:
             _signal_group(entry.process.pid, signal.SIGKILL)
         for entry in self._ranks:
             entry.watcher.join()
-            entry.process.wait()
+            entry.process.reap()
         for end in self._pipe or ():
             os.close(end)
         self._pipe = None
@@ -176,10 +175,8 @@ class Supervisor:
 
     def _watch(self, entry: _Rank) -> None:
         """Notice the end of a rank without reaping it."""
-        info = os.waitid(os.P_PID, entry.process.pid, os.WEXITED | os.WNOWAIT)
-        assert info is not None
-        entry.ended = time.time()
-        entry.status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        status = entry.process.wait_end()
+        entry.ended, entry.status = time.time(), status
         self.ended.put(entry)
 
     def _collect_failures(self, running: int) -> None:

@@ -34,6 +34,13 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
+            preload=(
+                "distributed_backends.deepspeed_engine",
+                "deepspeed.module_inject.auto_ep_layer",
+                "deepspeed.ops.op_builder.all_ops",
+                "deepspeed.runtime.zero.muon.muon_optimizer",
+                "torch._inductor.compile_fx",
+            ),
         )
     ]
 

@@ -73,6 +73,8 @@ class BackendSpec:
         deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
             joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
         search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
+        preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
+            server imports them before it forks.
     """
 
     name: str
@@ -92,6 +94,7 @@ class BackendSpec:
     transports: tuple[str, str] = ("gloo", "nccl")
     deploy_form: str = "torchrun"
     search: str | None = None
+    preload: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:

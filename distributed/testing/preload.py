@@ -1,0 +1,46 @@
+"""What a fork server imports for the ranks of torch backends and for the command line."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+
+__all__ = ["torch_ranks"]
+
+_MODULES = (
+    "distributed.commands.train",
+    "distributed.launch",
+    "distributed.loop",
+    "distributed.testing.pool",
+    "distributed.trainers",
+    "distributed.tuning.relay",
+    "distributed.worker",
+    "distributed_backends.ddp",
+    "distributed_backends.fsdp2",
+    "distributed_backends.ray_report",
+    "encodings.idna",
+    "psutil",
+    "rich._emoji_codes",
+    "rich.console",
+    "rich.progress",
+    "sklearn.datasets",
+    "stringprep",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.utils.serialization",
+    "torch.utils.tensorboard",
+)
+
+
+def torch_ranks() -> None:
+    """Import what a rank imports before and while it trains, and take one optimizer step: the first one
+    imports ``torch._dynamo``, which takes over a second. Modules that are not installed are left out."""
+    import torch
+
+    for name in _MODULES:
+        with suppress(ImportError):
+            import_module(name)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

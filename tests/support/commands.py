@@ -1,0 +1,189 @@
+"""Run Python commands as `subprocess` does, but as forks of the tests' fork server.
+
+A fresh ``python -m distributed.cli`` spends seconds of processor time on importing torch; a fork none. A test
+marked ``real_start`` gets ordinary processes, as does a command that is not this interpreter's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+from distributed.child_process import ForkedProcess
+from distributed.fork_server import ADDRESS, ForkRequest
+
+__all__ = ["run", "start"]
+
+Stream = int | IO[Any] | None
+
+
+def run(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    input: str | None = None,
+    capture_output: bool = False,
+    text: bool = True,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`, in a session of its own."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with start(command, text=text, **options) as process:
+        try:
+            output, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def start(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdin: Stream = subprocess.DEVNULL,
+    stdout: Stream = None,
+    stderr: Stream = None,
+    text: bool = True,
+    preload: Sequence[str] = (),
+) -> Any:
+    """As `subprocess.Popen`, in a session of its own.
+
+    Args:
+        preload: modules that the fork server imports first, such as ``deepspeed``.
+    """
+    words, whole = [os.fspath(word) for word in command], dict(os.environ if env is None else env)
+    if ADDRESS in whole and words[0] == sys.executable:
+        try:
+            return _Fork(words, whole, str(cwd or os.getcwd()), (stdin, stdout, stderr), text, preload)
+        except ConnectionError:
+            pass
+    streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+    return subprocess.Popen(words, env=whole, cwd=cwd, **streams, text=text, start_new_session=True)
+
+
+class _Fork:
+    """The part of `subprocess.Popen` that tests use."""
+
+    def __init__(
+        self,
+        words: list[str],
+        env: dict[str, str],
+        cwd: str,
+        streams: Sequence[Stream],
+        text: bool,
+        preload: Sequence[str],
+    ) -> None:
+        self.args, self.returncode = words, None
+        self._theirs: list[int] = []
+        self._numbers: list[int] = []
+        self.stdin, self.stdout, self.stderr = (
+            self._open(n, stream, text) for n, stream in enumerate(streams)
+        )
+        request = ForkRequest(words[1:], env, [0, 1, 2], preload=list(preload), new_session=True, cwd=cwd)
+        try:
+            self._process = ForkedProcess(env[ADDRESS], request, self._numbers)
+        finally:
+            for descriptor in self._theirs:
+                os.close(descriptor)
+        self.pid = self._process.pid
+
+    def _open(self, number: int, stream: Stream, text: bool) -> IO[Any] | None:
+        """Note the descriptor that the process gets as `number`; our end of a pipe, if it is one."""
+        if stream == subprocess.PIPE:
+            read, write = os.pipe()
+            theirs, ours, mode = (read, write, "w") if number == 0 else (write, read, "r")
+            self._theirs.append(theirs)
+            self._numbers.append(theirs)
+            return os.fdopen(ours, mode) if text else os.fdopen(ours, mode + "b", buffering=-1)
+        if stream == subprocess.DEVNULL:
+            null = os.open(os.devnull, os.O_RDWR)
+            self._theirs.append(null)
+            self._numbers.append(null)
+        elif stream == subprocess.STDOUT:
+            self._numbers.append(self._numbers[1])
+        else:
+            given = number if stream is None else stream
+            self._numbers.append(given if isinstance(given, int) else given.fileno())
+        return None
+
+    def __enter__(self) -> _Fork:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None and not stream.closed:
+                stream.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None and self._process.has_ended(0):
+            self.returncode = self._process.wait_end()
+            self._process.reap()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until it has ended."""
+        if self.returncode is None and not self._process.has_ended(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        """Send `input`, read all output, and wait for the end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        found: dict[str, Any] = {}
+        threads = []
+        for name in ("stdout", "stderr"):
+            stream = getattr(self, name)
+            if stream is not None:
+                threads.append(Thread(target=_read, args=(stream, found, name), daemon=True))
+                threads[-1].start()
+        if self.stdin is not None:
+            if input is not None:
+                self.stdin.write(input)
+            self.stdin.close()
+        for thread in threads:
+            thread.join(_left(deadline))
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0, found.get("stdout"))
+        self.wait(_left(deadline))
+        return found.get("stdout"), found.get("stderr")
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _read(stream: IO[Any], found: dict[str, Any], name: str) -> None:
+    found[name] = stream.read()
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
