@@ -73,6 +73,7 @@ class ForkRequest:
         fds: numbers that the descriptors sent along get in the new process, in their order.
         preload: modules, or functions ``module:function`` to call, needed before the fork.
         new_session: whether the process leads a session of its own.
+        tied: whether the process is killed when the client goes away.
         cwd: working directory.
         blocked: numbers of the signals that are blocked at the start.
         cpus: numbers of the processors that it may use.
@@ -85,6 +86,7 @@ class ForkRequest:
     fds: list[int]
     preload: list[str] = field(default_factory=list)
     new_session: bool = False
+    tied: bool = False
     cwd: str = field(default_factory=os.getcwd)
     blocked: list[int] = field(default_factory=_blocked_signals)
     cpus: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
@@ -179,6 +181,7 @@ class _Child:
     """A process that was started. Its connection is None once the client has closed it."""
 
     connection: socket.socket | None
+    tied: bool
     reported: bool = False
 
 
@@ -262,7 +265,7 @@ class _Server:
             return _Job(request, fds)
         _close(*fds)
         if pid > 0:
-            self._children[pid] = _Child(connection)
+            self._children[pid] = _Child(connection, request.tied)
             self._watch(connection, partial(self._release, pid))
             _send(connection, {"pid": pid})
         else:
@@ -308,6 +311,8 @@ class _Server:
         self._selector.unregister(child.connection)
         if child.reported:
             self._reap(pid)
+        elif child.tied:
+            os.kill(pid, signal.SIGKILL)
         child.connection.close()
         child.connection = None
 
