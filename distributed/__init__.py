@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
+    from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.trainer import Trainer
     from distributed.trainers import (
         DeepSpeedTrainer,
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
         RayTrainer,
         TensorFlowDistributedTrainer,
     )
-    from distributed.tuner import DistributedTuner
 
 _HOMES = {
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
     "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
-    "DistributedTuner": "distributed.tuner",
+    "DistributedTuner": "distributed.operations.tuning.tuner",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",

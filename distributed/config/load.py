@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed.config.deepspeed import NATIVE
-from distributed.config.problems import field_names
 from distributed.config.schema import DistributedConfig
+from distributed.config.validation_errors import field_names
 from distributed.errors import UserError, did_you_mean
 
 __all__ = ["Layer", "as_layers", "explain", "load", "load_layers", "parse_assignments", "read_file"]

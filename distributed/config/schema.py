@@ -20,8 +20,6 @@ from pydantic import (
 )
 
 from distributed.config.deepspeed import take_native
-from distributed.config.paths import local_path
-from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
@@ -34,7 +32,9 @@ from distributed.config.sections import (
     TensorFlowSection,
     TrackingSection,
     ZeroSection,
+    local_path,
 )
+from distributed.config.validation_errors import user_error
 
 __all__ = ["DistributedConfig"]
 

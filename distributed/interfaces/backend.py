@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.plan import RunPlan
+    from distributed.planner.resolve import RunPlan
 
 __all__ = ["Backend", "BackendSpec", "Capabilities", "MicroBatch", "StepResult", "Window", "World"]
 
@@ -81,14 +81,14 @@ class BackendSpec:
     summary: str = ""
     requires: tuple[str, ...] = ()
     install_hint: str = ""
-    launcher: str = "distributed.launch:LocalLauncher"
+    launcher: str = "distributed.launch.run:LocalLauncher"
     capabilities: Capabilities = field(default_factory=Capabilities)
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
     inner: str | None = None
     remote: bool = False
     runs: str | None = None
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
-    objects: str = "distributed.torch_framework:TorchFramework"
+    objects: str = "distributed.training.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
     deploy_form: str = "torchrun"
     search: str | None = None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distributed.config import DistributedConfig
-    from distributed.plan import RunPlan
+    from distributed.planner.resolve import RunPlan
 
 __all__ = ["Launcher", "RankCommand"]
 
@@ -32,7 +32,7 @@ class RankCommand:
     argv: Sequence[str]
     folder: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    target: str = "distributed.worker:run_folder"
+    target: str = "distributed.launch.rank_process:run_folder"
 
 
 class Launcher(ABC):

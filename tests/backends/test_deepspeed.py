@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, FSDPTrainer, PyTorchDDPTrainer, Trainer, UserError
+from distributed.communication.environment import Joined
 from distributed.interfaces.callback import Context
-from distributed.joined import Joined
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import build_catalog, get_catalog
+from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.registry.catalog import build_catalog, get_catalog
 from distributed.testing.conformance import distance, problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import own_loss, tiny, trainer_of, words
 
 STAGES = [0, 1, 2, 3]
@@ -340,7 +340,7 @@ def test_weights_of_several_dtypes() -> None:
 def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
     """DeepSpeed's autotuner would import it into every rank, for longer than DeepSpeed itself takes."""
     code = (
-        "import sys; from distributed_backends.deepspeed_backend import _import_for; "
+        "import sys; from distributed_backends.deepspeed.backend import _import_for; "
         "_import_for('cpu'); assert 'deepspeed.autotuning' in sys.modules; "
         "assert 'mlflow' not in sys.modules; import mlflow"
     )

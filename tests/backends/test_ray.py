@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_backends.ray_files import files_of, names_in, pack
-from distributed_backends.ray_output import Relay
+from distributed_backends.ray.output import Relay
+from distributed_backends.ray.run_files import files_of, names_in, pack
 from torch import nn
 
 from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 
 X, Y = problem(26)
@@ -171,14 +171,14 @@ def test_what_a_killed_rank_was_waiting_for_is_heard_by_the_next(ray_cluster: No
 
     class Rank:
         def __init__(self, orders: Any) -> None:
-            from distributed_backends.ray_output import hear
+            from distributed_backends.ray.output import hear
 
             hear(orders)
 
         def heard(self) -> str:
             import time
 
-            from distributed.preemption import asked
+            from distributed.resilience.preemption import asked
 
             while asked() is None:
                 time.sleep(0.05)
@@ -378,7 +378,7 @@ def test_ranks_of_a_users_own_ray_train_join(ray_cluster: None, tmp_path: Path, 
 
 def test_ray_train_still_names_what_we_do_without() -> None:
     """Each starts a process that would cost a run some seconds; under another name it would again."""
-    from distributed_backends.ray_launcher import _IDLE_ON_OWN
+    from distributed_backends.ray.launcher import _IDLE_ON_OWN
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     names = {type(callback).__name__ for callback in DataParallelTrainer(print)._create_default_callbacks()}

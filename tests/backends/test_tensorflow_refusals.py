@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from distributed import TensorFlowDistributedTrainer, Trainer, UserError
+from distributed.communication.environment import Joined
 from distributed.config import DistributedConfig
 from distributed.interfaces.framework import framework_of
-from distributed.joined import Joined
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog, require
+from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.registry.catalog import get_catalog, require
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed.cli import main
-from distributed.report.lines import append
+from distributed.operations.report.record_format import append
 from tests.browser.browser import Browser
 from tests.core.record_support import train, write_attempt, write_end
 

@@ -10,8 +10,8 @@ from distributed.checkpoint.torch_state import import_replicated
 from distributed.config import DistributedConfig
 from distributed.interfaces.backend import Window, World
 from distributed.interfaces.state import StateReader
-from distributed.plan import RunPlan
-from distributed.process_group import ProcessGroupBackend
+from distributed.planner.resolve import RunPlan
+from distributed.training.process_group_backend import ProcessGroupBackend
 
 __all__ = ["SharedModelBackend", "one_slice"]
 

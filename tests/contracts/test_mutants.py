@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from distributed.errors import UserError, WorkerError
-from distributed.plugin_manager import get_catalog
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance
-from distributed.testing.matrix import FAILS, MEANT, PASSES, kit_tests
-from distributed.testing.mutant_suite import ROWS
-from distributed.testing.mutants import MUTANTS, Mutant, Sound, mutant_spec
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
+from tests.campaigns.matrix import FAILS, MEANT, PASSES, kit_tests
+from tests.campaigns.mutant_suite import ROWS
+from tests.campaigns.mutants import MUTANTS, Mutant, Sound, mutant_spec
 
 CONTRACTS = {*(f"C{number}" for number in range(1, 11)), "claims"}
 
@@ -60,7 +60,7 @@ def test_the_committed_matrix_is_whole() -> None:
     tests = re.findall(r"^\d+\. `(\S+)`$", page, re.MULTILINE)
     found = re.findall(r"^\| `(\w+)` \| .*? \| ((?:\S+ \| ?)+)$", page, re.MULTILINE)
     rows = {name: dict(zip(tests, cells.replace("|", "").split(), strict=True)) for name, cells in found}
-    remedy = "run `python -m distributed.testing.matrix > docs/mutants.md`"
+    remedy = "run `python -m tests.campaigns.matrix > docs/mutants.md`"
     assert tests == kit_tests(), remedy
     assert list(rows) == [mutant.kind.__name__ for mutant in ROWS], remedy
     assert set(rows.pop("Sound").values()) == {PASSES}

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
-from distributed.testing.saved_state import ExportOnLoad, state_differences
+from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
+from distributed.testing.rank_pool import RankPool
 from distributed.testing.transfer_cases import BASE, VARIANTS, Case, words
 from distributed.testing.transfers import (
     PLACES,

@@ -11,9 +11,9 @@ import torch
 
 from distributed import Trainer
 from distributed.interfaces.history import History
-from distributed.report.lines import NAME, VERSION, append
-from distributed.report.runs import Run
-from distributed.report.stitch import read_runs
+from distributed.operations.report.record_format import NAME, VERSION, append
+from distributed.operations.report.runs import Run
+from distributed.operations.report.stitch import read_runs
 
 __all__ = ["lines", "one_run", "train", "write_attempt", "write_end"]
 

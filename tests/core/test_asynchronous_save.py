@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from distributed import Callback, Trainer
-from distributed.checkpoint.files import FileLayer
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.interfaces.callback import Context
-from distributed.testing.thread_ranks import on_ranks
+from tests.campaigns.thread_ranks import on_ranks
 from tests.core.test_checkpoint_mixin import Run, configured, started
 
 

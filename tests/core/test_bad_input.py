@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distributed import DistributedConfig, Trainer, UserError
 from distributed.cli import main
-from distributed.hookspecs import hookimpl
+from distributed.communication.environment import detect
 from distributed.interfaces.backend import BackendSpec, Capabilities
-from distributed.joined import detect
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import build_catalog, get_catalog
-from distributed.testing.pool import RankPool
+from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.registry.catalog import build_catalog, get_catalog
+from distributed.registry.hookspecs import hookimpl
+from distributed.testing.rank_pool import RankPool
 
 
 def points(length: int = 16) -> tuple[Tensor, Tensor]:
@@ -122,9 +122,10 @@ def test_fp16_on_a_backend_that_lacks_it() -> None:
 
 
 def _built_in() -> list[Any]:
-    from distributed_backends import pytorch_ddp, serial
+    from distributed_backends.ddp import hooks as ddp
+    from distributed_backends.serial import hooks as serial
 
-    return [pytorch_ddp, serial]
+    return [serial, ddp]
 
 
 def test_ranks_on_a_backend_of_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from distributed.cli import main
 from distributed.commands.bench import _remarks
 from distributed.errors import UserError
-from distributed.testing.scaling import Case, Figure, Plan, _cause, _results, cases_of, measure
+from distributed.operations.bench.scaling import Case, Figure, Plan, _cause, _results, cases_of, measure
 from tests.core.record_support import write_attempt
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from distributed import Trainer
-from distributed.checkpoint.compare import differences
+from distributed.checkpoint.diff import differences
 from distributed.checkpoint.export import bytes_of
 from distributed.checkpoint.reader import PortableReader
 from distributed.cli import main
@@ -213,7 +213,7 @@ def left(folder: Path) -> list[int]:
 def test_prune_keeps_the_newest_the_best_and_every_nth(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distributed.checkpoint.layout import PortableCheckpointer
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
 
     PortableCheckpointer(str(folder), keep_last=None).mark_best(str(step(folder, 2)))
     words: list[Any] = ["prune", folder, "--keep-last", 1, "--keep-every", 4]

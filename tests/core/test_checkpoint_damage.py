@@ -15,13 +15,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from distributed.checkpoint.files import seal, unseal
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.filesystem import seal, unseal
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
-from distributed.testing.corruptions import corrupt, flip, random_damage, read_everything, torn_saves
 from distributed.testing.faults import FaultyLayer, FaultyObjects
-from distributed.testing.thread_ranks import holds_step, latest, save
+from tests.campaigns.corruptions import corrupt, flip, random_damage, read_everything, torn_saves
+from tests.campaigns.thread_ranks import holds_step, latest, save
 
 
 def test_a_fault_at_any_file_operation_leaves_a_good_checkpoint(tmp_path: Path) -> None:

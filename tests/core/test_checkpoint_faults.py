@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from distributed import Callback, Trainer
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
 
 fault, ranks, asynchronous = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "asynchronous"
 home = Path(sys.argv[4])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.config import DistributedConfig
@@ -22,8 +22,8 @@ from distributed.errors import UserError
 from distributed.interfaces.history import History
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Progress
-from distributed.mixins.checkpointing import CheckpointingMixin
-from distributed.testing.thread_ranks import Meeting, ThreadRank, on_ranks
+from distributed.training.saving import CheckpointingMixin
+from tests.campaigns.thread_ranks import Meeting, ThreadRank, on_ranks
 
 STEPS_PER_EPOCH = 4
 

@@ -18,16 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.checkpoint.chunks import ChunkEntry, tiling_problems
-from distributed.checkpoint.files import FileLayer, seal
-from distributed.checkpoint.layout import PortableCheckpointer
-from distributed.checkpoint.names import rank_file
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.chunk_index import ChunkEntry, tiling_problems
+from distributed.checkpoint.file_names import rank_file
+from distributed.checkpoint.filesystem import FileLayer, seal
 from distributed.checkpoint.reader import PortableReader, verify
-from distributed.checkpoint.store import manifest_of
+from distributed.checkpoint.writer import manifest_of
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
-from distributed.testing.corruptions import flip
-from distributed.testing.thread_ranks import COUNT, SliceRank, holds_step, latest, save, tensor_of
+from tests.campaigns.corruptions import flip
+from tests.campaigns.thread_ranks import COUNT, SliceRank, holds_step, latest, save, tensor_of
 
 
 class Gap(SliceRank):
@@ -283,7 +283,7 @@ def test_a_vanished_directory_is_made_again_and_one_below_a_file_is_refused(tmp_
 def test_a_large_tensor_is_stored_in_pieces_of_their_own_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.checkpoint.store._PIECE", 1000)
+    monkeypatch.setattr("distributed.checkpoint.writer._PIECE", 1000)
     reader = PortableReader(save(tmp_path, 1, 2)[0])
     assert [entry.count for entry in reader.entries()] == [250] * 12
     assert torch.equal(reader.read("model", "w", 1400, 300), tensor_of(1)[1400:1700])

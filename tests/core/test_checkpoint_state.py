@@ -21,7 +21,7 @@ from distributed.checkpoint.torch_state import (
 )
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState
-from distributed.testing.thread_ranks import save_state as save
+from tests.campaigns.thread_ranks import save_state as save
 
 
 class Net(nn.Module):

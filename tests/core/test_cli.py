@@ -19,10 +19,10 @@ from distributed.commands import VERBS
 from distributed.commands.flags import collect_layers
 from distributed.commands.parser import flags_of
 from distributed.config import DistributedConfig, load_layers
-from distributed.config.problems import field_names
+from distributed.config.validation_errors import field_names
 
 # What a script does when it calls `fit`, as far as the command line can tell.
-FIT = "from distributed.config.command_line import active\nrun = active()\nrun.num_fits += 1\n"
+FIT = "from distributed.config.script_overlay import active\nrun = active()\nrun.num_fits += 1\n"
 
 WriteScript = Callable[[str], str]
 
@@ -366,7 +366,7 @@ def test_config_shows_yaml_that_loads_back(tmp_path: Path, capsys: pytest.Captur
 
 
 PLUGIN = """
-from distributed.hookspecs import hookimpl
+from distributed.registry.hookspecs import hookimpl
 from distributed.interfaces.backend import BackendSpec
 
 @hookimpl
@@ -381,7 +381,7 @@ def register_commands(subparsers):
     parser.set_defaults(run=lambda args: print("hello", args.name) or 7)
 """
 RAISES = """
-from distributed.hookspecs import hookimpl
+from distributed.registry.hookspecs import hookimpl
 
 @hookimpl
 def register_commands(subparsers):

@@ -22,7 +22,7 @@ from distributed.config import (
     read_file,
 )
 from distributed.config.load import as_layers
-from distributed.config.problems import allowed_values, field_names
+from distributed.config.validation_errors import allowed_values, field_names
 from distributed.errors import UserError
 
 FIELDS = field_names(DistributedConfig)

@@ -30,7 +30,7 @@ from distributed import Trainer
 from distributed.data import Feed, Source
 from distributed.errors import UserError
 from distributed.testing.oracle import sample_order
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 
 class Ids(Dataset[int]):

@@ -217,7 +217,7 @@ def test_contracts_name_tests_that_exist() -> None:
 
 
 def test_the_readme_claims_no_backend_that_is_not_there() -> None:
-    from distributed.plugin_manager import get_catalog
+    from distributed.registry.catalog import get_catalog
 
     rows = re.findall(r"^\| `([\w-]+)` \|.*there, passes", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert set(rows) <= set(get_catalog().backends)

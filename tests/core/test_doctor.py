@@ -13,12 +13,12 @@ import pytest
 
 import distributed
 from distributed.cli import main
-from distributed.commands import check_installation as installation
-from distributed.commands import check_machine as machine
 from distributed.commands.doctor import checks, examine
-from distributed.commands.findings import Finding
 from distributed.interfaces.backend import BackendSpec
-from distributed.plugin_manager import BrokenPlugin, build_catalog
+from distributed.operations.doctor import Finding
+from distributed.operations.doctor import check_installation as installation
+from distributed.operations.doctor import check_machine as machine
+from distributed.registry.catalog import BrokenPlugin, build_catalog
 
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
 

@@ -7,7 +7,7 @@ import torch
 
 from distributed import EarlyStopping, Trainer, UserError
 from distributed.testing.conformance import problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 
 def test_stops_after_patience_on_two_ranks(rank_pool: RankPool) -> None:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, Trainer, UserError, WorkerError
-from distributed.batch import BatchPlan, rescale_batch
-from distributed.elastic import Alone
 from distributed.interfaces.callback import Context
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.planner.batch import BatchPlan, rescale_batch
+from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.registry.catalog import get_catalog
+from distributed.resilience.elastic import Alone
 
 SAMPLES, BATCH = 240, 12
 

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from distributed import DistributedConfig, Preempted, UserError, WorkerError
-from distributed.elastic import Alone, Elastic
-from distributed.failures import say
 from distributed.interfaces.launcher import RankCommand
-from distributed.journal import Journal
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog
-from distributed.stacks import stack_path
-from distributed.supervisor import Supervisor
-from distributed.watch import Limits, Watch
+from distributed.launch.supervisor import Supervisor
+from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.registry.catalog import get_catalog
+from distributed.resilience.elastic import Alone, Elastic
+from distributed.resilience.failure_reports import say
+from distributed.resilience.phase_journal import Journal
+from distributed.resilience.rank_monitor import Limits, Watch
+from distributed.resilience.stack_dumps import stack_path
 
 GONE = WorkerError("gone", rank=0, host="h", exc_type="SIGKILL")
 
@@ -146,7 +146,7 @@ def test_a_rank_that_was_being_started_is_told_as_well(
     told: list[int] = []
     monkeypatch.setattr(subprocess, "Popen", popen)
     code = (
-        "import signal, sys; from distributed.preemption import asked, listen; listen()\n"
+        "import signal, sys; from distributed.resilience.preemption import asked, listen; listen()\n"
         "while not asked(): signal.pause()"
     )
     supervisor = Supervisor(

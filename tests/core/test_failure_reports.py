@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import Trainer, WorkerError, journal
-from distributed.blame import Seen, judge
-from distributed.divergence import checksum, trained
-from distributed.journal import FAILED, RUNNING, Entry, Journal
-from distributed.stacks import Frame, parse
-from distributed.testing.failure_reports import CASES, RANK, Case, fail, shorten
-from distributed.watch import Limits, Watch, write_report
+from distributed import Trainer, WorkerError
+from distributed.resilience import phase_journal as journal
+from distributed.resilience.divergence import checksum, trained
+from distributed.resilience.hang_diagnosis import Seen, judge
+from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
+from distributed.resilience.rank_monitor import Limits, Watch, write_report
+from distributed.resilience.stack_dumps import Frame, parse
+from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
 from tests.core.process_support import children, started_since
 
 HOST = os.uname().nodename
@@ -65,7 +66,7 @@ def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFi
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from distributed.testing.failure_reports import CASES, fail
+from tests.campaigns.failure_reports import CASES, fail
 Path(f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
 fail(CASES[sys.argv[1]], "mark", num_processes=None, checkpoint_dir="checkpoints")
 """

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
-from distributed.network import loopback_interface
-from distributed.testing.pool import RankPool
+from distributed.system.addresses import loopback_interface
+from distributed.testing.rank_pool import RankPool
 from tests.core.process_support import children, started_since
 
 HOST = os.uname().nodename
@@ -179,7 +179,7 @@ def test_a_pool_keeps_ranks_that_all_refuse_a_run(rank_pool: RankPool, all_ranks
 
 
 def test_a_pool_ends_ranks_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.testing.pool._IDLE", 0.0)
+    monkeypatch.setattr("distributed.testing.rank_pool._IDLE", 0.0)
 
     before, alive = children(), []
     with closing(RankPool()) as pool:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from distributed import Callback, Trainer
-from distributed.garbage import collect_as_usual, spare_imports
-from distributed.testing.pool import RankPool
+from distributed.system.garbage_collection import collect_as_usual, spare_imports
+from distributed.testing.rank_pool import RankPool
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,11 @@ from distributed import Callback, Trainer
 from distributed.errors import UserError
 from distributed.interfaces.callback import Band, Context
 from distributed.interfaces.history import History
-from distributed.mixins.recording import RecordingMixin
-from distributed.mixins.timing import find_straggler
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit, sample_order
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
+from distributed.training.phase_timers import find_straggler
+from distributed.training.step_records import RecordingMixin
 
 EXACT = 1e-9
 

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed import WorkerError
-from distributed.host_watch import HostWatch
-from distributed.rendezvous import Rendezvous
+from distributed.communication.rendezvous import Rendezvous
+from distributed.resilience.host_heartbeat import HostWatch
 
 Join = Callable[..., HostWatch]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from distributed import DistributedConfig, UserError
-from distributed.joined import detect, expand_nodelist
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.communication.environment import detect, expand_nodelist
+from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.registry.catalog import get_catalog
 
 TORCHRUN = {
     "RANK": "1",

@@ -66,7 +66,7 @@ def test_the_table_counts_what_went_wrong() -> None:
 
 
 BROKEN = """
-from distributed.loop import TrainingLoop
+from distributed.training.loop import TrainingLoop
 
 
 def replace(owner, name, function):
@@ -75,7 +75,7 @@ def replace(owner, name, function):
 
 
 def no_random_state():
-    import distributed.mixins.resuming as resuming
+    import distributed.training.resuming as resuming
     replace(resuming, "restore_rng", lambda state: None)
 
 
@@ -90,12 +90,12 @@ def cursor_one_off():
 
 
 def cold_engine():
-    from distributed_backends.ddp import DDPBackend
+    from distributed_backends.ddp.backend import DDPBackend
     replace(DDPBackend, "warm_up", lambda self, windows: None)
 
 
 def older_checkpoint():
-    from distributed.checkpoint.layout import PortableCheckpointer
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
     candidates = PortableCheckpointer.candidates
     replace(PortableCheckpointer, "candidates", lambda self: iter(list(candidates(self))[1:]))
 """

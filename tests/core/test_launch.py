@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distributed import Trainer, UserError
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 HELPER = """
 import torch

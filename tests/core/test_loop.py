@@ -18,7 +18,7 @@ from distributed import Trainer
 from distributed.errors import UserError
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 EXACT = 1e-9
 momentum = partial(SGD, momentum=0.9)

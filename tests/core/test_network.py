@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distributed import network
-from distributed.network import address_among
+from distributed.system import addresses
+from distributed.system.addresses import address_among
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,7 +30,7 @@ def test_the_address_that_a_host_tells_the_others(
             raise OSError("no default route")
         return elsewhere
 
-    monkeypatch.setattr(network, "address_towards", way)
-    monkeypatch.setattr(network, "own_addresses", lambda: own)
+    monkeypatch.setattr(addresses, "address_towards", way)
+    monkeypatch.setattr(addresses, "own_addresses", lambda: own)
     assert address_among("head") == expected
     assert [address_among(name) for name in (LOOPBACK, "localhost")] == [LOOPBACK] * 2

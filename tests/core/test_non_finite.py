@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Trainer, UserError
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 
 def poisoned(bad: int) -> tuple[Tensor, Tensor]:

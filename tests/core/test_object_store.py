@@ -16,21 +16,14 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from safetensors.torch import load_file
 
 from distributed import Trainer
-from distributed.checkpoint.files import FileLayer
-from distributed.checkpoint.layout import PortableCheckpointer
-from distributed.checkpoint.objects import ObjectLayer, located
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.filesystem import FileLayer
+from distributed.checkpoint.object_store import ObjectLayer, located
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.cli import main
 from distributed.errors import UserError
-from distributed.testing.problem import distance, problem, small_model
-from distributed.testing.thread_ranks import (
-    ThreadRank,
-    holds_step,
-    latest,
-    on_ranks,
-    save,
-    tensor_of,
-)
+from distributed.testing.reference_problem import distance, problem, small_model
+from tests.campaigns.thread_ranks import ThreadRank, holds_step, latest, on_ranks, save, tensor_of
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +191,7 @@ def test_best_and_lineage_work_without_renames() -> None:
 
 
 def test_a_rank_reads_only_the_pieces_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.checkpoint.store._PIECE", 1000)
+    monkeypatch.setattr("distributed.checkpoint.writer._PIECE", 1000)
     reader = PortableReader(save("memory://pieces", 1, 2)[0])
     reader.entries()
     asked, original = [], MemoryFileSystem.cat_file

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from distributed import Trainer
 from distributed.errors import UserError
-from distributed.objective import Objective, accuracy, align_classes
 from distributed.testing.oracle import oracle_fit
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
+from distributed.training.objective import Objective, accuracy, align_classes
 
 EXACT = 1e-9
 STEPS = 8

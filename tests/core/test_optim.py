@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import (
 
 from distributed import DistributedConfig, Trainer
 from distributed.errors import UserError
-from distributed.optim import build_model, build_optimizer, lr_factor
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
+from distributed.training.optimizers import build_model, build_optimizer, lr_factor
 
 
 def build(given: Any = None, **fields: Any) -> Optimizer:

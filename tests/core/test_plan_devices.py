@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from distributed import DistributedConfig, UserError
-from distributed.joined import Joined
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.communication.environment import Joined
+from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.registry.catalog import get_catalog
 
 
 def plan(gpus: int, joined: Joined | None = None, **fields: Any) -> RunPlan:

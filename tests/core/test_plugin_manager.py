@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from distributed import hookspecs
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.backend import Backend, BackendSpec, Capabilities
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.tracker import TrackerSpec
-from distributed.plugin_manager import GROUPS, build_catalog, missing_modules, require
+from distributed.registry import hookspecs
+from distributed.registry.catalog import GROUPS, build_catalog, missing_modules, require
+from distributed.registry.hookspecs import hookimpl
 
 TESTS = Path(__file__).parent.parent
 HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
 
 GOOD = """
-from distributed.hookspecs import hookimpl
+from distributed.registry.hookspecs import hookimpl
 from distributed.interfaces.backend import BackendSpec
 
 @hookimpl
@@ -34,7 +34,7 @@ def register_backends():
 """
 RAISES_WHEN_IMPORTED = "import a_module_that_nobody_has"
 RAISES_WHEN_CALLED = """
-from distributed.hookspecs import hookimpl
+from distributed.registry.hookspecs import hookimpl
 
 @hookimpl
 def register_backends():
@@ -203,7 +203,7 @@ def test_every_hook_is_documented_and_implemented_in_some_test(hook: str) -> Non
 
 
 TAKES_A_NAME = """
-from distributed.hookspecs import hookimpl
+from distributed.registry.hookspecs import hookimpl
 from distributed.interfaces.backend import BackendSpec
 
 @hookimpl
@@ -220,7 +220,7 @@ def test_nobody_takes_a_built_in_backends_name(
     site = make_distribution("acme-thief", {"acme_thief": TAKES_A_NAME}, points)
     monkeypatch.syspath_prepend(site)
     catalog = build_catalog()
-    assert catalog.backends["serial"].target == "distributed.torch_backend:TorchBackend"
+    assert catalog.backends["serial"].target == "distributed.training.torch_backend:TorchBackend"
     (thief,) = [plugin for plugin in catalog.broken if plugin.name == "thief"]
     assert thief.origin == "acme-thief 1.2 (acme_thief)"
     assert thief.error.startswith("backend 'serial' is already registered by distributed-trainer ")

@@ -16,7 +16,7 @@ from distributed import Callback, Trainer
 from distributed.interfaces.callback import Context
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit, sample_order
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 HUGE = 2.0**30
 

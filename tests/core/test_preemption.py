@@ -28,7 +28,7 @@ import json, os, signal, sys
 import torch
 from torch import nn
 from distributed import Callback, EarlyStopping, Trainer
-from distributed.preemption import asked
+from distributed.resilience.preemption import asked
 
 class Call(Callback):
     all_ranks = True

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from distributed.cli import main
-from distributed.commands.check_hosts import judge
-from distributed.commands.findings import Finding
-from distributed.network import is_loopback, own_addresses
-from distributed.preflight.facts import Facts, Link
-from distributed.preflight.links import measure_links
-from distributed.preflight.measure import AllReduce, Survey
-from distributed.rendezvous import listen
+from distributed.communication.rendezvous import listen
+from distributed.operations.doctor import Finding
+from distributed.operations.doctor.check_hosts import judge
+from distributed.operations.doctor.preflight_facts import Facts, Link
+from distributed.operations.doctor.preflight_links import measure_links
+from distributed.operations.doctor.preflight_measure import AllReduce, Survey
+from distributed.system.addresses import is_loopback, own_addresses
 
 
 def host(node: int, **given: object) -> Facts:

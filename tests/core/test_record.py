@@ -18,8 +18,8 @@ import pytest
 
 from distributed import DistributedConfig
 from distributed.errors import WorkerError
-from distributed.report.lines import NAME, append, without_passwords
-from distributed.report.stitch import read_runs
+from distributed.operations.report.record_format import NAME, append, without_passwords
+from distributed.operations.report.stitch import read_runs
 from tests.core.record_support import lines, one_run, train
 
 SCRIPT = """
@@ -166,7 +166,7 @@ def test_a_record_that_cannot_be_written_stops_no_training(
 
 
 def test_a_line_that_cannot_be_written_leaves_a_gap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from distributed_plugins.record import RecordTracker
+    from distributed_plugins.run_record import RecordTracker
 
     from distributed.interfaces.tracker import Place
 

@@ -17,15 +17,15 @@ import pytest
 import torch.distributed as dist
 
 from distributed import UserError
-from distributed.joined import detect
-from distributed.rendezvous import Rendezvous, await_ranks, listen, open_store
+from distributed.communication.environment import detect
+from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
 from tests.core.test_joined import TORCHRUN, free_port
 
 
 def test_the_waiting_names_the_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.rendezvous._REMIND", 0.05)
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
     store = dist.HashStore()
     store.set("here/2", "host")
     with pytest.raises(UserError, match=r"ranks 1, 3 of 4 did not come within \d+ s"):
@@ -40,7 +40,7 @@ def test_the_waiting_names_the_missing(
 def test_a_rank_without_a_rendezvous_says_where_it_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.rendezvous._REMIND", 0.05)
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
     joined = detect({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     assert joined is not None
     with pytest.raises(
@@ -65,8 +65,8 @@ def test_a_run_that_does_not_leave_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does a rank that comes again before all were there wait: nobody has called on it yet."""
-    monkeypatch.setattr("distributed.rendezvous._meetings", repeat(0))
-    monkeypatch.setattr("distributed.rendezvous._stores", {})
+    monkeypatch.setattr("distributed.communication.rendezvous._meetings", repeat(0))
+    monkeypatch.setattr("distributed.communication.rendezvous._stores", {})
     with Rendezvous("127.0.0.1", 0, 2) as meeting:
         place = {**TORCHRUN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
         joined = detect(place)
@@ -85,8 +85,8 @@ def test_a_run_that_does_not_leave_is_named(
 
 
 def test_node_0_on_another_host_than_the_address_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.rendezvous._REMIND", 0.1)
-    monkeypatch.setattr("distributed.rendezvous._PATIENCE", 0.3)
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.1)
+    monkeypatch.setattr("distributed.communication.rendezvous._PATIENCE", 0.3)
     meeting = Rendezvous("203.0.113.1", 0, 2)  # an address for documents
     with pytest.raises(UserError, match=r"rdzv_endpoint: node 0 has to run where.*Start node rank 0 on"):
         meeting.__enter__()

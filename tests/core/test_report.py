@@ -12,11 +12,11 @@ import pytest
 
 from distributed.cli import main
 from distributed.errors import UserError
-from distributed.report.compare import differences, names_of, scalings
-from distributed.report.lines import NAME, append
-from distributed.report.shares import over_steps, whole
-from distributed.report.stitch import read_runs
-from distributed.report.story import report
+from distributed.operations.report.compare import differences, names_of, scalings
+from distributed.operations.report.page import report
+from distributed.operations.report.record_format import NAME, append
+from distributed.operations.report.stitch import read_runs
+from distributed.operations.report.time_shares import over_steps, whole
 from tests.core.record_support import lines, one_run, train, write_attempt, write_end
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from distributed import Callback, Trainer
-from distributed.checkpoint.compare import differences
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(dim=1)

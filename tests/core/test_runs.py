@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distributed.cli import main
-from distributed.report.lines import NAME, append
+from distributed.operations.report.record_format import NAME, append
 from tests.core.record_support import one_run, write_attempt, write_end
 
 

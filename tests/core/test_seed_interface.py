@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 NUM_TRAIN, NUM_VAL = 48, 20
 

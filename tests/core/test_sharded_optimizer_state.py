@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.files import FileLayer
-from distributed.checkpoint.names import rank_file
+from distributed.checkpoint.file_names import rank_file
+from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import read_index
-from distributed.checkpoint.store import merge_scalars, write_rank
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.checkpoint.writer import merge_scalars, write_rank
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, StateReader
-from distributed.optim import follow_parameters
+from distributed.training.optimizers import follow_parameters
 
 
 class Together(StateReader):

@@ -20,7 +20,7 @@ from distributed.checkpoint.codec import decode, encode
 from distributed.data import Feed, Source
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 LENGTH = 47
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from distributed.errors import UserError, WorkerError
-from distributed.failures import error_of, is_second_hand, report_of
-from distributed.supervisor import Supervisor
+from distributed.launch.supervisor import Supervisor
+from distributed.resilience.failure_reports import error_of, is_second_hand, report_of
 
 Start = Callable[..., Supervisor]
 
 # A rank that runs the program of its number, given as RANK_<n>; `report` is what a rank leaves.
 RANK = """
 import os, signal, sys
-from distributed.worker import report_error, watch_parent
+from distributed.launch.rank_process import report_error, watch_parent
 from distributed.errors import UserError
 from pathlib import Path
 folder = Path(os.environ["DISTRIBUTED_RUN_DIR"])
@@ -58,7 +58,7 @@ WAIT = "signal.pause()"
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the other ranks will say nothing anyway."""
-    monkeypatch.setattr("distributed.supervisor.GRACE", 0.1)
+    monkeypatch.setattr("distributed.launch.supervisor.GRACE", 0.1)
 
 
 LOST = "report_error(RuntimeError('Connection closed by peer [127.0.0.1]:1'), folder); os._exit(1)"
@@ -144,7 +144,7 @@ def test_ranks_end_with_a_killed_parent_and_remove_the_folder(tmp_path: Path) ->
     parent = f"""
 import os, sys
 from pathlib import Path
-from distributed.supervisor import Supervisor
+from distributed.launch.supervisor import Supervisor
 env = {{**os.environ, "RANK": "1", "PROGRAM": "signal.pause()", "DISTRIBUTED_RUN_DIR": {str(private)!r}}}
 ranks = Supervisor([sys.executable, "-c", {rank!r}], {{1: env}}, Path({str(private)!r}))
 ranks.start()

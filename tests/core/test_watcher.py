@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from distributed import WorkerError
-from distributed.journal import ENDED, Journal
-from distributed.watch import Limits, Watch
-from distributed.watcher import _BOOT, _nodes, _watch, found_by_watcher
+from distributed.resilience.monitor_process import _BOOT, _nodes, _watch, found_by_watcher
+from distributed.resilience.phase_journal import ENDED, Journal
+from distributed.resilience.rank_monitor import Limits, Watch
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
 HOST = """

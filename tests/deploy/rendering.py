@@ -10,18 +10,19 @@ from typing import Any
 import yaml
 
 from distributed.config import Layer
-from distributed.deploy import docker, kubernetes, ray, slurm
-from distributed.deploy.files import Rendered
-from distributed.deploy.job import make_job
-from distributed.deploy.settings import read_settings
-from distributed.plugin_manager import get_catalog
+from distributed.operations.deploy import docker, ray_cluster, slurm
+from distributed.operations.deploy.files import Rendered
+from distributed.operations.deploy.job import make_job
+from distributed.operations.deploy.kubernetes import render as kubernetes
+from distributed.operations.deploy.settings import read_settings
+from distributed.registry.catalog import get_catalog
 
 IMAGE = "registry.example.com/team/train:1.0"
 TARGETS = {
     "slurm": (slurm, slurm.SlurmSettings),
     "kubernetes": (kubernetes, kubernetes.KubernetesSettings),
     "docker": (docker, docker.DockerSettings),
-    "ray": (ray, ray.RaySettings),
+    "ray": (ray_cluster, ray_cluster.RaySettings),
 }
 
 

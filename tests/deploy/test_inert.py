@@ -17,10 +17,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from distributed.deploy.kube_text import literal
-from distributed.deploy.shell import quote
-from distributed.deploy.yaml_text import dump
 from distributed.errors import UserError
+from distributed.operations.deploy.kubernetes.names import literal
+from distributed.operations.deploy.text_formats import dump, quote
 from tests.deploy.rendering import documents, pods, render
 
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}

@@ -151,7 +151,7 @@ def test_the_job_on_a_new_cluster_waits_for_its_hosts(config: dict[str, object],
     own = {"host": ["node1", "node2", "node3"], "ssh_user": "me", "python": "my python"}
     start = render("ray", {**RUN, **config}, own, arguments=["a b"]).files["job/start.sh"]
     command = shlex.split(start.partition("exec ")[2].replace("\\\n", ""))
-    nodes = ["my python", "-m", "distributed_backends.ray_nodes", "run", "--num-nodes", str(number)]
+    nodes = ["my python", "-m", "distributed_backends.ray.allocation", "run", "--num-nodes", str(number)]
     assert command[: len(nodes)] == nodes
     assert command[command.index("--") + 1 :][:3] == ["my python", "-m", "distributed.cli"]
     assert command[-2:] == ["--", "a b"]
@@ -162,5 +162,5 @@ def test_a_cluster_that_runs_gets_the_job_alone() -> None:
     assert "cluster.yaml" not in rendered.files
     assert "ray up" not in rendered.files["submit.sh"]
     # Its hosts may come when they are asked for.
-    assert "ray_nodes" not in rendered.files["job/start.sh"]
+    assert "ray.allocation" not in rendered.files["job/start.sh"]
     assert "--address https://head:8265/x " in rendered.files["submit.sh"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["register_backends"]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.interfaces.backend import StepResult
-from distributed.process_group import ProcessGroupBackend
-from distributed.torch_backend import StepModule, alike
+from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.torch_backend import StepModule, alike
 
 __all__ = ["RingBackend", "ring_all_reduce"]
 

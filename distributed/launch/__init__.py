@@ -1,0 +1,1 @@
+"""Start ranks, or join those that a launcher started."""

@@ -1,0 +1,1 @@
+"""Compare two backends step by step and locate the first difference."""
