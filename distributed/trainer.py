@@ -8,16 +8,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from distributed.communication.environment import Joined, detect
+from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.load import as_layers
 from distributed.config.script_overlay import active
 from distributed.errors import Preempted, UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
 from distributed.planner.backend_choice import chosen_backend
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.system.garbage_collection import collect_as_usual
 

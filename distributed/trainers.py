@@ -12,8 +12,8 @@ from distributed.errors import UserError
 from distributed.trainer import Trainer
 
 if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
     from distributed.registry.catalog import Catalog
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from distributed.errors import UserError
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 
 __all__ = ["Ranks", "agree", "on_rank_zero"]
 

@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _machine() -> str:
     """What the figures were taken on."""
-    from distributed.planner.resolve import visible_gpus
+    from distributed.system.devices import visible_gpus
 
     gpus = visible_gpus()
     if gpus:
@@ -123,7 +123,7 @@ def _machine() -> str:
 
 def _remarks(plan: Plan) -> list[str]:
     """What a reader of the figures should not overlook."""
-    from distributed.planner.resolve import visible_gpus
+    from distributed.system.devices import visible_gpus
 
     gpus, found = visible_gpus(), []
     have, what = (gpus, "GPU") if gpus else (_cores(), "core")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.tables import print_json, print_table
-from distributed.communication.environment import Joined, detect
+from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, load_layers
 from distributed.errors import UserError
+from distributed.interfaces.placement import Joined
 
 if TYPE_CHECKING:
     from distributed.operations.doctor.preflight_facts import Facts

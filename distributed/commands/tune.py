@@ -262,7 +262,7 @@ def _how_to_train(
     """Write the best configuration to a file, and say which command takes it."""
     import yaml
 
-    from distributed.communication.task_file import write_private
+    from distributed.system.private_files import write_private
 
     fields, own = split(tuner.best.parameters)
     if tuner.best.ranks is not None:

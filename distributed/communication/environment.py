@@ -6,36 +6,14 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from distributed.errors import UserError
+from distributed.interfaces.placement import Joined
 from distributed.system.addresses import free_port
 
-__all__ = ["Joined", "detect", "expand_nodelist"]
-
-
-@dataclass(frozen=True)
-class Joined:
-    """This process's place, as its launcher told it.
-
-    Attributes:
-        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray`` or ``spawn``
-            (our own).
-        master_addr: host of the rendezvous.
-        master_port: its port.
-    """
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    master_addr: str
-    master_port: int
+__all__ = ["detect", "expand_nodelist"]
 
 
 def detect(env: Mapping[str, str]) -> Joined | None:

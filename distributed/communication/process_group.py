@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from distributed.communication.rendezvous import await_ranks, meeting_place, open_store
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.system.addresses import is_loopback, loopback_interface
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["GroupMixin", "local_rank_of"]
 

@@ -15,7 +15,7 @@ from distributed.errors import UserError
 from distributed.system.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from distributed.communication.environment import Joined
+    from distributed.interfaces.placement import Joined
 
 __all__ = [
     "Rendezvous",

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
-__all__ = ["load_task", "private_folder", "save_task", "write_private"]
+__all__ = ["load_task", "save_task"]
 
 _LARGE = 1 << 16
-
-
-def private_folder(prefix: str) -> Path:
-    """A new temporary folder that only this user may enter."""
-    return Path(tempfile.mkdtemp(prefix=prefix))
-
-
-def write_private(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `path` whole or not at all, readable by this user only."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.replace(draft, target)
 
 
 def save_task(task: Any, path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.resilience.failure_reports import FailureBoard, report_of
 from distributed.resilience.monitor_process import Observed
 from distributed.resilience.phase_journal import FAILED, stop_noting
@@ -26,8 +26,8 @@ from distributed.system.garbage_collection import collect_as_usual, spare_import
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
     from distributed.training.loop import TrainingLoop
 
 __all__ = ["RankJob", "main", "report_error", "run_folder", "run_here", "watch_parent"]
@@ -101,7 +101,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
-    from distributed.communication.task_file import write_private
+    from distributed.system.private_files import write_private
 
     if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
@@ -181,7 +181,7 @@ def _caller_path(folder: Path) -> list[str]:
 
 def report_error(error: BaseException, folder: Path) -> None:
     """Leave ``error_<rank>.json`` for the launcher, at once: it decides who was first."""
-    from distributed.communication.task_file import write_private
+    from distributed.system.private_files import write_private
 
     rank = int(os.environ.get("RANK", "0"))
     write_private(folder / f"error_{rank}.json", json.dumps(report_of(error, rank)).encode())

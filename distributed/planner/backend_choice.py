@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from distributed.config.load import override
 from distributed.errors import UserError
 from distributed.registry.catalog import require
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import BackendSpec, Capabilities
+    from distributed.interfaces.backend_spec import BackendSpec, Capabilities
     from distributed.registry.catalog import Catalog
 
     _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
@@ -47,7 +48,7 @@ def move_to_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) 
         )
     asked = f"zero_stage={stage}" if config.deepspeed_config is None else "deepspeed_config"
     notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
-    return config.with_values({"backend": able[0]}, f"default moved by {asked}")
+    return override(config, {"backend": able[0]}, f"default moved by {asked}")
 
 
 def _offers(capabilities: Capabilities, stage: int | None) -> bool:

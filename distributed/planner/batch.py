@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from distributed.errors import UserError
+from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["BatchPlan", "rescale_batch", "resolve_batch"]
+__all__ = ["rescale_batch", "resolve_batch"]
 
 DEFAULT_BATCH_SIZE = 32
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """``global_batch_size = batch_size x gradient_accumulation_steps x data_parallel_size``."""
-
-    batch_size: int
-    gradient_accumulation_steps: int
-    data_parallel_size: int
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        return self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size
-
-    def __str__(self) -> str:
-        ranks = "1 rank" if self.data_parallel_size == 1 else f"{self.data_parallel_size} ranks"
-        accumulated = self.gradient_accumulation_steps
-        return (
-            f"global batch {self.global_batch_size} = {self.batch_size} samples"
-            + (f" x {accumulated} accumulated" if accumulated > 1 else "")
-            + f" x {ranks}"
-        )
-
-    def as_dict(self) -> dict[str, int]:
-        """The four numbers by their config names."""
-        return {
-            "batch_size": self.batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "data_parallel_size": self.data_parallel_size,
-            "global_batch_size": self.global_batch_size,
-        }
 
 
 def resolve_batch(

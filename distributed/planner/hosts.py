@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distributed.communication.environment import Joined
+from distributed.config.load import override
 from distributed.errors import UserError
+from distributed.interfaces.placement import Joined
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["as_host", "check_nodes", "meeting_notes", "place_of"]
 
@@ -24,7 +25,7 @@ def as_host(config: DistributedConfig, joined: Joined | None) -> tuple[Distribut
         return config, joined
     place = {"rdzv_endpoint": f"{joined.master_addr}:{joined.master_port}"}
     given = {"node_rank": joined.node_rank, **(place if config.rdzv_endpoint is None else {})}
-    return config.with_values(given, "srun: first host of the step, port from the job's number"), None
+    return override(config, given, "srun: first host of the step, port from the job's number"), None
 
 
 def place_of(config: DistributedConfig, joined: Joined | None) -> Joined | None:

@@ -14,7 +14,8 @@ from typing import Any
 import pluggy
 
 from distributed.errors import UserError, did_you_mean
-from distributed.interfaces.backend import Backend, BackendSpec
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry import hookspecs
 

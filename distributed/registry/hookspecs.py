@@ -10,11 +10,11 @@ import pluggy
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.errors import WorkerError
-    from distributed.interfaces.backend import BackendSpec
+    from distributed.interfaces.backend_spec import BackendSpec
     from distributed.interfaces.callback import Callback
     from distributed.interfaces.history import History
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.tracker import TrackerSpec
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["PROJECT", "hookimpl", "hookspec"]
 

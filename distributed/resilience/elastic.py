@@ -16,7 +16,6 @@ as always.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,23 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from distributed.checkpoint.run_directory import newest_checkpoint
 from distributed.communication.rendezvous import Rendezvous
-from distributed.errors import Preempted, UserError, WorkerError
+from distributed.errors import Preempted, WorkerError
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.failure_reports import say
 from distributed.resilience.preemption import hearing
 
 if TYPE_CHECKING:
-    from distributed.interfaces.launcher import RankCommand
-    from distributed.launch.supervisor import Supervisor
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.launcher import RankCommand, Supervisor
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = [
     "Alone",
     "Elastic",
     "Membership",
     "Place",
-    "claim_directory",
     "forget_round",
     "note_restarts",
     "restarts_of",
@@ -280,49 +278,6 @@ def restarts_of(folder: Path) -> list[str]:
     path = folder / _RESTARTS
     found: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return found
-
-
-def newest_checkpoint(plan: RunPlan) -> str | None:
-    """What the next round goes on from."""
-    from distributed.checkpoint.checkpointer import PortableCheckpointer
-
-    directory = plan.config.checkpoint_dir
-    return None if directory is None else PortableCheckpointer(directory, keep_last=None).latest()
-
-
-def claim_directory(plan: RunPlan) -> None:
-    """Before the first rank starts: move what other runs left in ``checkpoint_dir`` out of the way, so
-    that the newest checkpoint there is always this run's own.
-
-    Raises:
-        UserError: something cannot be moved.
-    """
-    from distributed.checkpoint.checkpointer import PortableCheckpointer
-    from distributed.checkpoint.object_store import located
-    from distributed.checkpoint.reader import read_manifest
-
-    directory, source = plan.config.checkpoint_dir, plan.config.resume_from_checkpoint
-    if directory is None or source is True:
-        return
-    store = PortableCheckpointer(directory, keep_last=None)
-    lineage, step = "", -1
-    if isinstance(source, str):
-        _, path = located(source)
-        if path == store.directory:
-            return
-        if os.path.dirname(path) == store.directory:
-            lineage, step = str(store.lineage(path)), int(read_manifest(path)["step"])
-    try:
-        moved = store.set_aside(lineage, step)
-    except OSError as error:
-        raise UserError(
-            f"checkpoints of another run cannot be moved out of the way: {error}",
-            field="checkpoint_dir",
-            got=directory,
-            remedy="Choose another directory",
-        ) from error
-    if moved:
-        print(f"checkpoints in {directory} that this run does not go on from were moved to {moved}")
 
 
 @contextmanager

@@ -24,13 +24,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from distributed.checkpoint.run_directory import claim_directory
 from distributed.communication.rendezvous import connect, listen, serve
 from distributed.errors import UserError, WorkerError
-from distributed.resilience.elastic import Place, claim_directory, served
+from distributed.resilience.elastic import Place, served
 from distributed.system.addresses import address_among, is_own_address
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["Hosts"]
 

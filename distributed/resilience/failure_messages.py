@@ -12,7 +12,7 @@ from typing import Any
 from distributed.resilience import stack_dumps
 from distributed.resilience.hang_diagnosis import Seen, Verdict, Worker, judge, name_ranks
 
-__all__ = ["as_text", "crashed", "oom_kills", "stalled"]
+__all__ = ["as_text", "crashed", "stalled"]
 
 _FRAMES = 8
 _MEMORY = ("memoryerror", "outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
@@ -277,27 +277,3 @@ def as_text(report: dict[str, Any]) -> str:
     what = f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
     head = f"{report.get('summary') or what}. {report['account']}".rstrip(". ") + "."
     return "\n\n".join(part for part in (head, report.get("traceback", "")) if part)
-
-
-def oom_kills() -> int:
-    """Processes of this cgroup that the kernel ended for lack of memory so far; 0 where it does not say."""
-    total = 0
-    for line in _read("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            total += _count(f"/sys/fs/cgroup{path}/memory.events")
-        elif "memory" in controllers.split(","):
-            total += _count(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-    return total
-
-
-def _count(path: str) -> int:
-    found = re.search(r"^oom_kill (\d+)$", _read(path), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

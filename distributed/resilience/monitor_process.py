@@ -29,10 +29,12 @@ from distributed.resilience.host_heartbeat import HostWatch
 from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, follow, keep
 from distributed.resilience.preemption import SIGNALS
 from distributed.resilience.rank_monitor import WATCHED, Limits, Watch, write_report
+from distributed.system import processes
+from distributed.system.private_files import write_whole
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["Observed", "found_by_watcher", "watch_beside"]
 
@@ -224,7 +226,7 @@ def _hosts(place: Sequence[Any], node: int, ranks: Sequence[int], timeout: float
 def _watch(watch: Watch, pids: dict[int, int]) -> None:
     while True:
         closed = bool(select.select([0], [], [], watch.period)[0])
-        gone = [rank for rank, pid in pids.items() if not stack_dumps.look_at(pid).alive]
+        gone = [rank for rank, pid in pids.items() if not processes.look_at(pid).alive]
         lost = [rank for rank in gone if _status(watch, rank) == RUNNING]
         if lost:
             report = _report_gone(watch, lost[0], pids)
@@ -249,9 +251,7 @@ def _linger(watch: Watch, pids: Mapping[int, int], closed: bool) -> None:
     """Stay while ranks may want to read what was found."""
     deadline = time.monotonic() + 2 * GRACE
     while (
-        not closed
-        and time.monotonic() < deadline
-        and any(stack_dumps.look_at(p).alive for p in pids.values())
+        not closed and time.monotonic() < deadline and any(processes.look_at(p).alive for p in pids.values())
     ):
         closed = bool(select.select([0], [], [], watch.period)[0])
 
@@ -275,6 +275,4 @@ def _report_gone(watch: Watch, rank: int, pids: Mapping[int, int]) -> dict[str, 
 
 
 def _leave(folder: Path, report: Mapping[str, Any]) -> None:
-    draft = folder / f".{_VERDICT}"
-    draft.write_text(json.dumps(report), encoding="utf-8")
-    os.replace(draft, folder / _VERDICT)
+    write_whole(folder / _VERDICT, json.dumps(report).encode(), 0o666)

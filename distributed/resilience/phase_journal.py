@@ -15,6 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from distributed.system.private_files import draft_of
+
 __all__ = [
     "ENDED",
     "FAILED",
@@ -137,21 +139,20 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        draft = folder / f".journal_{rank}.{os.getpid()}"
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.ftruncate(descriptor, _SIZE)
-            self._memory = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
-        self.marks = self.step = self.epoch = self.collectives = 0
-        self._status = RUNNING
-        _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
-        self.phase = "idle"
-        self.enter("idle")
         # Half a first record would say that the rank has not moved since the host was started. Of half a
         # later one, the time and the phase still belong together, for they are written in this order.
-        os.replace(draft, self.path(folder, rank))
+        with draft_of(self.path(folder, rank)) as draft:
+            descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.ftruncate(descriptor, _SIZE)
+                self._memory = mmap.mmap(descriptor, _SIZE)
+            finally:
+                os.close(descriptor)
+            self.marks = self.step = self.epoch = self.collectives = 0
+            self._status = RUNNING
+            _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
+            self.phase = "idle"
+            self.enter("idle")
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:

@@ -19,9 +19,11 @@ from distributed.resilience import failure_messages, stack_dumps
 from distributed.resilience.failure_reports import report_of, say
 from distributed.resilience.hang_diagnosis import Seen, Verdict, Worker, judge
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
+from distributed.system import processes
+from distributed.system.private_files import write_private
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
     from distributed.resilience.host_heartbeat import HostWatch, LostHost
 
 __all__ = ["WATCHED", "Limits", "Watch", "write_report"]
@@ -90,7 +92,7 @@ class Watch:
         self._usual: dict[str, float] = {}
         self._told: tuple[int, float] | None = None
         self._judged = False
-        self._kills = failure_messages.oom_kills()
+        self._kills = processes.oom_kills()
 
     # -- looking ---------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Watch:
             # What a first step or a compilation takes is no measure for the rest.
             track.phase = entry.phase if entry.step > 1 else ""
             track.marks, track.since = entry.marks, entry.since
-        process = stack_dumps.look_at(pid)
+        process = processes.look_at(pid)
         if track.looked:
             track.share = (process.seconds - track.seconds) / max(now - track.looked, 1e-3)
         track.seconds, track.looked = process.seconds, now
@@ -155,14 +157,14 @@ class Watch:
         return min(limits, default=None)
 
     def _see(self, rank: int, pid: int, ask: bool) -> Seen:
-        entry, process = Entry.read(Journal.path(self.folder, rank)), stack_dumps.look_at(pid)
+        entry, process = Entry.read(Journal.path(self.folder, rank)), processes.look_at(pid)
         stack: Sequence[stack_dumps.Frame] = ()
         workers: Sequence[Worker] = ()
         path = stack_dumps.stack_path(self.folder, rank)
         if ask and entry is not None and process.alive and process.state != "T" and path.exists():
             stack = stack_dumps.parse(stack_dumps.ask(pid, path), entry.thread)
             if any("/torch/utils/data/" in frame.file for frame in stack):
-                workers = [_worker(child, path) for child in list(stack_dumps.children(pid))[:_WORKERS]]
+                workers = [_worker(child, path) for child in list(processes.children(pid))[:_WORKERS]]
         age = time.perf_counter() - entry.since if entry else process.age
         track = self._tracks.get(rank, _Track())
         loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
@@ -238,7 +240,7 @@ class Watch:
         unsure = bool(report["second_hand"]) or report["exc_type"] == "SIGABRT"
         ranks = self.see(pids, ask=unsure)
         told = failure_messages.crashed(
-            dict(report), ranks, gone, self.folder, failure_messages.oom_kills() - self._kills
+            dict(report), ranks, gone, self.folder, processes.oom_kills() - self._kills
         )
         written = write_report(self.limits.folder, failure_messages.as_text(told))
         if written:
@@ -268,7 +270,7 @@ def _is_stuck(ranks: Sequence[Seen], verdict: Verdict, num_nodes: int) -> bool:
 
 
 def _worker(pid: int, path: Path) -> Worker:
-    state = stack_dumps.look_at(pid).state
+    state = processes.look_at(pid).state
     return Worker(
         pid, state, stack_dumps.parse(stack_dumps.ask(pid, path)) if state not in ("T", "Z", "") else ()
     )
@@ -282,12 +284,12 @@ def write_report(folder: str | None, text: str) -> str | None:
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        draft = place / f".failure_report.{os.getpid()}"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text.rstrip() + "\n")
         target = _next_free(place)
-        os.replace(draft, target)
+        try:
+            write_private(target, f"{text.rstrip()}\n".encode())
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
     except OSError as error:
         say(f"the failure report cannot be written to {place}: {error}")
         return None

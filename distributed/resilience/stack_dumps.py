@@ -8,23 +8,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = [
-    "Frame",
-    "Process",
-    "answer",
-    "ask",
-    "children",
-    "innermost",
-    "look_at",
-    "own_line",
-    "parse",
-    "stack_path",
-]
+__all__ = ["Frame", "answer", "ask", "innermost", "own_line", "parse", "stack_path"]
 
 # Not SIGUSR2, which batch systems and scripts use.
 _SIGNAL = signal.SIGRTMIN + 5
@@ -32,7 +21,6 @@ _PATIENCE = 1.0
 """Seconds that a rank may take to write its stack."""
 _LIBRARIES = (f"/lib/python{sys.version_info[0]}.", "/site-packages/", "/dist-packages/")
 _HERE = f"{Path(__file__).parents[1]}{os.sep}"
-_CLOCK = os.sysconf("SC_CLK_TCK")
 
 _open: list[IO[bytes]] = []
 
@@ -140,44 +128,3 @@ def _is_own(frame: Frame) -> bool:
 def _is_ours(frame: Frame) -> bool:
     ours = frame.file.startswith(_HERE) or "/distributed_backends/" in frame.file
     return ours and not frame.file.startswith(f"{_HERE}testing{os.sep}")
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, seen from outside.
-
-    Attributes:
-        state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead;
-            empty when there is no such process.
-        seconds: CPU time that it has used.
-        age: seconds since it started.
-    """
-
-    state: str
-    seconds: float
-    age: float = 0.0
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still do anything."""
-        return self.state not in ("", "Z", "X")
-
-
-def look_at(pid: int) -> Process:
-    """What the kernel says of a process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return Process("", 0.0)
-    fields = text.rpartition(")")[2].split()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _CLOCK
-    return Process(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK, age)
-
-
-def children(pid: int) -> Iterator[int]:
-    """Processes that this one started, its loader's workers among them."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            yield from map(int, task.read_text(encoding="ascii").split())
-        except OSError:
-            continue  # a thread that has just ended

@@ -30,7 +30,7 @@ from distributed.registry.catalog import load_target
 from distributed.resilience.failure_reports import GRACE, error_of
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["RankPool", "serve"]
 

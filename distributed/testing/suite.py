@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distributed import Trainer
 from distributed.config import load
-from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.interfaces.history import History
 from distributed.planner.backend_choice import chosen_backend
 from distributed.registry.catalog import get_catalog

@@ -8,7 +8,7 @@ from distributed.interfaces.callback import Callback
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.placement import World
     from distributed.interfaces.task import Task
     from distributed.registry.catalog import Catalog
     from distributed.training.phase_timers import PhaseTimers

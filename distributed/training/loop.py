@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distributed.interfaces.backend import Backend, Window
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
     from distributed.registry.catalog import Catalog
 
 __all__ = ["TrainingLoop"]

@@ -16,8 +16,8 @@ from distributed.training.step_records import not_finite
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["Stepper"]
 

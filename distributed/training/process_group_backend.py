@@ -10,11 +10,11 @@ from torch import Tensor
 
 from distributed.communication.process_group import GroupMixin, local_rank_of
 from distributed.errors import UserError
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.training.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["ProcessGroupBackend", "claim_device"]
 

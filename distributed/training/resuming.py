@@ -17,8 +17,9 @@ from distributed.checkpoint.reader import PortableReader, verify
 from distributed.config import DistributedConfig
 from distributed.data import Feed
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, World
+from distributed.interfaces.backend import Backend
 from distributed.interfaces.history import History
+from distributed.interfaces.placement import World
 from distributed.interfaces.task import Progress
 
 __all__ = ["ResumingMixin", "StreamsMixin"]

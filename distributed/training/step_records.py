@@ -17,8 +17,9 @@ from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilis
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import Backend, World
+    from distributed.interfaces.backend import Backend
     from distributed.interfaces.history import History
+    from distributed.interfaces.placement import World
     from distributed.interfaces.task import Progress
     from distributed.training.phase_timers import PhaseTimers
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
-from distributed.interfaces.backend import Backend, StepResult, Window, World
+from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.placement import World
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -31,9 +32,9 @@ from distributed.training.precision import PrecisionMixin
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["AccumulationMixin", "StepModule", "TorchBackend", "alike"]
 

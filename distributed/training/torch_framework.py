@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.checkpoint.torch_state import load_full_model
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
-from distributed.planner.resolve import visible_gpus
+from distributed.system.devices import visible_gpus
 from distributed.training.optimizers import build_model, check_optimizer, check_trainable
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig, explain
 from distributed.config.script_overlay import active
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.registry.catalog import Catalog, load_target, require
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
     from distributed.interfaces.history import History
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Progress
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers", "start_tracker"]
 

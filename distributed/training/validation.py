@@ -15,9 +15,10 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.data import Feed, Source
-    from distributed.interfaces.backend import Backend, World
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
     from distributed.training.phase_timers import PhaseTimers
 
 __all__ = ["ValidationMixin"]

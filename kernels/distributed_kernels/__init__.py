@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from distributed_kernels.sketching.conv import SKConv2d
     from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
     from distributed_kernels.sketching.costs import CostlyError, break_even_rank
-    from distributed_kernels.sketching.factorize import LayerReport, factorize_conv, factorize_linear
+    from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
     from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
     from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
+    from distributed_kernels.sketching.layer_report import LayerReport
     from distributed_kernels.sketching.linear import SKLinear
     from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
     from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs

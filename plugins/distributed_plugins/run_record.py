@@ -27,7 +27,7 @@ from distributed.registry.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from distributed.interfaces.history import History
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["RecordTracker", "on_restart", "on_run_end", "on_run_start", "register_trackers"]
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, FSDPTrainer, PyTorchDDPTrainer, Trainer, UserError
-from distributed.communication.environment import Joined
+from distributed.config.load import override
 from distributed.interfaces.callback import Context
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import build_catalog, get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.rank_pool import RankPool
@@ -186,7 +188,7 @@ def test_auto_and_equal_values_are_no_contradiction() -> None:
 
 def test_another_native_configuration_takes_the_place_of_the_first() -> None:
     first = config(deepspeed_config=native(gradient_clipping=1.0))
-    second = first.with_values({"deepspeed_config": native()}, "fit")
+    second = override(first, {"deepspeed_config": native()}, "fit")
     assert second.gradient_clipping is None
     assert second.zero_stage == 2
 

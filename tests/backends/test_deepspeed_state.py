@@ -17,7 +17,8 @@ from torch import nn
 
 from distributed import Trainer, UserError
 from distributed.checkpoint.reader import PortableReader
-from distributed.communication.environment import Joined, detect
+from distributed.communication.environment import detect
+from distributed.interfaces.placement import Joined
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, two_groups, words

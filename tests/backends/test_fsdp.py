@@ -18,7 +18,8 @@ from distributed import Callback, DistributedConfig, FSDPTrainer, Trainer, UserE
 from distributed.commands.config import to_yaml
 from distributed.config import load
 from distributed.interfaces.callback import Context
-from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.rank_pool import RankPool

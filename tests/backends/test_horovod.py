@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
-from distributed.communication.environment import Joined
 from distributed.config import DistributedConfig, load
 from distributed.interfaces.callback import Context
-from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.system.addresses import loopback_interface
 from distributed.testing.conformance import distance, problem, small_model

@@ -16,7 +16,9 @@ from distributed_backends.ray.run_files import files_of, names_in, pack
 from torch import nn
 
 from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
-from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.config.load import override
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 
@@ -266,7 +268,7 @@ def test_the_inner_backend_says_what_can_be_done() -> None:
     fsdp = get_catalog().backend("fsdp")
     assert (plan.spec.target, plan.spec.capabilities) == (fsdp.target, fsdp.capabilities)
     assert (plan.spec.name, plan.spec.label, plan.mode) == ("ray", "ray (fsdp)", "spawn")
-    config = config.with_values({"find_unused_parameters": True}, "test")
+    config = override(config, {"find_unused_parameters": True}, "test")
     with pytest.raises(UserError, match=r"backend 'ray \(fsdp\)' cannot find unused"):
         resolve(config, get_catalog(), Facts(), Resources())
 

@@ -13,7 +13,8 @@ from distributed_backends.ray.launcher import _looks
 from distributed_backends.ray.tune.engine import _Ends
 
 from distributed import DistributedConfig
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 
 

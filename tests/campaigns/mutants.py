@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.interfaces.backend import BackendSpec, MicroBatch, StepResult, Window, World
+from distributed.interfaces.backend import MicroBatch, StepResult, Window
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
-from distributed.planner.resolve import RunPlan
 from distributed.registry.catalog import Catalog
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule

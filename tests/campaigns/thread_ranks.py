@@ -13,7 +13,7 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.collective_errors import Ranks
 from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import PortableReader, verify
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.interfaces.state import BackendState, Chunk
 
 __all__ = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distributed.errors import UserError
-from distributed.interfaces.backend import Capabilities
+from distributed.interfaces.backend_spec import Capabilities
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance
 from distributed.testing.rank_pool import RankPool

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance, distance, problem, small_model
 from distributed.testing.rank_pool import RankPool

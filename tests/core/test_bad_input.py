@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from distributed import DistributedConfig, Trainer, UserError
 from distributed.cli import main
 from distributed.communication.environment import detect
-from distributed.interfaces.backend import BackendSpec, Capabilities
-from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import build_catalog, get_catalog
 from distributed.registry.hookspecs import hookimpl
 from distributed.testing.rank_pool import RankPool

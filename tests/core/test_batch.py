@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distributed.errors import UserError
-from distributed.planner.batch import BatchPlan, resolve_batch
+from distributed.interfaces.plan import BatchPlan
+from distributed.planner.batch import resolve_batch
 
 number = st.integers(1, 24)
 quick = settings(deadline=None, max_examples=100, derandomize=True)

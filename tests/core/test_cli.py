@@ -367,7 +367,7 @@ def test_config_shows_yaml_that_loads_back(tmp_path: Path, capsys: pytest.Captur
 
 PLUGIN = """
 from distributed.registry.hookspecs import hookimpl
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend_spec import BackendSpec
 
 @hookimpl
 def register_backends():

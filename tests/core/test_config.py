@@ -21,7 +21,7 @@ from distributed.config import (
     parse_assignments,
     read_file,
 )
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, override
 from distributed.config.validation_errors import allowed_values, field_names
 from distributed.errors import UserError
 
@@ -66,7 +66,7 @@ def test_values_given_in_python_are_arguments() -> None:
 
 
 def test_with_values_keeps_the_other_origins(file: Path) -> None:
-    config = load(file, {"seed": 7}, origin="script").with_values({"epochs": 9}, "fit")
+    config = override(load(file, {"seed": 7}, origin="script"), {"epochs": 9}, "fit")
     assert [config.origin(name) for name in ("epochs", "seed", "batch_size")] == [
         "fit",
         "script",

@@ -14,7 +14,7 @@ import pytest
 import distributed
 from distributed.cli import main
 from distributed.commands.doctor import checks, examine
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.operations.doctor import Finding
 from distributed.operations.doctor import check_installation as installation
 from distributed.operations.doctor import check_machine as machine
@@ -122,7 +122,7 @@ def test_a_kernels_package_of_ours_is_an_error(tmp_path: Path, monkeypatch: pyte
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(distributed, "__file__", str(tmp_path / "distributed" / "__init__.py"))
+    monkeypatch.setattr(distributed.__spec__, "origin", str(tmp_path / "distributed" / "__init__.py"))
     assert only(installation.kernels_name()).status == "error"
 
 

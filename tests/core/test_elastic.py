@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
-from distributed.planner.batch import BatchPlan, rescale_batch
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
+from distributed.planner.batch import rescale_batch
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Alone
 

@@ -18,8 +18,9 @@ import pytest
 
 from distributed import DistributedConfig, Preempted, UserError, WorkerError
 from distributed.interfaces.launcher import RankCommand
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.launch.supervisor import Supervisor
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Alone, Elastic
 from distributed.resilience.failure_reports import say

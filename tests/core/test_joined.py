@@ -15,7 +15,8 @@ import pytest
 
 from distributed import DistributedConfig, UserError
 from distributed.communication.environment import detect, expand_nodelist
-from distributed.planner.resolve import Facts, Resources, resolve
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 
 TORCHRUN = {

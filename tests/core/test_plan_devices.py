@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from distributed import DistributedConfig, UserError
-from distributed.communication.environment import Joined
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, BackendSpec, Capabilities
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry import hookspecs
@@ -26,7 +27,7 @@ HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{ho
 
 GOOD = """
 from distributed.registry.hookspecs import hookimpl
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend_spec import BackendSpec
 
 @hookimpl
 def register_backends():
@@ -204,7 +205,7 @@ def test_every_hook_is_documented_and_implemented_in_some_test(hook: str) -> Non
 
 TAKES_A_NAME = """
 from distributed.registry.hookspecs import hookimpl
-from distributed.interfaces.backend import BackendSpec
+from distributed.interfaces.backend_spec import BackendSpec
 
 @hookimpl
 def register_backends():

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.communication.task_file import load_task, save_task, write_private
+from distributed.communication.task_file import load_task, save_task
+from distributed.system.private_files import write_private
 
 
 def there_and_back(task: Any, path: Path) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry.catalog import Catalog, build_catalog
 from distributed.registry.hookspecs import hookimpl

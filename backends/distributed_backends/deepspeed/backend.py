@@ -28,10 +28,10 @@ from distributed_backends.deepspeed.options import check_weights, native_optimiz
 from distributed_backends.deepspeed.restore import Before
 
 if TYPE_CHECKING:
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
     from distributed_backends.deepspeed.state import ShardedOptimizer
 
 __all__ = ["DeepSpeedBackend"]

@@ -29,7 +29,7 @@ from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.planner.batch import BatchPlan
+    from distributed.interfaces.plan import BatchPlan
 
 __all__ = ["Root", "build_engine", "engine_options", "meet"]
 

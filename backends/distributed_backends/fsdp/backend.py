@@ -21,10 +21,11 @@ from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
 
 if TYPE_CHECKING:
-    from distributed.interfaces.backend import Window, World
+    from distributed.interfaces.backend import Window
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["FSDPBackend"]
 

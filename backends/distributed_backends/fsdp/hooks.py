@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["check_plan", "register_backends"]
 

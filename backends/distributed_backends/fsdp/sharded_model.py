@@ -25,7 +25,7 @@ from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 
 if TYPE_CHECKING:
     from distributed.config.sections import FSDPSection
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.placement import World
 
 __all__ = ["Root", "ShardedModel"]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from distributed.communication.environment import detect
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window, World
+from distributed.interfaces.backend import Window
+from distributed.interfaces.placement import World
 from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
@@ -22,8 +23,8 @@ from distributed_backends.horovod.gradients import GradientSum
 from distributed_backends.horovod.world import meet
 
 if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["HorovodBackend"]
 

@@ -27,8 +27,8 @@ from distributed.system.addresses import loopback_interface
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from distributed.communication.environment import Joined
     from distributed.config import DistributedConfig
+    from distributed.interfaces.placement import Joined
 
 __all__ = ["meet"]
 

@@ -17,7 +17,7 @@ from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.config.sections import RaySection
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 

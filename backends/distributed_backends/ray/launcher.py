@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 from ray.exceptions import RayError
 
+from distributed.checkpoint.run_directory import claim_directory
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.operations.tuning.trial_channel import TRIAL
 from distributed.registry.catalog import load_target
-from distributed.resilience.elastic import claim_directory, note_restarts
+from distributed.resilience.elastic import note_restarts
 from distributed.resilience.failure_reports import error_of, is_second_hand
 from distributed.resilience.monitor_process import found_by_watcher
 from distributed.resilience.preemption import hearing
@@ -37,15 +38,14 @@ from distributed_backends.ray.cluster import (
 from distributed_backends.ray.figures_callback import in_trial
 from distributed_backends.ray.output import Relay
 from distributed_backends.ray.run_files import names_in, pack, remove_everywhere, unpack
+from distributed_backends.ray.worker import REPORT
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["RayLauncher"]
 
-REPORT = "distributed-report:"
-"""What stands before a rank's own report in the message of the exception that Ray carries here."""
 _POLL = "0.2"
 """Seconds between Ray Train's looks at its workers. A worker's next report waits for that look."""
 _SECOND_LOOK = 30.0
@@ -78,7 +78,7 @@ class RayLauncher(Launcher):
             _run_here(command)
             return
         if _holds_all():
-            local: Launcher = load_target("distributed.launch.run:LocalLauncher")()
+            local: Launcher = load_target("distributed.launch.local_launcher:LocalLauncher")()
             local.run(plan, command)
             return
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distributed.communication.task_file import write_private
+from distributed.system.private_files import write_private
 from distributed_backends.ray.cluster import is_local
 
 __all__ = ["files_of", "folder_on", "names_in", "pack", "remove_everywhere", "unpack"]

@@ -17,15 +17,17 @@ import ray.train.collective
 import torch.distributed as dist
 
 from distributed.communication.rendezvous import Rendezvous
-from distributed.communication.task_file import write_private
 from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import forget_round
 from distributed.system.addresses import loopback_interface
-from distributed_backends.ray.launcher import REPORT
+from distributed.system.private_files import write_private
 from distributed_backends.ray.output import Voice, hear
 from distributed_backends.ray.run_files import files_of, folder_on, pack, unpack
 
-__all__ = ["run_rank"]
+__all__ = ["REPORT", "run_rank"]
+
+REPORT = "distributed-report:"
+"""What stands before a rank's own report in the message of the exception that Ray carries here."""
 
 _TIMEOUT = timedelta(seconds=300)
 _served: list[Rendezvous] = []

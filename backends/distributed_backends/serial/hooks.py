@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["register_backends"]

@@ -17,7 +17,8 @@ from tensorflow.python.eager import context
 from distributed.communication.process_group import GroupMixin, local_rank_of
 from distributed.data.order import mix, share
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, StepResult, Window, World
+from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.placement import World
 from distributed.training.phase_timers import PhaseTimers
 from distributed_backends.tensorflow.loss_scale import LossScale
 from distributed_backends.tensorflow.models import (
@@ -46,9 +47,9 @@ from distributed_backends.tensorflow.strategy import make_strategy
 from distributed_backends.tensorflow.values import to_array
 
 if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.planner.resolve import RunPlan
 
 __all__ = ["TensorFlowBackend"]
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.interfaces.backend import World
-    from distributed.planner.resolve import RunPlan
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["make_strategy"]
 

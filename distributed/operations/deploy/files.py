@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.errors import UserError
+from distributed.system.private_files import write_whole
 
 __all__ = ["Rendered", "write"]
 
@@ -47,19 +47,7 @@ def write(rendered: Rendered, output: Path, force: bool) -> list[Path]:
     try:
         for path, (name, text) in zip(paths, rendered.files.items(), strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, text.encode("utf-8"), 0o777 if name in rendered.executable else 0o666)
+            write_whole(path, text.encode("utf-8"), 0o777 if name in rendered.executable else 0o666)
     except OSError as error:
         raise UserError(f"cannot write there: {error}", field="--output", got=str(output)) from None
     return paths
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write `path` whole or not at all, with `mode` less the user's umask."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

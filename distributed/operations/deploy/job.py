@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distributed.communication.environment import Joined
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers
 from distributed.errors import UserError
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.operations.deploy.checks import check_text, looks_secret
 from distributed.operations.deploy.text_formats import dump
 from distributed.planner.backend_choice import move_to_zero
-from distributed.planner.resolve import Facts, Resources, RunPlan, resolve
+from distributed.planner.resolve import resolve
 
 if TYPE_CHECKING:
-    from distributed.interfaces.backend import BackendSpec
+    from distributed.interfaces.backend_spec import BackendSpec
     from distributed.registry.catalog import Catalog
 
 __all__ = ["Job", "form_of", "make_job", "restartable", "run_yaml", "torchrun_flags"]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
 
-import distributed
 from distributed.operations.doctor import Finding
 from distributed.registry.catalog import Catalog, get_catalog, missing_modules
 
@@ -127,7 +126,8 @@ def backends(catalog: Catalog | None = None) -> Iterator[Finding]:
 
 
 def _home() -> Path:
-    return Path(distributed.__file__).parent.parent
+    spec = util.find_spec("distributed")
+    return Path(spec.origin).parent.parent if spec and spec.origin else Path()
 
 
 def _installed() -> dict[str, str]:

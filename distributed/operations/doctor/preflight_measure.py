@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.communication.environment import Joined
 from distributed.communication.rendezvous import await_ranks, open_store
 from distributed.config.sections import local_path
+from distributed.interfaces.placement import Joined
 from distributed.operations.doctor.preflight_facts import Facts, own_facts
 from distributed.operations.doctor.preflight_links import EchoServer, measure_links
 from distributed.system.addresses import address_among, is_loopback, loopback_interface

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distributed._version import __version__
 from distributed.errors import UserError
 from distributed.registry.catalog import require
+from distributed.system.private_files import write_private
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -241,14 +240,7 @@ def write(path: Path, text: str, field: str = "--output") -> None:
         UserError: it cannot be written there.
     """
     try:
-        descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        write_private(path, text.encode("utf-8"))
     except OSError as error:
         raise UserError(
             f"the page cannot be written: {error.strerror or error}", field=field, got=str(path)

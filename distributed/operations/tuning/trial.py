@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from distributed.config import DistributedConfig, Layer
+from distributed.config.load import override
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 from distributed.interfaces.metric import larger_is_better
@@ -148,7 +149,7 @@ class TrialRun(ScriptRun):
             values["num_processes"] = order.ranks
         if order.max_epochs is not None and config.epochs > order.max_epochs:
             values["epochs"] = order.max_epochs
-        return config.with_values(values, "DistributedTuner") if values else config
+        return override(config, values, "DistributedTuner") if values else config
 
     def _places(self) -> dict[str, Any]:
         if self.num_fits and self.order.hands_over:
@@ -287,7 +288,7 @@ class _Trial:
         self.record.error = text if self.record.is_mistake else f"{type(error).__name__}: {text}"
         details = "".join(traceback.format_exception(error))
         self._write()
-        from distributed.communication.task_file import write_private
+        from distributed.system.private_files import write_private
 
         write_private(self.folder / "error.txt", details.encode())
         # Not every exception survives the way to the search.
@@ -326,7 +327,7 @@ class _Trial:
         return PortableCheckpointer(str(kept), keep_last=None).best() if kept.exists() else None
 
     def _write(self) -> None:
-        from distributed.communication.task_file import write_private
+        from distributed.system.private_files import write_private
 
         self.record.seconds = time.monotonic() - self.began
         self.record.judge(self.order.metric, self.order.mode)

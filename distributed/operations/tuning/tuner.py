@@ -20,6 +20,7 @@ from distributed.operations.tuning.search_space import parse_space
 from distributed.operations.tuning.trial import ORDER, TrialOrder
 from distributed.operations.tuning.trial_record import Trial, best_of, load_trial
 from distributed.registry.catalog import get_catalog, load_target, require
+from distributed.system.private_files import draft_of
 
 __all__ = ["DistributedTuner"]
 
@@ -323,18 +324,16 @@ class DistributedTuner:
             layers=tuple(self._layers),
             tracker_contexts=contexts,
         )
-        draft = self.output_dir / f".{ORDER}.{os.getpid()}"
-        draft.unlink(missing_ok=True)
-        try:
-            save_task(order, draft)
-        except Exception as error:
+        with draft_of(self.output_dir / ORDER) as draft:
             draft.unlink(missing_ok=True)
-            raise UserError(
-                f"train_fn cannot travel to the trials: {type(error).__name__}: {error}",
-                field="train_fn",
-                remedy="Open files, locks and connections inside the function",
-            ) from error
-        os.replace(draft, self.output_dir / ORDER)
+            try:
+                save_task(order, draft)
+            except Exception as error:
+                raise UserError(
+                    f"train_fn cannot travel to the trials: {type(error).__name__}: {error}",
+                    field="train_fn",
+                    remedy="Open files, locks and connections inside the function",
+                ) from error
 
     # -- what came of it ---------------------------------------------------------------
 
@@ -407,6 +406,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    from distributed.communication.task_file import write_private
+    from distributed.system.private_files import write_private
 
     write_private(path, json.dumps(value, indent=1, default=repr).encode())

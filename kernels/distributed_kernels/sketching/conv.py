@@ -14,7 +14,7 @@ from distributed_kernels.sketching.costs import check_rank
 from distributed_kernels.sketching.factorizations import spectral
 
 if TYPE_CHECKING:
-    from distributed_kernels.sketching.factorize import LayerReport
+    from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["SKConv2d"]
 

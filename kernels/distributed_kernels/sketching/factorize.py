@@ -12,34 +12,12 @@ from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.conv import SKConv2d
 from distributed_kernels.sketching.costs import CostlyError, break_even_rank, check_rank
 from distributed_kernels.sketching.factorizations import balanced, truncated_svd
+from distributed_kernels.sketching.layer_report import LayerReport
 from distributed_kernels.sketching.linear import SKLinear
 
-__all__ = ["METHODS", "LayerReport", "factorize_conv", "factorize_linear"]
+__all__ = ["METHODS", "factorize_conv", "factorize_linear"]
 
 METHODS = ("svd", "rsvd", "activation")
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What became of one layer.
-
-    Attributes:
-        rank: of the factors.
-        break_even: the largest rank that saves anything.
-        parameters_before, parameters_after: numbers in the weight, and in the factors.
-        flops_before, flops_after: forward, per row of a linear layer or output pixel of a convolution.
-        weight_error: ||W - W^|| / ||W||, Frobenius.
-        output_error: the same of the outputs over the calibration batches, without bias; None without.
-    """
-
-    rank: int
-    break_even: int
-    parameters_before: int
-    parameters_after: int
-    flops_before: int
-    flops_after: int
-    weight_error: float
-    output_error: float | None
 
 
 def factorize_linear(

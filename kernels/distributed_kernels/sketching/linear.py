@@ -18,7 +18,7 @@ from distributed_kernels.sketching.half_frozen import half_frozen_columns, half_
 from distributed_kernels.sketching.parallel_parts import assign, exchange, is_cut, local
 
 if TYPE_CHECKING:
-    from distributed_kernels.sketching.factorize import LayerReport
+    from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["SKLinear", "break_even_rank"]
 
