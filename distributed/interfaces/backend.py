@@ -6,15 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.placement import World
+from distributed._moved import moved_names
 
 if TYPE_CHECKING:
+    from distributed.interfaces.backend_spec import BackendSpec
+    from distributed.interfaces.placement import World
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
 
 __all__ = ["Backend", "MicroBatch", "StepResult", "Window"]
+
+__getattr__ = moved_names(__name__)
 
 
 class MicroBatch(NamedTuple):

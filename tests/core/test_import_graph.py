@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from docs.site import import_graph
 from docs.site.import_graph import circles, mermaid
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
-from distributed.registry.hookspecs import hookimpl
+from distributed import BackendSpec, Capabilities, hookimpl
 
 __all__ = ["register_backends"]
 
