@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distributed import UserError
 from distributed.communication.environment import detect
 from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
-from tests.core.test_joined import TORCHRUN, free_port
+from tests.communication.test_joined import TORCHRUN, free_port
 
 
 def test_the_waiting_names_the_missing(

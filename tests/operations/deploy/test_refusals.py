@@ -9,7 +9,7 @@ import pytest
 
 from distributed.cli import main
 from distributed.errors import UserError
-from tests.deploy.rendering import render
+from tests.operations.deploy.rendering import render
 
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
 ELASTIC = {"elastic": {"min_nodes": 1}, "global_batch_size": 64}

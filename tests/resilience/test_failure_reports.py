@@ -10,22 +10,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from stat import S_IMODE
+from types import ModuleType
 from typing import Any
 
+import horovod.torch as hvd
 import psutil
 import pytest
 import torch
+from distributed_backends.horovod import backend as horovod_backend
 from torch import nn
 
 from distributed import Trainer, WorkerError
+from distributed.communication import process_group, rendezvous
 from distributed.resilience import phase_journal as journal
 from distributed.resilience.divergence import checksum, trained
 from distributed.resilience.hang_diagnosis import Seen, judge
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
 from distributed.resilience.rank_monitor import Limits, Watch, write_report
 from distributed.resilience.stack_dumps import Frame, parse
+from distributed.training import process_group_backend, torch_backend
 from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
-from tests.core.process_support import children, started_since
+from tests.support.processes import children, started_since
 
 HOST = os.uname().nodename
 SOON = 30.0
@@ -170,6 +175,23 @@ def seen(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0)
 def test_the_judgement(ranks: list[tuple[str, int, list[Frame]]], culprits: list[int], kind: str) -> None:
     verdict = judge([seen(rank, *what) for rank, what in enumerate(ranks)])
     assert (list(verdict.culprits), verdict.kind) == (culprits, kind)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "does"),
+    [
+        (hvd, "synchronize", "waits"),
+        (horovod_backend, "optimizer_step", "works"),
+        (process_group, "all_reduce", "waits"),
+        (process_group_backend, "setup", "waits"),
+        (rendezvous, "meet", "waits"),
+        (torch_backend, "run_window", "works"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_our_own_files_are_told_from_a_librarys(module: ModuleType, function: str, does: str) -> None:
+    """By the paths that they have now: a file that moves takes its part in the diagnosis along."""
+    assert seen(0, "forward", 3, [Frame(str(module.__file__), 1, function)]).does == does
 
 
 # -- the parts ----------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from distributed.cli import main
-from tests.deploy.manifest_checks import problems, reference_problems
-from tests.deploy.rendering import beside_python, render
+from tests.operations.deploy.manifest_checks import problems, reference_problems
+from tests.operations.deploy.rendering import beside_python, render
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = ("slurm", "kubernetes", "docker", "ray")
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "/shared/c", "backend": "ray"}
 

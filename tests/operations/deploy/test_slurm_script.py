@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.rendering import beside_python, render
+from tests.operations.deploy.rendering import beside_python, render
 
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
 # Each command of Slurm's writes its arguments, NUL after each, and srun what it was started with.

@@ -23,7 +23,7 @@ from distributed.commands.flags import collect_layers
 from distributed.commands.script import find_script
 from distributed.config import load_layers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OURS = "python -m distributed.cli "

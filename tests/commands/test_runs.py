@@ -16,7 +16,7 @@ import pytest
 
 from distributed.cli import main
 from distributed.operations.report.record_format import NAME, append
-from tests.core.record_support import one_run, write_attempt, write_end
+from tests.support.records import one_run, write_attempt, write_end
 
 
 @pytest.fixture(autouse=True)

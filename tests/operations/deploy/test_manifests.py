@@ -12,9 +12,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy import against_crds
-from tests.deploy.manifest_checks import VERSIONS, problems, reference_problems
-from tests.deploy.rendering import beside_python, documents, pods, render
+from tests.operations.deploy import against_crds
+from tests.operations.deploy.manifest_checks import VERSIONS, problems, reference_problems
+from tests.operations.deploy.rendering import beside_python, documents, pods, render
 
 BROKEN = Path(__file__).parent / "broken"
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}

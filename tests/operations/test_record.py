@@ -20,7 +20,7 @@ from distributed import DistributedConfig
 from distributed.errors import WorkerError
 from distributed.operations.report.record_format import NAME, append, without_passwords
 from distributed.operations.report.stitch import read_runs
-from tests.core.record_support import lines, one_run, train
+from tests.support.records import lines, one_run, train
 
 SCRIPT = """
     import os, signal, sys, torch

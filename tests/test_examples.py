@@ -13,7 +13,7 @@ import pytest
 
 from distributed.cli import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TRAIN = ["-m", "distributed.cli", "train"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]

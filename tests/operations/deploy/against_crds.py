@@ -1,6 +1,6 @@
 """Read the shipped manifests by the operators' own custom resource definitions, which are not in this tree.
 
-    python -m tests.deploy.against_crds mpijobs.yaml ray.io_rayjobs.yaml jobset.x-k8s.io_jobsets.yaml
+    python -m tests.operations.deploy.against_crds mpijobs.yaml ray.io_rayjobs.yaml jobsets.yaml
 
 Each file is one that an operator's release installs. Strict, as an API server with field validation is:
 a field that a definition does not name is an error. Exits 1 on any. Rules in CEL are not evaluated.
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-SHIPPED = Path(__file__).parents[2] / "deploy" / "kubernetes"
+SHIPPED = Path(__file__).parents[3] / "deploy" / "kubernetes"
 Kind = tuple[str, str]
 
 

@@ -17,7 +17,7 @@ from distributed.operations.report.page import report
 from distributed.operations.report.record_format import NAME, append
 from distributed.operations.report.stitch import read_runs
 from distributed.operations.report.time_shares import over_steps, whole
-from tests.core.record_support import lines, one_run, train, write_attempt, write_end
+from tests.support.records import lines, one_run, train, write_attempt, write_end
 
 
 def refused(*words: str, capsys: pytest.CaptureFixture[str]) -> str:

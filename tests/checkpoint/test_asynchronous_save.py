@@ -19,7 +19,7 @@ from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.interfaces.callback import Context
 from tests.campaigns.thread_ranks import on_ranks
-from tests.core.test_checkpoint_mixin import Run, configured, started
+from tests.training.test_saving import Run, configured, started
 
 
 class HeldLayer(FileLayer):

@@ -26,7 +26,7 @@ from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.system.addresses import loopback_interface
 from distributed.testing.rank_pool import RankPool
-from tests.core.process_support import children, started_since
+from tests.support.processes import children, started_since
 
 HOST = os.uname().nodename
 

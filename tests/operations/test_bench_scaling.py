@@ -13,7 +13,7 @@ from distributed.cli import main
 from distributed.commands.bench import _remarks
 from distributed.errors import UserError
 from distributed.operations.bench.scaling import Case, Figure, Plan, _cause, _results, cases_of, measure
-from tests.core.record_support import write_attempt
+from tests.support.records import write_attempt
 
 
 def plan(**values) -> Plan:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from distributed.errors import UserError
 from distributed.operations.deploy.kubernetes.names import literal
 from distributed.operations.deploy.text_formats import dump, quote
-from tests.deploy.rendering import documents, pods, render
+from tests.operations.deploy.rendering import documents, pods, render
 
 RUN = {"num_nodes": 2, "gpus_per_node": 4, "checkpoint_dir": "checkpoints"}
 NASTY = [
