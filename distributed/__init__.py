@@ -8,14 +8,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from distributed._moved import install
 from distributed._version import __version__
 
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
     from distributed.config import DistributedConfig
     from distributed.errors import Preempted, UserError, WorkerError
+    from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
+    from distributed.interfaces.backend_spec import BackendSpec, Capabilities
     from distributed.interfaces.callback import Band, Callback
     from distributed.interfaces.history import History
+    from distributed.interfaces.launcher import Launcher
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.tracker import Tracker, TrackerSpec
+    from distributed.operations.tuning.tuner import DistributedTuner
+    from distributed.registry.hookspecs import hookimpl
     from distributed.trainer import Trainer
     from distributed.trainers import (
         DeepSpeedTrainer,
@@ -25,30 +33,50 @@ if TYPE_CHECKING:
         RayTrainer,
         TensorFlowDistributedTrainer,
     )
-    from distributed.tuner import DistributedTuner
+    from distributed.training.process_group_backend import ProcessGroupBackend
+    from distributed.training.torch_backend import StepModule, TorchBackend
+
+install()
 
 _HOMES = {
+    "Backend": "distributed.interfaces.backend",
+    "BackendSpec": "distributed.interfaces.backend_spec",
     "Band": "distributed.interfaces.callback",
     "Callback": "distributed.interfaces.callback",
+    "Capabilities": "distributed.interfaces.backend_spec",
     "DeepSpeedTrainer": "distributed.trainers",
     "DistributedConfig": "distributed.config",
-    "DistributedTuner": "distributed.tuner",
+    "DistributedTuner": "distributed.operations.tuning.tuner",
     "EarlyStopping": "distributed.callbacks",
     "FSDPTrainer": "distributed.trainers",
     "History": "distributed.interfaces.history",
     "HorovodTrainer": "distributed.trainers",
+    "Launcher": "distributed.interfaces.launcher",
+    "MicroBatch": "distributed.interfaces.backend",
     "Preempted": "distributed.errors",
+    "ProcessGroupBackend": "distributed.training.process_group_backend",
     "PyTorchDDPTrainer": "distributed.trainers",
     "RayTrainer": "distributed.trainers",
+    "StepModule": "distributed.training.torch_backend",
+    "StepResult": "distributed.interfaces.backend",
     "TensorFlowDistributedTrainer": "distributed.trainers",
+    "TorchBackend": "distributed.training.torch_backend",
+    "Tracker": "distributed.interfaces.tracker",
+    "TrackerSpec": "distributed.interfaces.tracker",
     "Trainer": "distributed.trainer",
     "UserError": "distributed.errors",
+    "Window": "distributed.interfaces.backend",
     "WorkerError": "distributed.errors",
+    "World": "distributed.interfaces.placement",
+    "hookimpl": "distributed.registry.hookspecs",
 }
 
 __all__ = [
+    "Backend",
+    "BackendSpec",
     "Band",
     "Callback",
+    "Capabilities",
     "DeepSpeedTrainer",
     "DistributedConfig",
     "DistributedTuner",
@@ -56,14 +84,25 @@ __all__ = [
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
+    "Launcher",
+    "MicroBatch",
     "Preempted",
+    "ProcessGroupBackend",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "StepModule",
+    "StepResult",
     "TensorFlowDistributedTrainer",
+    "TorchBackend",
+    "Tracker",
+    "TrackerSpec",
     "Trainer",
     "UserError",
+    "Window",
     "WorkerError",
+    "World",
     "__version__",
+    "hookimpl",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from distributed.errors import UserError
 from distributed.interfaces.callback import Band, Callback, Context
+from distributed.interfaces.metric import larger_is_better
 
 __all__ = ["EarlyStopping"]
 
@@ -35,9 +36,8 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("auto", "max", "min"):
             raise UserError("not a direction", field="mode", got=mode, allowed="auto, max, min")
-        smaller = mode == "min" or (mode == "auto" and ("loss" in metric or "error" in metric))
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self._sign = -1.0 if smaller else 1.0
+        self._sign = 1.0 if larger_is_better(mode, metric) else -1.0
         self._best, self._waited = -math.inf, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from distributed._version import __version__
 from distributed.commands import VERBS, Verb
 from distributed.commands.parser import PROG, Parser, refuse_unknown
 from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
-from distributed.garbage import spare_imports
+from distributed.system.garbage_collection import spare_imports
 
 __all__ = ["build_parser", "main"]
 
@@ -118,7 +118,7 @@ def _add_verb(subparsers: argparse._SubParsersAction[Any], verb: Verb, complete:
 
 
 def _add_plugin_verbs(subparsers: argparse._SubParsersAction[Any]) -> None:
-    from distributed.plugin_manager import get_catalog
+    from distributed.registry.catalog import get_catalog
 
     get_catalog().add_commands(subparsers)
 

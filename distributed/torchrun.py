@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from distributed.errors import EXIT_MISTAKE, EXIT_PREEMPTED
-from distributed.preemption import SIGNALS
+from distributed.resilience.preemption import SIGNALS
 
 __all__ = ["main"]
 

@@ -8,24 +8,26 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from distributed.choice import chosen_backend
+from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
-from distributed.config.command_line import active
 from distributed.config.load import as_layers
+from distributed.config.script_overlay import active
 from distributed.errors import Preempted, UserError
-from distributed.garbage import collect_as_usual
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
-from distributed.joined import Joined, detect
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import Catalog, get_catalog, load_target
+from distributed.planner.backend_choice import chosen_backend
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import Catalog, get_catalog, load_target
+from distributed.system.garbage_collection import collect_as_usual
 
 if TYPE_CHECKING:
     from distributed.data import Source
     from distributed.interfaces.framework import Framework
     from distributed.interfaces.launcher import Launcher
-    from distributed.launch import Outcome
+    from distributed.launch.run import Outcome
 
 __all__ = ["Trainer"]
 
@@ -177,15 +179,15 @@ class Trainer:
         return self._run(plan, task, catalog, started)
 
     def _run(self, plan: RunPlan, task: Task, catalog: Catalog, started: float) -> History:
-        from distributed import launch
-        from distributed.mixins.tracking import capture_contexts, check_trackers
+        from distributed.launch import run
+        from distributed.training.trackers import capture_contexts, check_trackers
 
         check_trackers(plan.config, catalog)
         if plan.joined is None or plan.joined.rank == 0:
             print(plan.summary(), flush=True)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
-            outcome = launch.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
+            outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
         except BaseException as error:
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
@@ -313,7 +315,7 @@ class Trainer:
         Raises:
             UserError: the config asks for more ranks than a loop of your own can have here.
         """
-        from distributed.stepper import Stepper
+        from distributed.training.manual_step import Stepper
 
         if self._stepper is None:
             self._stepper = Stepper(self._configure({}), self._plan, self._bare_task())

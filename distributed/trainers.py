@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.joined import detect
 from distributed.trainer import Trainer
 
 if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.plan import RunPlan
-    from distributed.plugin_manager import Catalog
+    from distributed.registry.catalog import Catalog
 
 __all__ = [
     "DeepSpeedTrainer",

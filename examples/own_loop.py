@@ -17,7 +17,7 @@ import os
 import torch
 
 from distributed import Trainer
-from distributed.bundled.digits import build_model, load_digits
+from distributed.commands.bundled.digits import build_model, load_digits
 
 GLOBAL_BATCH = 64
 

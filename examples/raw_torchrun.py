@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from distributed.bundled.digits import build_model, load_digits
+from distributed.commands.bundled.digits import build_model, load_digits
 
 
 def main() -> None:

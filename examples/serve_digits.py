@@ -22,8 +22,8 @@ from ray import serve
 from safetensors.torch import load_file
 
 from distributed import Trainer
-from distributed.bundled.digits import build_model, load_digits
 from distributed.checkpoint.export import export_safetensors
+from distributed.commands.bundled.digits import build_model, load_digits
 
 
 @serve.deployment

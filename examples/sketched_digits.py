@@ -19,10 +19,10 @@ from itertools import pairwise
 
 import torch
 from distributed_kernels import SketchedMLP
-from distributed_plugins.sketches import SynchronizeSketches
+from distributed_plugins.sketch_sync import SynchronizeSketches
 
 from distributed import Trainer
-from distributed.bundled.digits import load_digits
+from distributed.commands.bundled.digits import load_digits
 
 HIDDEN = [256, 256]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from distributed.checkpoint.chunks import ITEM_SIZES
-from distributed.checkpoint.files import FileLayer
-from distributed.checkpoint.objects import ObjectLayer, located
+from distributed.checkpoint.chunk_index import ITEM_SIZES
+from distributed.checkpoint.filesystem import FileLayer
+from distributed.checkpoint.object_store import ObjectLayer, located
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from distributed.checkpoint.shards import is_sharded, local_part, read_part, wrap_like
+from distributed.checkpoint.dtensor import is_sharded, local_part, read_part, wrap_like
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 

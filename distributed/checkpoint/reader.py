@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from distributed.checkpoint.chunks import ITEM_SIZES, ChunkEntry, tiling_problems
+from distributed.checkpoint.chunk_index import ITEM_SIZES, ChunkEntry, tiling_problems
 from distributed.checkpoint.codec import decode
-from distributed.checkpoint.files import FileLayer, Ranges, unseal
-from distributed.checkpoint.names import FORMAT, MANIFEST, VERSION, rank_file
-from distributed.checkpoint.objects import located
+from distributed.checkpoint.file_names import FORMAT, MANIFEST, VERSION, rank_file
+from distributed.checkpoint.filesystem import FileLayer, Ranges, unseal
+from distributed.checkpoint.object_store import located
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 

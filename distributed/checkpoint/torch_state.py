@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distributed.checkpoint.codec import decode, encode
-from distributed.checkpoint.host_buffers import to_host
+from distributed.checkpoint.dtensor import is_sharded, local_part, own_elements, read_part
 from distributed.checkpoint.optimizer_state import (
     check_groups,
     export_groups,
     import_optimizer,
     parameter_slots,
 )
-from distributed.checkpoint.rng import capture_rng, restore_rng
-from distributed.checkpoint.shards import is_sharded, local_part, own_elements, read_part
+from distributed.checkpoint.random_state import capture_rng, restore_rng
+from distributed.checkpoint.staging_buffers import to_host
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 

@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from distributed.commands.tables import print_json, print_table
-from distributed.interfaces.backend import BackendSpec, Capabilities
-from distributed.plugin_manager import GROUPS, Catalog, get_catalog, missing_modules
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.catalog import GROUPS, Catalog, get_catalog, missing_modules
 
 __all__ = ["add_arguments", "describe", "run"]
 

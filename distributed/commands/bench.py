@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
-from distributed.report.values import plural
+from distributed.operations.report.formats import plural
 
 if TYPE_CHECKING:
-    from distributed.pages import Panel
-    from distributed.testing.scaling import Figure, Plan, Result
+    from distributed.operations.bench.scaling import Figure, Plan, Result
+    from distributed.operations.report.html import Panel
 
 __all__ = ["add_arguments", "run"]
 
@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong argument, a backend that is not there, or a run that failed.
     """
-    from distributed.testing.scaling import measure
+    from distributed.operations.bench.scaling import measure
 
     plan = _plan(args)
     if args.output:
-        from distributed.pages import check_plotly
+        from distributed.operations.report.html import check_plotly
 
         check_plotly()
     remarks = _remarks(plan)
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     from distributed.commands.script import find_script
-    from distributed.plugin_manager import get_catalog, require
-    from distributed.testing.scaling import Plan, cases_of
+    from distributed.operations.bench.scaling import Plan, cases_of
+    from distributed.registry.catalog import get_catalog, require
 
     backends = list(dict.fromkeys(name.strip() for name in args.backends.split(",") if name.strip()))
     for name in backends:
@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _machine() -> str:
     """What the figures were taken on."""
-    from distributed.plan import visible_gpus
+    from distributed.system.devices import visible_gpus
 
     gpus = visible_gpus()
     if gpus:
@@ -123,7 +123,7 @@ def _machine() -> str:
 
 def _remarks(plan: Plan) -> list[str]:
     """What a reader of the figures should not overlook."""
-    from distributed.plan import visible_gpus
+    from distributed.system.devices import visible_gpus
 
     gpus, found = visible_gpus(), []
     have, what = (gpus, "GPU") if gpus else (_cores(), "core")
@@ -169,28 +169,28 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequence[str]) -> None:
-    from distributed import pages
+    from distributed.operations.report import html
 
     what = "A network of random numbers" if plan.script is None else plan.script.name
     panels = _panels(plan, results)
     body = [
-        pages.Html("<h1>Scaling</h1>\n"),
-        pages.paragraph(
+        html.Html("<h1>Scaling</h1>\n"),
+        html.paragraph(
             f"{what}, {plural(plan.steps, 'step')} a run, {plural(plan.repeats, 'repeat')} in turns;"
             f" {_machine()}."
             " Points are medians, bars reach from the lowest to the highest repeat."
         ),
-        *map(pages.note, remarks),
-        pages.plots(panels),
-        pages.section("Figures", pages.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
+        *map(html.note, remarks),
+        html.plots(panels),
+        html.section("Figures", html.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
     ]
-    pages.write(path, pages.page("Scaling", body, panels))
+    html.write(path, html.page("Scaling", body, panels))
     print(path)
 
 
 def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
-    from distributed.report.figures import line_panel
-    from distributed.report.runs import Series
+    from distributed.operations.report.figures import line_panel
+    from distributed.operations.report.runs import Series
 
     rates: list[tuple[str, Series, dict[str, object]]] = []
     shares: list[tuple[str, Series, dict[str, object]]] = []

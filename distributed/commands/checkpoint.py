@@ -14,7 +14,7 @@ from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.checkpoint.layout import PortableCheckpointer
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
     from distributed.checkpoint.reader import PortableReader
 
 __all__ = ["add_arguments", "run"]
@@ -158,7 +158,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from distributed.checkpoint.compare import differences
+    from distributed.checkpoint.diff import differences
 
     one, other = _open(args.path), _open(args.other)
     found = list(differences(one, other))
@@ -194,15 +194,15 @@ def _prune(args: argparse.Namespace) -> None:
 
 
 def _is_checkpoint(path: str) -> bool:
-    from distributed.checkpoint.names import MANIFEST
-    from distributed.checkpoint.objects import located
+    from distributed.checkpoint.file_names import MANIFEST
+    from distributed.checkpoint.object_store import located
 
     files, path = located(path)
     return os.path.basename(path).startswith("step_") or files.exists(os.path.join(path, MANIFEST))
 
 
 def _store(path: str) -> PortableCheckpointer:
-    from distributed.checkpoint.layout import PortableCheckpointer
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
 
     store = PortableCheckpointer(path, keep_last=None)
     if not store.steps():

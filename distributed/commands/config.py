@@ -8,7 +8,7 @@ from typing import Any
 from distributed.commands.flags import add_config_flags, collect_layers, schema_of
 from distributed.commands.tables import print_table
 from distributed.config import DistributedConfig, explain, load_layers
-from distributed.config.problems import allowed_values, field_names
+from distributed.config.validation_errors import allowed_values, field_names
 from distributed.errors import UserError
 
 __all__ = ["add_arguments", "run", "to_yaml"]

@@ -32,13 +32,21 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "slurm": Target("distributed.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."),
-    "kubernetes": Target(
-        "distributed.deploy.kubernetes", "KubernetesSettings", "Manifests for kubectl apply -k."
+    "slurm": Target(
+        "distributed.operations.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."
     ),
-    "docker": Target("distributed.deploy.docker", "DockerSettings", "What builds an image for it.", False),
+    "kubernetes": Target(
+        "distributed.operations.deploy.kubernetes.render",
+        "KubernetesSettings",
+        "Manifests for kubectl apply -k.",
+    ),
+    "docker": Target(
+        "distributed.operations.deploy.docker", "DockerSettings", "What builds an image for it.", False
+    ),
     "ray": Target(
-        "distributed.deploy.ray", "RaySettings", "A Ray cluster by ssh, and a job for it or another."
+        "distributed.operations.deploy.ray_cluster",
+        "RaySettings",
+        "A Ray cluster by ssh, and a job for it or another.",
     ),
 }
 
@@ -72,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong value, a job that no cluster could run, files that exist.
     """
-    from distributed.deploy.files import write
-    from distributed.deploy.job import make_job
-    from distributed.deploy.settings import read_settings
-    from distributed.plugin_manager import get_catalog
+    from distributed.operations.deploy.files import write
+    from distributed.operations.deploy.job import make_job
+    from distributed.operations.deploy.settings import read_settings
+    from distributed.registry.catalog import get_catalog
 
     if args.unknown:
         refuse_unknown(args.unknown, args.parser)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from distributed.commands.findings import Finding
 from distributed.commands.tables import print_json, print_table
+from distributed.operations.doctor import Finding
 
 __all__ = ["Check", "add_arguments", "checks", "examine", "run"]
 
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 def checks(allreduce: bool = True) -> list[Check]:
     """Every check, in the order of printing; a new one is a function in this list."""
-    from distributed.commands import check_installation as installation
-    from distributed.commands import check_machine as machine
+    from distributed.operations.doctor import check_installation as installation
+    from distributed.operations.doctor import check_machine as machine
 
     found: list[Check] = [
         installation.python,

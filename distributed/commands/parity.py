@@ -13,8 +13,8 @@ from distributed.config import parse_assignments
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.testing.diagnosis import Divergence, Row
-    from distributed.testing.parity import Exercise, Record
+    from distributed.testing.parity.diagnosis import Divergence, Row
+    from distributed.testing.parity.measure import Exercise, Record
 
 __all__ = ["add_arguments", "run"]
 
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
-    from distributed.testing.diagnosis import TOLERANCES, compare, first_divergence
-    from distributed.testing.parity import parse_side, record
+    from distributed.testing.parity.diagnosis import TOLERANCES, compare, first_divergence
+    from distributed.testing.parity.measure import parse_side, record
 
     if len(args.backends) != 2:
         raise UserError(
@@ -103,7 +103,7 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
 
 
 def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
-    from distributed.testing.parity_table import default_backends, measure, render
+    from distributed.testing.parity.table import default_backends, measure, render
 
     ranks = [_whole(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
     rows = measure(
@@ -117,7 +117,7 @@ def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
 
 
 def _exercise(args: argparse.Namespace) -> Exercise:
-    from distributed.testing.parity import Exercise
+    from distributed.testing.parity.measure import Exercise
 
     return Exercise(
         steps=_whole(args.steps, "--steps"),

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.tables import print_json, print_table
+from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, load_layers
 from distributed.errors import UserError
-from distributed.joined import Joined, detect
+from distributed.interfaces.placement import Joined
 
 if TYPE_CHECKING:
-    from distributed.preflight.facts import Facts
-    from distributed.preflight.measure import Survey
+    from distributed.operations.doctor.preflight_facts import Facts
+    from distributed.operations.doctor.preflight_measure import Survey
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_layers(collect_layers(args))
     place = _place(config)
 
-    from distributed.commands.check_hosts import judge
-    from distributed.preflight.measure import survey
+    from distributed.operations.doctor.check_hosts import judge
+    from distributed.operations.doctor.preflight_measure import survey
 
     found = survey(place, args.wait, config.checkpoint_dir, config.device != "cpu")
     findings = judge(found, config.gpus_per_node, config.device)

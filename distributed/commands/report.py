@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no record there, one that cannot be read, or plotly is not installed.
     """
-    from distributed.pages import check_plotly, write
-    from distributed.report.stitch import read_runs
+    from distributed.operations.report.html import check_plotly, write
+    from distributed.operations.report.stitch import read_runs
 
     check_plotly()
-    from distributed.report.story import report
+    from distributed.operations.report.page import report
 
     output = Path(args.output)
     if output.is_dir():

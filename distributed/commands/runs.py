@@ -11,7 +11,7 @@ from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.report.runs import Run
+    from distributed.operations.report.runs import Run
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no such folder.
     """
-    from distributed.report.stitch import find_runs, read_runs
+    from distributed.operations.report.stitch import find_runs, read_runs
 
     folder = Path(args.folder)
     if not folder.is_dir():
@@ -73,7 +73,7 @@ def _row(path: str, one: Run) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from distributed.report.values import moment, with_unit
+    from distributed.operations.report.formats import moment, with_unit
 
     best = (
         f"{row['best_metric']} {with_unit(row['best_metric'], row['best'])}" if row.get("best_metric") else ""

@@ -17,7 +17,7 @@ __all__ = ["bundled_script", "execute", "find_script", "script_traceback"]
 
 def bundled_script() -> Path:
     """The example that ``train`` runs without ``--script``."""
-    return Path(__file__).parent.parent / "bundled" / "digits.py"
+    return Path(__file__).parent / "bundled" / "digits.py"
 
 
 def find_script(name: str) -> Path:

@@ -10,7 +10,7 @@ from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.parser import flags_of, nearly, refuse_unknown
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.config import DistributedConfig, Layer, load_layers
-from distributed.config.command_line import ScriptRun, command_line
+from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
 __all__ = ["add_arguments", "run"]
@@ -87,7 +87,7 @@ def _script_arguments(args: argparse.Namespace) -> list[str]:
 
 def _check_values(layers: Sequence[Layer]) -> None:
     """Report a wrong value before the script has spent minutes on reading its data."""
-    from distributed.plugin_manager import get_catalog
+    from distributed.registry.catalog import get_catalog
 
     try:
         config = load_layers(layers)
@@ -124,6 +124,6 @@ def _run_per_rank(config: DistributedConfig, script: Path, arguments: list[str],
         ranks = "one per device" if config.num_ranks is None else str(config.num_ranks)
         print(f"would start {' '.join([script.name, *arguments])} on every rank; ranks: {ranks}")
         return 0
-    from distributed.launch import run_script
+    from distributed.launch.run import run_script
 
     return run_script(config, str(script), arguments)

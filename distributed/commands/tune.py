@@ -12,14 +12,14 @@ from distributed.commands.parser import PROG, flags_of, nearly
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
-from distributed.config.command_line import active
 from distributed.config.deepspeed import NATIVE
 from distributed.config.load import as_layers
+from distributed.config.script_overlay import active
 from distributed.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from distributed.tuner import DistributedTuner
-    from distributed.tuning.record import Trial
+    from distributed.operations.tuning.trial_record import Trial
+    from distributed.operations.tuning.tuner import DistributedTuner
 
 __all__ = ["ScriptTrial", "add_arguments", "run"]
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: a wrong value, or whatever `DistributedTuner` refuses.
         WorkerError: every trial failed.
     """
-    from distributed.tuner import DistributedTuner
+    from distributed.operations.tuning.tuner import DistributedTuner
 
     script = bundled_script() if args.script is None else find_script(args.script)
     arguments = _script_arguments(args)
@@ -262,7 +262,7 @@ def _how_to_train(
     """Write the best configuration to a file, and say which command takes it."""
     import yaml
 
-    from distributed.transport import write_private
+    from distributed.system.private_files import write_private
 
     fields, own = split(tuner.best.parameters)
     if tuner.best.ranks is not None:

@@ -11,11 +11,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed.config.deepspeed import NATIVE
-from distributed.config.problems import field_names
 from distributed.config.schema import DistributedConfig
+from distributed.config.validation_errors import field_names
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["Layer", "as_layers", "explain", "load", "load_layers", "parse_assignments", "read_file"]
+__all__ = [
+    "Layer",
+    "as_layers",
+    "explain",
+    "load",
+    "load_layers",
+    "override",
+    "parse_assignments",
+    "read_file",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,11 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
 def as_layers(config: DistributedConfig) -> list[Layer]:
     """The explicit values of `config`, one layer per origin, so that they can be merged again."""
     return [Layer(config.origin(name), {name: _get(config, name)}) for name in _set_names(config)]
+
+
+def override(config: DistributedConfig, values: Mapping[str, Any], origin: str) -> DistributedConfig:
+    """A copy of `config` with some values replaced (nested mappings for sections), and their origin."""
+    return load_layers([*as_layers(config), Layer(origin, dict(values))])
 
 
 def read_file(path: str | os.PathLike[str]) -> Layer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -20,8 +19,6 @@ from pydantic import (
 )
 
 from distributed.config.deepspeed import take_native
-from distributed.config.paths import local_path
-from distributed.config.problems import user_error
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
@@ -34,7 +31,9 @@ from distributed.config.sections import (
     TensorFlowSection,
     TrackingSection,
     ZeroSection,
+    local_path,
 )
+from distributed.config.validation_errors import user_error
 
 __all__ = ["DistributedConfig"]
 
@@ -297,12 +296,6 @@ class DistributedConfig(BaseModel):
         for part in name.split(".")[:-1]:
             owner = getattr(owner, part)
         return "argument" if name.split(".")[-1] in owner.model_fields_set else "default"
-
-    def with_values(self, values: Mapping[str, Any], origin: str) -> DistributedConfig:
-        """A copy with some values replaced (nested mappings for sections), and their origin."""
-        from distributed.config.load import Layer, as_layers, load_layers
-
-        return load_layers([*as_layers(self), Layer(origin, dict(values))])
 
 
 def _check_ranks(config: DistributedConfig) -> None:

@@ -3,142 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distributed._moved import moved_names
+
 if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend_spec import BackendSpec
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
-    from distributed.plan import RunPlan
 
-__all__ = ["Backend", "BackendSpec", "Capabilities", "MicroBatch", "StepResult", "Window", "World"]
+__all__ = ["Backend", "MicroBatch", "StepResult", "Window"]
 
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do. A config that needs more fails in the plan, before any process.
-
-    Attributes:
-        multi_process: more than one rank.
-        precisions: of ``fp32``, ``bf16``, ``fp16``.
-        accumulation: more than one micro-batch per optimizer step.
-        clipping: gradient clipping by global norm.
-        sync_batchnorm: BatchNorm statistics over all ranks.
-        find_unused_parameters: parameters that take no part in some forward passes.
-        gradient_buckets: `bucket_cap_mb` and `gradient_as_bucket_view` have a meaning.
-        checkpoint: can write and read the portable checkpoint format.
-        zero_stages: the ZeRO stages it implements; empty for none.
-    """
-
-    multi_process: bool = True
-    precisions: frozenset[str] = frozenset({"fp32"})
-    accumulation: bool = True
-    clipping: bool = True
-    sync_batchnorm: bool = False
-    find_unused_parameters: bool = False
-    gradient_buckets: bool = False
-    checkpoint: bool = False
-    zero_stages: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class BackendSpec:
-    """What a plugin registers: enough to choose and check a backend without importing it.
-
-    Attributes:
-        name: the word in the config, e.g. ``pytorch-ddp``.
-        target: ``package.module:Class``, imported only when the backend is chosen.
-        framework: ``torch`` or ``tensorflow``: which loop drives it.
-        summary: one line for ``backends``.
-        requires: module names that must be importable for the backend to run.
-        install_hint: the command that installs them.
-        launcher: ``package.module:Class`` of the launcher that starts its ranks.
-        capabilities: what it can do.
-        data_parallel_size: ``(config, number of ranks) ->`` into how many slices a global batch
-            is cut, for a backend whose ranks share a model between them (pipeline, tensor
-            parallelism); it raises UserError for a number that cannot be. None: one slice a rank.
-        inner: for a backend that only starts ranks: the dotted config field that names the
-            backend which they run. Target, capabilities and the like are then that one's.
-        remote: the launcher decides where ranks run, a single one too: never in the caller's
-            process, and this host's GPUs and the caller's place among nodes say nothing.
-        runs: the inner backend's name, in the spec that a plan holds.
-        num_replicas: ``(config, number of devices) ->`` how many devices one rank drives, for a
-            framework that trains several from one process; it raises UserError for what cannot
-            be. None: one. Ranks that a launcher started drive one device each.
-        objects: ``package.module:Class`` of the `Framework` that knows the user's model, optimizer
-            and data in the caller's process.
-        transports: what carries collectives on CPU and on CUDA when `communication_backend` is auto.
-        deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
-            joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
-        search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
-        preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
-            server imports them before it forks.
-    """
-
-    name: str
-    target: str
-    framework: str = "torch"
-    summary: str = ""
-    requires: tuple[str, ...] = ()
-    install_hint: str = ""
-    launcher: str = "distributed.launch:LocalLauncher"
-    capabilities: Capabilities = field(default_factory=Capabilities)
-    data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
-    inner: str | None = None
-    remote: bool = False
-    runs: str | None = None
-    num_replicas: Callable[[DistributedConfig, int], int] | None = None
-    objects: str = "distributed.torch_framework:TorchFramework"
-    transports: tuple[str, str] = ("gloo", "nccl")
-    deploy_form: str = "torchrun"
-    search: str | None = None
-    preload: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The name, and what its ranks run where that is another backend."""
-        return f"{self.name} ({self.runs})" if self.runs else self.name
-
-
-@dataclass(frozen=True)
-class World:
-    """Where one rank stands.
-
-    Attributes:
-        rank: of this process, 0 to ``size - 1``.
-        size: number of ranks.
-        local_rank: rank within this host.
-        local_size: number of ranks on this host.
-        node_rank: index of this host.
-        num_nodes: number of hosts.
-        host: this host's name.
-        device: where this rank computes, e.g. ``cpu`` or ``cuda:1``.
-        data_parallel_rank: which slice of each global batch this rank takes.
-        data_parallel_size: into how many slices each global batch is cut. Equal to `size`
-            unless ranks share a model between them (pipeline, tensor parallelism); these have
-            the same `data_parallel_rank` and are given the same windows.
-        num_replicas: devices that this rank drives, each with a copy of the model. Its micro-batches
-            hold `batch_size` samples for each of them.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
-    host: str = "localhost"
-    device: str = "cpu"
-    data_parallel_rank: int = 0
-    data_parallel_size: int = 1
-    num_replicas: int = 1
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share one model, and with it one slice of each global batch."""
-        return self.size // self.data_parallel_size
+__getattr__ = moved_names(__name__)
 
 
 class MicroBatch(NamedTuple):

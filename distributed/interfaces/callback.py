@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import Backend, World
+    from distributed.interfaces.backend import Backend
     from distributed.interfaces.history import History
+    from distributed.interfaces.placement import World
     from distributed.interfaces.task import Progress
 
 __all__ = ["Band", "Callback", "Context"]

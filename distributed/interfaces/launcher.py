@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from distributed.config import DistributedConfig
-    from distributed.plan import RunPlan
+    from distributed.interfaces.plan import RunPlan
 
-__all__ = ["Launcher", "RankCommand"]
+__all__ = ["Launcher", "RankCommand", "Supervisor"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,23 @@ class RankCommand:
     argv: Sequence[str]
     folder: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    target: str = "distributed.worker:run_folder"
+    target: str = "distributed.launch.rank_process:run_folder"
+
+
+class Supervisor(Protocol):
+    """Runs this host's ranks once.
+
+    Attributes:
+        heard: the signal that this process was sent, None without.
+    """
+
+    heard: str | None
+
+    def run(self) -> None:
+        """As `Launcher.run`."""
+
+    def ask_to_go(self) -> None:
+        """Make all ranks save at the same step and end."""
 
 
 class Launcher(ABC):

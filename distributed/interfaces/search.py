@@ -16,7 +16,8 @@ class Search:
 
     Attributes:
         folder: the search's own, absolute; every node that runs trials sees it.
-        space: name -> a value, the engine's own object, or `distributed.tuning.space.Range`.
+        space: name -> a value, the engine's own object, or a `Range` of
+            `distributed.operations.tuning.search_space`.
         num_samples: how often the space is sampled; a grid multiplies it.
         num_gpus: GPUs for all trials together, or as many CPU slots where there is none; None is all.
         num_cpus: CPU slots, said directly; None leaves it to `num_gpus`.
@@ -92,8 +93,8 @@ class SearchEngine(ABC):
 
     @abstractmethod
     def run(self, search: Search) -> list[TrialEnd]:
-        """Run every trial by `distributed.tuning.trial.run_trial`, and return how they ended: those that
-        were made before a time limit, or a hopeless trial, ended the search.
+        """Run every trial by `distributed.operations.tuning.trial.run_trial`, and return how they ended:
+        those that were made before a time limit, or a hopeless trial, ended the search.
 
         Raises:
             UserError: there can be no room for a trial, or nobody answers at the address.

@@ -13,11 +13,11 @@ one's own: ``pytest --pyargs distributed.testing --distributed-backend mine``.
 
 from __future__ import annotations
 
-from distributed.testing.claim_contracts import ClaimContracts
-from distributed.testing.failure_contracts import FailureContracts
-from distributed.testing.problem import distance, problem, small_model
-from distributed.testing.run_contracts import RunContracts
-from distributed.testing.step_contracts import StepContracts
+from distributed.testing.contracts.claim import ClaimContracts
+from distributed.testing.contracts.failure import FailureContracts
+from distributed.testing.contracts.run import RunContracts
+from distributed.testing.contracts.step import StepContracts
+from distributed.testing.reference_problem import distance, problem, small_model
 
 __all__ = ["BackendConformance", "distance", "problem", "small_model"]
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar
 
-from distributed.checkpoint.files import FileLayer
-from distributed.checkpoint.objects import ObjectLayer
+from distributed.checkpoint.filesystem import FileLayer
+from distributed.checkpoint.object_store import ObjectLayer
 
 __all__ = ["CountedLayer", "FaultyLayer", "FaultyObjects", "UnsyncedLayer", "end_process", "no_space"]
 

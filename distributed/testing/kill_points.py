@@ -33,13 +33,13 @@ from torch.optim.optimizer import (
 from torch.utils.data import Dataset
 
 from distributed import Trainer
-from distributed.checkpoint.files import FileLayer
+from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.backend import Window
 from distributed.interfaces.callback import Callback, Context
-from distributed.loop import TrainingLoop
-from distributed.plugin_manager import load_target
+from distributed.registry.catalog import load_target
 from distributed.testing.faults import FaultyLayer
+from distributed.training.loop import TrainingLoop
 
 __all__ = ["JOB", "LENGTH", "VALIDATION", "Switch", "arm", "train"]
 

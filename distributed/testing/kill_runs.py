@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from distributed.checkpoint.compare import differences
-from distributed.checkpoint.layout import PortableCheckpointer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.testing.kill_points import JOB, LENGTH
 from distributed.testing.oracle import sample_order

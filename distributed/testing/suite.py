@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Trainer
-from distributed.choice import chosen_backend
 from distributed.config import load
-from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.interfaces.history import History
-from distributed.plugin_manager import get_catalog
+from distributed.planner.backend_choice import chosen_backend
+from distributed.registry.catalog import get_catalog
 from distributed.testing.oracle import OracleResult, oracle_fit
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import make_optimizer, small_model
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import make_optimizer, small_model
 from distributed.testing.workbench import Workbench, find_workbench
 
 __all__ = ["EXACT", "Compared", "Run", "Suite"]

@@ -13,9 +13,9 @@ import pytest
 
 from distributed.config import parse_assignments
 from distributed.errors import UserError
-from distributed.plugin_manager import get_catalog, require
+from distributed.registry.catalog import get_catalog, require
 from distributed.testing.conformance import BackendConformance
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 __all__ = ["Settings", "TestNamedBackend", "settings"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.testing.diagnosis import TOLERANCES
+from distributed.testing.parity.diagnosis import TOLERANCES
 
 __all__ = ["BASE", "VARIANTS", "Case", "OddModel", "words"]
 

@@ -27,10 +27,10 @@ from torch import nn
 from distributed import Trainer
 from distributed.config import load
 from distributed.errors import UserError
-from distributed.plugin_manager import get_catalog, missing_modules
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import distance
-from distributed.testing.saved_state import ExportOnLoad, state_differences
+from distributed.registry.catalog import get_catalog, missing_modules
+from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import distance
 from distributed.testing.transfer_cases import BASE, VARIANTS, Case, words
 
 __all__ = [

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
-from distributed.plugin_manager import load_target
+from distributed.registry.catalog import load_target
 
 __all__ = ["WORKBENCHES", "Workbench", "find_workbench"]
 
 WORKBENCHES = {
-    "torch": "distributed.testing.torch_bench:TorchWorkbench",
-    "tensorflow": "distributed.testing.tensorflow_bench:TensorFlowWorkbench",
+    "torch": "distributed.testing.torch_workbench:TorchWorkbench",
+    "tensorflow": "distributed.testing.tensorflow_workbench:TensorFlowWorkbench",
 }
 """`BackendSpec.framework` -> where its workbench is, imported when a test needs it."""
 
 
 class Workbench(ABC):
-    """One framework's twins of what `distributed.testing.problem` has in torch.
+    """One framework's twins of what `distributed.testing.reference_problem` has in torch.
 
     What is handed to a `Trainer` travels to other processes, so functions have to be those of a
     module.

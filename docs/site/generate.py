@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from distributed.plugin_manager import get_catalog
+from distributed.registry.catalog import get_catalog
 from docs.site.command_line import command_line_page
 from docs.site.markdown import table
 from docs.site.messages import messages_page

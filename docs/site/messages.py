@@ -22,34 +22,33 @@ GAP = "…"
 _ROOMS = ("distributed", "backends", "plugins", "kernels")
 _ERRORS = {"UserError", "WorkerError", "KernelError", "CostlyError"}
 # Elsewhere these stay inside; here they reach the user, by themselves or as the text of a UserError.
-_ALSO = {"distributed/config": {"ValueError"}, "distributed/mixins": {"RuntimeError", "OSError"}}
-_KIT = ("pool", "test_conformance", "workbench")
+_ALSO = {"distributed/config": {"ValueError"}, "distributed/training": {"RuntimeError", "OSError"}}
+_KIT = ("rank_pool", "test_conformance", "workbench")
 
 DYNAMIC = {
     "distributed/commands/parser.py": "the words of Python's argparse",
-    "distributed/config/problems.py": "the words of a check of the configuration, listed by themselves",
-    "distributed/deploy/job.py": "the words of the plan, of a run that is not started here",
+    "distributed/config/validation_errors.py": "the words of a check of a field, listed by themselves",
+    "distributed/operations/deploy/job.py": "the words of the plan, of a run that is not started here",
     "distributed/errors.py": "an error that comes back from another process",
-    "distributed/failures.py": "what a rank died of",
-    "distributed/mixins/recording.py": "a loss that is not finite, in the words of on_nan=stop",
-    "distributed/tuning/record.py": "what a trial died of",
-    "backends/distributed_backends/tensorflow_objective.py": "the words of Keras",
-    "plugins/distributed_plugins/sketches.py": "the words of a KernelError",
+    "distributed/resilience/failure_reports.py": "what a rank died of",
+    "distributed/training/step_records.py": "a loss that is not finite, in the words of on_nan=stop",
+    "distributed/operations/tuning/trial_record.py": "what a trial died of",
+    "backends/distributed_backends/tensorflow/objective.py": "the words of Keras",
+    "plugins/distributed_plugins/sketch_sync.py": "the words of a KernelError",
 }
 """Files with a message that has no constant words of its own, and what its words are."""
 
 _GROUPS = (
     ("Command line", "cli.md", ("distributed/cli", "distributed/commands/")),
     ("Checkpoints", "checkpoints.md", ("distributed/checkpoint/", *(
-        f"distributed/mixins/{name}" for name in ("checkpointing", "resuming")))),
-    ("Data", "data.md", ("distributed/data/", "distributed/mixins/streams", "distributed/mixins/validation")),
+        f"distributed/training/{name}" for name in ("saving", "resuming")))),
+    ("Data", "data.md", ("distributed/data/", "distributed/training/validation")),
     ("Launching and failures", "launching.md", tuple(f"distributed/{name}" for name in (
-        "joined", "launch", "rendezvous", "membership", "elastic", "failures", "watch", "process_group"))),
+        "communication/", "launch/", "resilience/", "training/process_group_backend"))),
     ("Configuration and plan", "configuration.md", tuple(f"distributed/{name}" for name in (
-        "config/", "plan", "choice", "batch", "plugin_manager", "trainer", "plan"))),
-    ("Training", "training.md", tuple(f"distributed/{name}" for name in (
-        "objective", "optim", "loop", "stepper", "mixins/", "callbacks", "bundled/", "interfaces/",
-        "torch_framework", "divergence"))),
+        "config/", "planner/", "registry/", "trainer"))),
+    ("Training", "training.md", (
+        "distributed/training/", "distributed/callbacks", "distributed/interfaces/")),
     ("Backend fsdp", "sharding.md", ("backends/distributed_backends/fsdp",)),
     ("Backend deepspeed", "deepspeed.md", ("backends/distributed_backends/deepspeed",)),
     ("Backend horovod", "horovod.md", ("backends/distributed_backends/horovod",)),

@@ -54,14 +54,21 @@ class Name:
         return self.path.rpartition(".")[2]
 
 
-_KIT = ("conformance", "suite", "step_contracts", "run_contracts", "claim_contracts", "failure_contracts")
-_TOOLS = ("oracle", "problem", "workbench", "torch_bench", "tensorflow_bench", "pool", "parity", "diagnosis")
-_BASES = ("distributed.process_group", "distributed.torch_backend", "distributed.plugin_manager")
+_KIT = ("conformance", "suite", *(f"contracts.{name}" for name in ("step", "run", "claim", "failure")))
+_TOOLS = (
+    *("oracle", "reference_problem", "workbench", "torch_workbench", "tensorflow_workbench", "rank_pool"),
+    *("parity.measure", "parity.diagnosis"),
+)
+_BASES = (
+    "distributed.training.process_group_backend",
+    "distributed.training.torch_backend",
+    "distributed.registry.catalog",
+)
 GROUPS = (
     Group("distributed", "distributed", ("distributed",)),
     Group("configuration", "Configuration", ("distributed.config",)),
     Group("interfaces", "Interfaces", ("distributed.interfaces.*",)),
-    Group("hooks", "Hooks", ("distributed.hookspecs",)),
+    Group("hooks", "Hooks", ("distributed.registry.hookspecs",)),
     Group("bases", "Bases for backends", _BASES),
     Group("testing", "Testing", tuple(f"distributed.testing.{name}" for name in (*_KIT, *_TOOLS))),
     Group("kernels", "Kernels", ("distributed_kernels",)),

@@ -9,21 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distributed_kernels.block_sparse import block_sparse_attention
-    from distributed_kernels.blocks import chosen_blocks, use_blocks
-    from distributed_kernels.calibration import input_covariance
-    from distributed_kernels.comm import Traffic, count_traffic
-    from distributed_kernels.conv import SKConv2d
-    from distributed_kernels.convert import SketchReport, sketch_model
-    from distributed_kernels.costs import CostlyError, break_even_rank
-    from distributed_kernels.dense import attention_with_lse, merge_attention
-    from distributed_kernels.dilated import dilated_attention
-    from distributed_kernels.errors import KernelError
-    from distributed_kernels.factorize import LayerReport, factorize_conv, factorize_linear
-    from distributed_kernels.fused import fused_linear, fused_linear_available, use_fused_linear
-    from distributed_kernels.language_model import PRESETS, DilatedLanguageModel, create_distributed_model
-    from distributed_kernels.linear import SKLinear
-    from distributed_kernels.modules import (
+    from distributed_kernels.attention.block_kernels import chosen_blocks, use_blocks
+    from distributed_kernels.attention.block_sparse import block_sparse_attention
+    from distributed_kernels.attention.dense import attention_with_lse, merge_attention
+    from distributed_kernels.attention.dilated import dilated_attention
+    from distributed_kernels.attention.language_model import (
+        PRESETS,
+        DilatedLanguageModel,
+        create_distributed_model,
+    )
+    from distributed_kernels.attention.modules import (
         BlockSparseRingDistributedDilatedAttention,
         DilatedTransformerBlock,
         DistributedImprovedMultiheadDilatedAttention,
@@ -31,73 +26,92 @@ if TYPE_CHECKING:
         MultiheadDilatedAttention,
         RingDistributedDilatedAttention,
     )
-    from distributed_kernels.patterns import block_density, block_pattern
-    from distributed_kernels.ring import ring_attention, zigzag_gather, zigzag_positions, zigzag_slice
-    from distributed_kernels.signs import SIGN_ALGORITHM, sketch_signs
-    from distributed_kernels.sketched_mlp import DistributedSketchedModel, SketchedMLP
-    from distributed_kernels.sketches import GivenSketch, SignSketch, Sketch
-    from distributed_kernels.sparse_dilated import block_sparse_dilated_attention
-    from distributed_kernels.sync import check_sketch_sync, sketch_checksums, synchronize_sketches
-    from distributed_kernels.tensor_parallel import (
+    from distributed_kernels.attention.patterns import block_density, block_pattern
+    from distributed_kernels.attention.ring import (
+        ring_attention,
+        zigzag_gather,
+        zigzag_positions,
+        zigzag_slice,
+    )
+    from distributed_kernels.attention.ring_exchange import Traffic, count_traffic
+    from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
+    from distributed_kernels.attention.ulysses import ulysses_attention
+    from distributed_kernels.errors import KernelError
+    from distributed_kernels.sketching.calibration import input_covariance
+    from distributed_kernels.sketching.conv import SKConv2d
+    from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
+    from distributed_kernels.sketching.costs import CostlyError, break_even_rank
+    from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
+    from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
+    from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
+    from distributed_kernels.sketching.layer_report import LayerReport
+    from distributed_kernels.sketching.linear import SKLinear
+    from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
+    from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs
+    from distributed_kernels.sketching.sketch_sync import (
+        check_sketch_sync,
+        sketch_checksums,
+        synchronize_sketches,
+    )
+    from distributed_kernels.sketching.tensor_parallel import (
         SKColwiseParallel,
         SKRowwiseParallel,
         TensorParallelSKLinear,
     )
-    from distributed_kernels.ulysses import ulysses_attention
 
 _HOMES = {
-    "BlockSparseRingDistributedDilatedAttention": "modules",
-    "CostlyError": "costs",
-    "DilatedLanguageModel": "language_model",
-    "DilatedTransformerBlock": "modules",
-    "DistributedImprovedMultiheadDilatedAttention": "modules",
-    "DistributedMultiheadDilatedAttention": "modules",
-    "DistributedSketchedModel": "sketched_mlp",
-    "GivenSketch": "sketches",
+    "BlockSparseRingDistributedDilatedAttention": "attention.modules",
+    "CostlyError": "sketching.costs",
+    "DilatedLanguageModel": "attention.language_model",
+    "DilatedTransformerBlock": "attention.modules",
+    "DistributedImprovedMultiheadDilatedAttention": "attention.modules",
+    "DistributedMultiheadDilatedAttention": "attention.modules",
+    "DistributedSketchedModel": "sketching.mlp",
+    "GivenSketch": "sketching.frozen_sketches",
     "KernelError": "errors",
-    "LayerReport": "factorize",
-    "MultiheadDilatedAttention": "modules",
-    "PRESETS": "language_model",
-    "RingDistributedDilatedAttention": "modules",
-    "SIGN_ALGORITHM": "signs",
-    "SKColwiseParallel": "tensor_parallel",
-    "SKConv2d": "conv",
-    "SKLinear": "linear",
-    "SKRowwiseParallel": "tensor_parallel",
-    "SignSketch": "sketches",
-    "Sketch": "sketches",
-    "SketchReport": "convert",
-    "SketchedMLP": "sketched_mlp",
-    "TensorParallelSKLinear": "tensor_parallel",
-    "Traffic": "comm",
-    "attention_with_lse": "dense",
-    "block_density": "patterns",
-    "block_pattern": "patterns",
-    "block_sparse_attention": "block_sparse",
-    "block_sparse_dilated_attention": "sparse_dilated",
-    "break_even_rank": "costs",
-    "check_sketch_sync": "sync",
-    "chosen_blocks": "blocks",
-    "count_traffic": "comm",
-    "create_distributed_model": "language_model",
-    "dilated_attention": "dilated",
-    "factorize_conv": "factorize",
-    "factorize_linear": "factorize",
-    "fused_linear": "fused",
-    "fused_linear_available": "fused",
-    "input_covariance": "calibration",
-    "merge_attention": "dense",
-    "ring_attention": "ring",
-    "sketch_checksums": "sync",
-    "sketch_model": "convert",
-    "sketch_signs": "signs",
-    "synchronize_sketches": "sync",
-    "ulysses_attention": "ulysses",
-    "use_blocks": "blocks",
-    "use_fused_linear": "fused",
-    "zigzag_gather": "ring",
-    "zigzag_positions": "ring",
-    "zigzag_slice": "ring",
+    "LayerReport": "sketching.factorize",
+    "MultiheadDilatedAttention": "attention.modules",
+    "PRESETS": "attention.language_model",
+    "RingDistributedDilatedAttention": "attention.modules",
+    "SIGN_ALGORITHM": "sketching.random_signs",
+    "SKColwiseParallel": "sketching.tensor_parallel",
+    "SKConv2d": "sketching.conv",
+    "SKLinear": "sketching.linear",
+    "SKRowwiseParallel": "sketching.tensor_parallel",
+    "SignSketch": "sketching.frozen_sketches",
+    "Sketch": "sketching.frozen_sketches",
+    "SketchReport": "sketching.convert_model",
+    "SketchedMLP": "sketching.mlp",
+    "TensorParallelSKLinear": "sketching.tensor_parallel",
+    "Traffic": "attention.ring_exchange",
+    "attention_with_lse": "attention.dense",
+    "block_density": "attention.patterns",
+    "block_pattern": "attention.patterns",
+    "block_sparse_attention": "attention.block_sparse",
+    "block_sparse_dilated_attention": "attention.sparse_dilated",
+    "break_even_rank": "sketching.costs",
+    "check_sketch_sync": "sketching.sketch_sync",
+    "chosen_blocks": "attention.block_kernels",
+    "count_traffic": "attention.ring_exchange",
+    "create_distributed_model": "attention.language_model",
+    "dilated_attention": "attention.dilated",
+    "factorize_conv": "sketching.factorize",
+    "factorize_linear": "sketching.factorize",
+    "fused_linear": "sketching.fused",
+    "fused_linear_available": "sketching.fused",
+    "input_covariance": "sketching.calibration",
+    "merge_attention": "attention.dense",
+    "ring_attention": "attention.ring",
+    "sketch_checksums": "sketching.sketch_sync",
+    "sketch_model": "sketching.convert_model",
+    "sketch_signs": "sketching.random_signs",
+    "synchronize_sketches": "sketching.sketch_sync",
+    "ulysses_attention": "attention.ulysses",
+    "use_blocks": "attention.block_kernels",
+    "use_fused_linear": "sketching.fused",
+    "zigzag_gather": "attention.ring",
+    "zigzag_positions": "attention.ring",
+    "zigzag_slice": "attention.ring",
 }
 
 __all__ = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.config import DistributedConfig
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.tracker import Tracker, TrackerSpec
+from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["MLflowTracker", "register_trackers"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.config.sections import ProfileSection
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.callback import Band, Callback, Context
+from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["Profiler", "register_callbacks"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from distributed.config import DistributedConfig
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.callback import Band, Callback, Context
+from distributed.registry.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,8 +16,8 @@ from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.hookspecs import hookimpl
 from distributed.interfaces.tracker import Tracker, TrackerSpec
+from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["TensorBoardTracker", "register_trackers", "tag"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 WORDS, WIDTH = 11, 7
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, FSDPTrainer, PyTorchDDPTrainer, Trainer, UserError
+from distributed.config.load import override
 from distributed.interfaces.callback import Context
-from distributed.joined import Joined
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import build_catalog, get_catalog
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import build_catalog, get_catalog
 from distributed.testing.conformance import distance, problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import own_loss, tiny, trainer_of, words
 
 STAGES = [0, 1, 2, 3]
@@ -186,7 +188,7 @@ def test_auto_and_equal_values_are_no_contradiction() -> None:
 
 def test_another_native_configuration_takes_the_place_of_the_first() -> None:
     first = config(deepspeed_config=native(gradient_clipping=1.0))
-    second = first.with_values({"deepspeed_config": native()}, "fit")
+    second = override(first, {"deepspeed_config": native()}, "fit")
     assert second.gradient_clipping is None
     assert second.zero_stage == 2
 
@@ -340,7 +342,7 @@ def test_weights_of_several_dtypes() -> None:
 def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
     """DeepSpeed's autotuner would import it into every rank, for longer than DeepSpeed itself takes."""
     code = (
-        "import sys; from distributed_backends.deepspeed_backend import _import_for; "
+        "import sys; from distributed_backends.deepspeed.backend import _import_for; "
         "_import_for('cpu'); assert 'deepspeed.autotuning' in sys.modules; "
         "assert 'mlflow' not in sys.modules; import mlflow"
     )

@@ -17,9 +17,10 @@ from torch import nn
 
 from distributed import Trainer, UserError
 from distributed.checkpoint.reader import PortableReader
-from distributed.joined import Joined, detect
+from distributed.communication.environment import detect
+from distributed.interfaces.placement import Joined
 from distributed.testing.conformance import distance
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, two_groups, words
 
 EXACT = 1e-9

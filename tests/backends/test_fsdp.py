@@ -18,10 +18,11 @@ from distributed import Callback, DistributedConfig, FSDPTrainer, Trainer, UserE
 from distributed.commands.config import to_yaml
 from distributed.config import load
 from distributed.interfaces.callback import Context
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import Block, TinyLM, own_loss, tiny, trainer_of, words
 
 EXACT = 1e-9
@@ -164,7 +165,7 @@ def test_gradients_travel_in_the_dtype_asked_for(rank_pool: RankPool) -> None:
     ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
 def test_what_is_gathered_together(fsdp: dict[str, Any], names: set[str]) -> None:
-    from distributed_backends.fsdp_units import find_units
+    from distributed_backends.fsdp.units import find_units
 
     model = tiny()
     units = find_units(model, DistributedConfig(fsdp=fsdp).fsdp)
@@ -175,7 +176,7 @@ def test_what_is_gathered_together(fsdp: dict[str, Any], names: set[str]) -> Non
 
 
 def test_modules_that_read_into_others_are_not_taken_apart() -> None:
-    from distributed_backends.fsdp_units import find_units
+    from distributed_backends.fsdp.units import find_units
 
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8))
     units = find_units(model, DistributedConfig(fsdp={"wrap": "size", "min_params": 1}).fsdp)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distributed import Callback, Trainer
 from distributed.interfaces.callback import Context
 from distributed.testing.conformance import distance
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import TinyLM, trainer_of, two_groups, words
 from tests.backends.test_fsdp_state import check_weights, free_port, together
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from distributed import Trainer, UserError
 from distributed.testing.conformance import distance
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, words
 
 EXACT = 1e-9

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
 from distributed.config import DistributedConfig, load
 from distributed.interfaces.callback import Context
-from distributed.joined import Joined
-from distributed.network import loopback_interface
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog
+from distributed.system.addresses import loopback_interface
 from distributed.testing.conformance import distance, problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_deterministic_runs_end_with_the_same_bits(pool: RankPool) -> None:
 
 def test_deterministic_turns_fusion_off_and_nothing_else_does() -> None:
     """The test above sees fusion only when timing has it."""
-    from distributed_backends.horovod_world import _settings
+    from distributed_backends.horovod.world import _settings
 
     assert _settings(load(overrides={"deterministic": True})) == {"HOROVOD_FUSION_THRESHOLD": "0"}
     assert _settings(load()) == {}
@@ -216,7 +217,7 @@ def test_sparse_gradients_are_refused(pool: RankPool) -> None:
 @pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "0.0.0.0")])
 def test_one_node_meets_on_loopback_alone(pool: RankPool, nodes: int, address: str) -> None:
     """Horovod's own server listens on every interface."""
-    from distributed_backends.horovod_world import _rendezvous
+    from distributed_backends.horovod.world import _rendezvous
 
     def listening() -> set[str]:
         connections = psutil.Process().net_connections()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from distributed import UserError
-from distributed.joined import detect
+from distributed.communication.environment import detect
 
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
 RANK_1_OF_4 = {

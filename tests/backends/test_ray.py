@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_backends.ray_files import files_of, names_in, pack
-from distributed_backends.ray_output import Relay
+from distributed_backends.ray.output import Relay
+from distributed_backends.ray.run_files import files_of, names_in, pack
 from torch import nn
 
 from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
-from distributed.plan import Facts, Resources, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.config.load import override
+from distributed.interfaces.plan import Facts, Resources
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 
 X, Y = problem(26)
@@ -171,14 +173,14 @@ def test_what_a_killed_rank_was_waiting_for_is_heard_by_the_next(ray_cluster: No
 
     class Rank:
         def __init__(self, orders: Any) -> None:
-            from distributed_backends.ray_output import hear
+            from distributed_backends.ray.output import hear
 
             hear(orders)
 
         def heard(self) -> str:
             import time
 
-            from distributed.preemption import asked
+            from distributed.resilience.preemption import asked
 
             while asked() is None:
                 time.sleep(0.05)
@@ -266,7 +268,7 @@ def test_the_inner_backend_says_what_can_be_done() -> None:
     fsdp = get_catalog().backend("fsdp")
     assert (plan.spec.target, plan.spec.capabilities) == (fsdp.target, fsdp.capabilities)
     assert (plan.spec.name, plan.spec.label, plan.mode) == ("ray", "ray (fsdp)", "spawn")
-    config = config.with_values({"find_unused_parameters": True}, "test")
+    config = override(config, {"find_unused_parameters": True}, "test")
     with pytest.raises(UserError, match=r"backend 'ray \(fsdp\)' cannot find unused"):
         resolve(config, get_catalog(), Facts(), Resources())
 
@@ -378,7 +380,7 @@ def test_ranks_of_a_users_own_ray_train_join(ray_cluster: None, tmp_path: Path, 
 
 def test_ray_train_still_names_what_we_do_without() -> None:
     """Each starts a process that would cost a run some seconds; under another name it would again."""
-    from distributed_backends.ray_launcher import _IDLE_ON_OWN
+    from distributed_backends.ray.launcher import _IDLE_ON_OWN
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     names = {type(callback).__name__ for callback in DataParallelTrainer(print)._create_default_callbacks()}

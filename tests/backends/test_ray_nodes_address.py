@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from distributed_backends import ray_nodes
-from distributed_backends.ray_nodes import _reachable
+from distributed_backends.ray import allocation
+from distributed_backends.ray.allocation import _reachable
 
-from distributed.network import own_addresses
+from distributed.system.addresses import own_addresses
 
 
 def test_a_host_that_calls_itself_loopback_is_known_by_what_others_reach() -> None:
@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch, host: str) -> list[str]:
     monkeypatch.setenv("SLURMD_NODENAME", host)
     size = ["--num-gpus", "0", "--num-cpus", "2"]
     with pytest.raises(Became) as caught:
-        ray_nodes.main(["start", "--meet", "localhost", "--port", "20001", *size])
+        allocation.main(["start", "--meet", "localhost", "--port", "20001", *size])
     words: list[str] = caught.value.args[0]
     return words
 
@@ -76,7 +76,7 @@ def test_a_job_of_rays_waits_for_the_hosts_of_its_own_cluster(
         asked.append((address, number, patience))
         return 0
 
-    monkeypatch.setattr(ray_nodes, "_await_nodes", wait)
+    monkeypatch.setattr(allocation, "_await_nodes", wait)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     words = [
         "run",
@@ -91,10 +91,10 @@ def test_a_job_of_rays_waits_for_the_hosts_of_its_own_cluster(
         "--",
         "--of-the-script",
     ]
-    assert ray_nodes.main(words) == 2
+    assert allocation.main(words) == 2
     assert "RAY_ADDRESS is not set" in capsys.readouterr().err
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
     with pytest.raises(Became) as caught:
-        ray_nodes.main(words)
+        allocation.main(words)
     assert asked == [("10.0.0.7:6379", 2, 1800)]
     assert caught.value.args[0] == ["python", "-m", "x", "--", "--of-the-script"]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import ray
-from distributed_backends import ray_cluster
-from distributed_backends.ray_launcher import _looks
-from distributed_backends.ray_tune import _Ends
+from distributed_backends.ray import cluster
+from distributed_backends.ray.launcher import _looks
+from distributed_backends.ray.tune.engine import _Ends
 
 from distributed import DistributedConfig
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog
 
 
 def plan(folder: Path, **given: Any) -> RunPlan:
@@ -42,8 +43,8 @@ def test_all_looks_for_room_together_take_as_long_as_was_asked(
 def test_gpus_that_may_come_count_for_a_run_that_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many ranks as there are GPUs are not as many as an autoscaler could buy."""
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
-    monkeypatch.setattr(ray_cluster, "_limits", lambda: {"GPU": 64})
-    assert (ray_cluster.num_gpus(or_to_come=False), ray_cluster.num_gpus(or_to_come=True)) == (8, 64)
+    monkeypatch.setattr(cluster, "_limits", lambda: {"GPU": 64})
+    assert (cluster.num_gpus(or_to_come=False), cluster.num_gpus(or_to_come=True)) == (8, 64)
 
 
 def test_a_search_that_goes_on_has_not_ended_yet() -> None:

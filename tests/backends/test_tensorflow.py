@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from distributed import TensorFlowDistributedTrainer, Trainer
-from distributed.report.lines import NAME
-from distributed.report.stitch import read_runs
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import masked_mean, problem
-from distributed.testing.saved_state import ExportOnLoad, state_differences
+from distributed.operations.report.record_format import NAME
+from distributed.operations.report.stitch import read_runs
+from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import masked_mean, problem
 from distributed.testing.suite import EXACT, Run, Suite
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")

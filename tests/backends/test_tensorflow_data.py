@@ -13,8 +13,8 @@ from distributed import TensorFlowDistributedTrainer, UserError, WorkerError
 from distributed.config import DistributedConfig
 from distributed.data import Source
 from distributed.testing.oracle import oracle_fit
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import problem, small_model
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import problem, small_model
 from distributed.testing.suite import EXACT
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
@@ -27,7 +27,7 @@ def _no_global_seed() -> None:
 
 
 def source_of(data: Any, argument: str = "train_loader", **fields: Any) -> Source:
-    from distributed_backends.tensorflow_data import read_data
+    from distributed_backends.tensorflow.data import read_data
 
     config = DistributedConfig(backend="tensorflow", **fields)
     return Source.of(read_data(data, argument, config), argument, config.data.shuffle)
@@ -39,7 +39,7 @@ def order(source: Source, epoch: int) -> list[int]:
 
 
 def trainer_of(pool: RankPool, ranks: int, **given: Any) -> TensorFlowDistributedTrainer:
-    from distributed.testing.tensorflow_bench import TensorFlowWorkbench
+    from distributed.testing.tensorflow_workbench import TensorFlowWorkbench
 
     bench = TensorFlowWorkbench()
     trainer = TensorFlowDistributedTrainer(
@@ -55,7 +55,7 @@ def trainer_of(pool: RankPool, ranks: int, **given: Any) -> TensorFlowDistribute
 
 
 def off_the_oracle(trainer: TensorFlowDistributedTrainer, batch: int, steps: int, length: int = 25) -> float:
-    from distributed.testing.tensorflow_bench import TensorFlowWorkbench
+    from distributed.testing.tensorflow_workbench import TensorFlowWorkbench
 
     reference = small_model()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.3)

@@ -8,7 +8,7 @@ import sys
 
 SCRIPT = """
 import os, sys
-from distributed_backends.tensorflow_quiet import quiet_stderr
+from distributed_backends.tensorflow.import_tensorflow import quiet_stderr
 with quiet_stderr():
     os.write(2, b"I0000 00:00:1795184254.499336    7876 port.cc:153] oneDNN custom operations are on.\\n")
     os.write(2, b"E0000 00:00:1795184254.499336    7876 x.cc:1] disk on fire\\n")

@@ -11,9 +11,10 @@ import torch
 from distributed import TensorFlowDistributedTrainer, Trainer, UserError
 from distributed.config import DistributedConfig
 from distributed.interfaces.framework import framework_of
-from distributed.joined import Joined
-from distributed.plan import Facts, Resources, RunPlan, resolve
-from distributed.plugin_manager import get_catalog, require
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog, require
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 

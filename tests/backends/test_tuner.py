@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from distributed_backends import ray_tune
+from distributed_backends.ray.tune import engine
 from torch import nn
 
 from distributed import DistributedTuner, PyTorchDDPTrainer, Trainer, UserError, WorkerError
-from distributed.bundled.digits import build_model, load_digits
 from distributed.cli import main
+from distributed.commands.bundled.digits import build_model, load_digits
+from distributed.operations.tuning.trial_record import load_trial
 from distributed.testing.conformance import problem, small_model
-from distributed.tuning.record import load_trial
 
 X, Y = problem(26)
 Fn = Callable[[dict[str, Any]], Any]
@@ -130,7 +130,7 @@ def ranks_at_work() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "from distributed import worker" in " ".join(process.cmdline()):
+            if "from distributed.launch import rank_process" in " ".join(process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
@@ -202,7 +202,7 @@ def test_a_search_that_ran_out_of_time_goes_on_with_more(
         return 1e9 if sum(bool(trial and trial.reports) for trial in found) == 2 else 0.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(ray_tune, "time", SimpleNamespace(monotonic=is_over))
+        patch.setattr(engine, "time", SimpleNamespace(monotonic=is_over))
         first = tuner(endless, space, tmp_path, time_limit=60.0, max_concurrent=2)
         first.tune(1)
     assert [trial.status for trial in first.results] == ["stopped", "stopped"]

@@ -17,15 +17,15 @@ from distributed import DistributedTuner, Trainer, UserError, WorkerError
 from distributed.cli import main
 from distributed.commands.tune import _how_to_train
 from distributed.config import DistributedConfig, Layer, load, read_file
-from distributed.config.command_line import active
-from distributed.report.lines import NAME
+from distributed.config.script_overlay import active
+from distributed.operations.report.record_format import NAME
+from distributed.operations.tuning.parent_run import ParentRun
+from distributed.operations.tuning.plot import write_picture
+from distributed.operations.tuning.search_space import Range, parse_space
+from distributed.operations.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
+from distributed.operations.tuning.trial_channel import TRIAL, Ear, TrialReport
+from distributed.operations.tuning.trial_record import Trial, best_of, load_trial, ranked
 from distributed.testing.conformance import problem, small_model
-from distributed.tuning.parent import ParentRun
-from distributed.tuning.picture import write_picture
-from distributed.tuning.record import Trial, best_of, load_trial, ranked
-from distributed.tuning.relay import TRIAL, Ear, TrialReport
-from distributed.tuning.space import Range, parse_space
-from distributed.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
 
 X, Y = problem(26)
 
@@ -299,7 +299,7 @@ def test_without_a_best_the_first_cause_is_named() -> None:
 
 
 def claim(tmp_path: Path, **given: Any) -> None:
-    from distributed_backends.ray_tune import RayTune
+    from distributed_backends.ray.tune.engine import RayTune
     from ray import tune
 
     changes = {"hyperparam_mutations": {"lr": tune.uniform(0, 1), "a": lambda: 1}}

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from distributed import Callback, Trainer
-from distributed.divergence import checksum, trained
-from distributed.journal import Journal, nowhere
+from distributed.resilience.divergence import checksum, trained
+from distributed.resilience.phase_journal import Journal, nowhere
 
 PHASES = ("data", "forward", "backward", "optimizer", "callback", "optimizer")
 """What a step enters on a rank with one callback per step, and without a log step."""

@@ -21,9 +21,9 @@ import torch
 
 from distributed import Trainer
 from distributed.testing.oracle import sample_order
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import problem, small_model
-from distributed.testing.tensorflow_bench import TensorFlowWorkbench
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import problem, small_model
+from distributed.testing.tensorflow_workbench import TensorFlowWorkbench
 
 BATCH, STEPS, SAMPLES = 24, 20, 101
 RATE = 0.125  # Keras rounds rates to float32, which keeps this one.

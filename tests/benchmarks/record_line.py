@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from distributed.bundled.digits import build_model
-from distributed.report.lines import append
+from distributed.commands.bundled.digits import build_model
+from distributed.operations.report.record_format import append
 
 TURNS, STEPS = 40, 50
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from distributed.cli import main
-from distributed.report.lines import append
+from distributed.operations.report.record_format import append
 from tests.browser.browser import Browser
-from tests.core.record_support import train, write_attempt, write_end
+from tests.support.records import train, write_attempt, write_end
 
 VIEWS = [(1280, False), (1280, True), (390, False), (390, True)]
 LONG = "a_very_long_setting_" * 8

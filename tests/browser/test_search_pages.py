@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.tuning.picture import write_picture
-from distributed.tuning.record import Trial
+from distributed.operations.tuning.plot import write_picture
+from distributed.operations.tuning.trial_record import Trial
 from tests.browser.browser import Browser
 from tests.browser.test_report_pages import VIEWS, drawn
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from distributed import Callback
-from distributed.checkpoint.shards import own_elements
+from distributed.checkpoint.dtensor import own_elements
 from distributed.interfaces.callback import Context
 from tests.backends.fsdp_model import tiny
 
 __all__ = ["CutByRows", "FlatRanges", "PartitionedRanges", "Steps", "need"]
 
-_STATE = "backends/distributed_backends/deepspeed_state.py"
+_STATE = "backends/distributed_backends/deepspeed/state.py"
 
 
 def need(thing: Any, where: str, *names: str) -> None:
@@ -157,7 +157,7 @@ class Steps(Callback):
     def on_run_start(self, context: Context) -> None:
         backend: Any = context.backend  # type: ignore[attr-defined]
         self.zero = zero = backend.engine.optimizer
-        where = "backends/distributed_backends/deepspeed_backend.py"
+        where = "backends/distributed_backends/deepspeed/backend.py"
         need(backend.engine, where, "was_step_applied", "set_gradient_accumulation_boundary", "destroy")
         zero.external_loss_scale = 8.0
         means(float(zero.loss_scale), 8.0, "with custom_loss_scaler, external_loss_scale is the loss scale")
@@ -186,7 +186,7 @@ class CutByRows(Probe):
     """FSDP2: each rank's rows are where their number times the row length says."""
 
     def look(self, backend: Any, expected: dict[str, Tensor]) -> None:
-        where, lengths = "distributed/checkpoint/shards.py", {}
+        where, lengths = "distributed/checkpoint/dtensor.py", {}
         for name, p in backend.module.named_parameters():
             if p.dim() == 0:
                 continue

@@ -8,10 +8,11 @@ from typing import Any
 
 from distributed.checkpoint.torch_state import import_replicated
 from distributed.config import DistributedConfig
-from distributed.interfaces.backend import Window, World
+from distributed.interfaces.backend import Window
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import StateReader
-from distributed.plan import RunPlan
-from distributed.process_group import ProcessGroupBackend
+from distributed.training.process_group_backend import ProcessGroupBackend
 
 __all__ = ["SharedModelBackend", "one_slice"]
 

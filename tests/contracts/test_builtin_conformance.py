@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from distributed.testing.conformance import BackendConformance
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import problem
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import problem
 from distributed.testing.suite import EXACT, Run
 
 FEWER = range(1, 14)

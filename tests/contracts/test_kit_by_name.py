@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from distributed.errors import UserError
-from distributed.interfaces.backend import Capabilities
-from distributed.plugin_manager import get_catalog
+from distributed.interfaces.backend_spec import Capabilities
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance
-from distributed.testing.pool import RankPool
-from distributed.testing.torch_bench import TorchWorkbench
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.torch_workbench import TorchWorkbench
 from distributed.testing.workbench import find_workbench
 
 
@@ -88,6 +88,6 @@ def test_a_claim_that_the_plan_ignores_is_caught(
     monkeypatch.setitem(catalog.backends, "modest", modest_spec)
     suite.backend, suite.sizes, suite.pool = "modest", (1,), rank_pool
     suite.test_what_is_not_claimed_is_refused(tmp_path)
-    monkeypatch.setattr("distributed.plan.check_capabilities", lambda *arguments: None)
+    monkeypatch.setattr("distributed.planner.resolve.check_capabilities", lambda *arguments: None)
     with pytest.raises(pytest.fail.Exception):
         suite.test_what_is_not_claimed_is_refused(tmp_path)

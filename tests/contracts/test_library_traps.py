@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import distance
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import distance
 from tests.backends.fsdp_model import tiny, trainer_of, words
 from tests.contracts.library_probes import CutByRows, FlatRanges, PartitionedRanges, Steps, need
 
@@ -65,12 +65,12 @@ def test_zero_steps_by_our_scale_norm_and_clipping(
         models.append(model)
     assert norms[0] > 2.0
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
-    assert distance(*models) < EXACT, "another step: see engine_options in deepspeed_engine.py"
+    assert distance(*models) < EXACT, "another step: see engine_options in deepspeed/engine.py"
 
 
 def test_what_we_override_in_deepspeed_is_there() -> None:
     """A method that is renamed would not be overridden any more, without a word."""
-    from distributed_backends.deepspeed_backend import _import_for
+    from distributed_backends.deepspeed.backend import _import_for
 
     _import_for("cpu")
     from deepspeed.ops import __compatible_ops__
@@ -79,7 +79,7 @@ def test_what_we_override_in_deepspeed_is_there() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
-    where = "backends/distributed_backends/deepspeed_engine.py"
+    where = "backends/distributed_backends/deepspeed/engine.py"
     need(DeepSpeedEngine, where, "_broadcast_model", "get_data_types", "communication_data_type")
     need(DeepSpeedEngine, where, "zero_optimization", "allreduce_no_retain", "_configure_distributed_model")
     assert parameters(DeepSpeedEngine._reduce_non_expert_gradients) == [
@@ -124,7 +124,7 @@ def test_what_fsdp_is_told_and_cleaned_of() -> None:
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    where = "backends/distributed_backends/fsdp_shards.py"
+    where = "backends/distributed_backends/fsdp/sharded_model.py"
     need(_module_state_mapping, where, "pop")
     need(FSDPModule, where, "reshard", "set_requires_gradient_sync", "set_is_last_backward")
     assert {"mesh", "mp_policy", "offload_policy", "ignored_params", "reshard_after_forward"} <= set(
@@ -139,7 +139,7 @@ def test_the_gradient_scaler_asks_where_it_used_to() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     expected = ["optimizer", "inv_scale", "found_inf", "allow_fp16"]
     assert parameters(scaler._unscale_grads_) == expected
-    need(scaler, "distributed/torch_backend.py", "_found_inf_per_device", "_get_scale_async")
+    need(scaler, "distributed/training/torch_backend.py", "_found_inf_per_device", "_get_scale_async")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()

@@ -14,13 +14,13 @@ import pytest
 
 from distributed.cli import main
 from distributed.errors import UserError
-from distributed.plugin_manager import get_catalog
-from distributed.testing import mutants
-from distributed.testing.diagnosis import Divergence, compare, first_divergence
-from distributed.testing.mutants import Mutant, mutant_spec
-from distributed.testing.parity import Exercise, Record, Side, parse_side, record
-from distributed.testing.parity_table import render
-from distributed.testing.pool import RankPool
+from distributed.registry.catalog import get_catalog
+from distributed.testing.parity.diagnosis import Divergence, compare, first_divergence
+from distributed.testing.parity.measure import Exercise, Record, Side, parse_side, record
+from distributed.testing.parity.table import render
+from distributed.testing.rank_pool import RankPool
+from tests.campaigns import mutants
+from tests.campaigns.mutants import Mutant, mutant_spec
 
 EXERCISE = Exercise(steps=6, global_batch_size=12, accumulation=3, samples=29)
 """Three steps an epoch; the third takes 5 samples."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.interfaces.backend import BackendSpec
-from distributed.plugin_manager import get_catalog
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance, distance, problem, small_model
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 NAME = "shared-model"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed import hookspecs
+from distributed.registry import hookspecs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contracts.md"

@@ -49,7 +49,7 @@ def test_a_message_without_advice_has_an_entry() -> None:
 
 def test_an_entry_that_is_missing_is_noticed() -> None:
     found = [entry for entry in ours() if not entry.startswith("DeepSpeed refuses it")]
-    assert [m.place for m in without_entry(found)] == ["backends/distributed_backends/deepspeed_engine.py"]
+    assert [m.place for m in without_entry(found)] == ["backends/distributed_backends/deepspeed/engine.py"]
 
 
 def test_entries_are_what_the_program_says() -> None:

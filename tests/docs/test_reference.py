@@ -10,7 +10,7 @@ import griffe
 import pytest
 
 import distributed
-from distributed import hookspecs
+from distributed.registry import hookspecs
 from docs.site.reference import GROUPS, modules_of, public_names
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +26,9 @@ def test_the_top_level_names_are_all_there() -> None:
     "module",
     [
         "distributed.config",
-        "distributed.process_group",
-        "distributed.torch_backend",
-        "distributed.plugin_manager",
+        "distributed.training.process_group_backend",
+        "distributed.training.torch_backend",
+        "distributed.registry.catalog",
         "distributed.testing.conformance",
         "distributed.testing.workbench",
         "distributed_kernels",
@@ -45,7 +45,7 @@ def test_a_modules_names_are_all_there(module: str) -> None:
 def test_hooks_are_there() -> None:
     hooks = {name for name, value in vars(hookspecs).items() if hasattr(value, "distributed_spec")}
     assert len(hooks) > 6
-    assert {f"distributed.hookspecs.{hook}" for hook in hooks} <= set(LISTED)
+    assert {f"distributed.registry.hookspecs.{hook}" for hook in hooks} <= set(LISTED)
 
 
 def test_every_name_is_documented() -> None:

@@ -8,7 +8,7 @@ from typing import Never
 import pytest
 import torch
 from distributed_kernels import KernelError, attention_with_lse, chosen_blocks, merge_attention, use_blocks
-from distributed_kernels.blocks import _IMPLEMENTATIONS, block_backward, block_forward
+from distributed_kernels.attention.block_kernels import _IMPLEMENTATIONS, block_backward, block_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed_kernels import use_blocks
-from distributed_kernels.pieces import Piece, local, piecewise_attention
-from distributed_kernels.takes import Run, Take
+from distributed_kernels.attention.engine import Piece, local, piecewise_attention
+from distributed_kernels.attention.row_views import Run, Take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

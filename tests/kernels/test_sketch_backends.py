@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from distributed_kernels import GivenSketch, SketchedMLP, SKLinear, sketch_checksums
-from distributed_plugins.sketches import SynchronizeSketches
+from distributed_plugins.sketch_sync import SynchronizeSketches
 from torch import nn
 
 from distributed import Callback, Trainer, UserError
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
-from distributed.testing.problem import distance, problem
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import distance, problem
 
 EXACT = 1e-9
 STEPS = 9

@@ -19,7 +19,7 @@ from distributed_kernels import (
     input_covariance,
     sketch_model,
 )
-from distributed_kernels.factors import OVERSAMPLING, truncated_svd
+from distributed_kernels.sketching.factorizations import OVERSAMPLING, truncated_svd
 from torch import Tensor, nn
 
 F64 = torch.float64

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed_kernels import KernelError, SKLinear, fused, fused_linear, use_fused_linear
+from distributed_kernels import KernelError, SKLinear, fused_linear, use_fused_linear
+from distributed_kernels.sketching import fused
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -44,7 +45,9 @@ def test_two_products(rows: int, into: int, out: int, rank: int, bias: bool, dty
 def test_the_layer_uses_it_when_asked_and_no_gradient_is(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = fused.fused_linear
-    monkeypatch.setattr("distributed_kernels.linear.fused_linear", lambda *a: calls.append(1) or real(*a))
+    monkeypatch.setattr(
+        "distributed_kernels.sketching.linear.fused_linear", lambda *a: calls.append(1) or real(*a)
+    )
     torch.manual_seed(0)
     layer, x = SKLinear(40, 30, 5), torch.randn(2, 3, 40)
     with torch.no_grad():

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import Callback, Trainer
 from distributed.interfaces.callback import Context
-from distributed.testing.pool import RankPool
+from distributed.testing.rank_pool import RankPool
 
 F64 = torch.float64
 RANKS = 4

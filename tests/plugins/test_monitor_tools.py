@@ -10,7 +10,11 @@ import sys
 from textwrap import dedent
 
 import pytest
-from distributed_plugins.monitor import DistributedMetricsCollector, PerformanceMonitor, monitor_memory
+from distributed_plugins.manual_monitors import (
+    DistributedMetricsCollector,
+    PerformanceMonitor,
+    monitor_memory,
+)
 
 from distributed.errors import UserError
 
@@ -18,7 +22,7 @@ RANK = """
     import json, sys
     from datetime import timedelta
     import torch.distributed as dist
-    from distributed_plugins.monitor import DistributedMetricsCollector
+    from distributed_plugins.manual_monitors import DistributedMetricsCollector
 
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

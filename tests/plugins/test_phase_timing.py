@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distributed.mixins.timing import PHASES, PhaseTimers, gpu_utilisation, memory_metrics, name_stragglers
+from distributed.training.phase_timers import (
+    PHASES,
+    PhaseTimers,
+    gpu_utilisation,
+    memory_metrics,
+    name_stragglers,
+)
 
 EVEN = {"data": 0.2, "forward": 0.3, "backward": 0.4, "communication": 0.0, "optimizer": 0.1}
 

@@ -9,16 +9,16 @@ from textwrap import dedent
 SCRIPT = """
     import sys
     from distributed.config import DistributedConfig
-    from distributed.mixins import timing, tracking
-    from distributed.plugin_manager import build_catalog
+    from distributed.training import phase_timers, trackers
+    from distributed.registry.catalog import build_catalog
     from importlib.metadata import entry_points
-    import distributed_plugins.monitor
+    import distributed_plugins.manual_monitors
     catalog = build_catalog(found=entry_points(group="distributed.plugins"))
     config = DistributedConfig(
         mlflow_tracking=True, tensorboard=True, profile={"enabled": True}, tracking={"progress": "on"}
     )
     callbacks = [c for found in catalog.manager.hook.register_callbacks(config=config) for c in found]
-    contexts = tracking.capture_contexts(config, catalog)
+    contexts = trackers.capture_contexts(config, catalog)
     print(catalog.broken, contexts)
     print(sorted(spec.name for spec in catalog.trackers if spec.enabled(config)))
     print(sorted(type(callback).__name__ for callback in callbacks))

@@ -11,8 +11,8 @@ import torch
 from distributed_plugins.profiler import register_callbacks
 
 from distributed.config import DistributedConfig
-from distributed.interfaces.backend import World
 from distributed.interfaces.callback import Context
+from distributed.interfaces.placement import World
 
 
 class Run(Context):

@@ -17,7 +17,7 @@ from distributed.config import DistributedConfig
 RUN = """
     import sys
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import World
+    from distributed.interfaces.placement import World
     from distributed.interfaces.callback import Context
     from distributed.interfaces.task import Progress
     from distributed_plugins.progress import register_callbacks

@@ -10,11 +10,11 @@ import pytest
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.hookspecs import hookimpl
-from distributed.interfaces.backend import World
+from distributed.interfaces.placement import World
 from distributed.interfaces.tracker import TrackerSpec
-from distributed.mixins.tracking import TrackingMixin, capture_contexts, check_trackers
-from distributed.plugin_manager import Catalog, build_catalog
+from distributed.registry.catalog import Catalog, build_catalog
+from distributed.registry.hookspecs import hookimpl
+from distributed.training.trackers import TrackingMixin, capture_contexts, check_trackers
 
 TRACKERS = """
     from distributed.interfaces.tracker import Tracker

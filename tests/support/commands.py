@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from distributed.child_process import ForkedProcess
-from distributed.fork_server import ADDRESS, ForkRequest
+from distributed.launch.child_process import ForkedProcess
+from distributed.launch.fork_server import ADDRESS, ForkRequest
 
 __all__ = ["run", "start"]
 

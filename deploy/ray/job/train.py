@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from distributed import Trainer
-from distributed.bundled.digits import load_digits
+from distributed.commands.bundled.digits import load_digits
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):

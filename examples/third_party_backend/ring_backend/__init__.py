@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.hookspecs import hookimpl
-from distributed.interfaces.backend import BackendSpec, Capabilities
+from distributed import BackendSpec, Capabilities, hookimpl
 
 __all__ = ["register_backends"]
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.interfaces.backend import StepResult
-from distributed.process_group import ProcessGroupBackend
-from distributed.torch_backend import StepModule, alike
+from distributed import ProcessGroupBackend, StepModule, StepResult
+from distributed.training.torch_backend import alike
 
 __all__ = ["RingBackend", "ring_all_reduce"]
 

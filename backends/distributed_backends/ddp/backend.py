@@ -1,0 +1,82 @@
+"""DDPBackend: a replica per rank, gradients averaged in buckets while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.interfaces.backend import Window
+from distributed.resilience.divergence import trained
+from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.torch_backend import StepModule
+
+__all__ = ["DDPBackend"]
+
+# Buffers are not broadcast in every forward; torch renamed the argument.
+_NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+
+class DDPBackend(ProcessGroupBackend):
+    """torch's DistributedDataParallel around the whole step, loss included. A rank alone has
+    nobody to reduce with and goes without.
+
+    BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
+    validation every rank takes rank 0's, so that what is validated is what is saved.
+    """
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        if self.world.size == 1:
+            return step
+        if self.config.sync_batchnorm:
+            step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        return DistributedDataParallel(
+            step,
+            **_NO_BUFFER_SYNC,
+            find_unused_parameters=self.config.find_unused_parameters,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+        )
+
+    def warm_up(self, windows: Iterator[Window]) -> None:
+        """DDP packs its buckets anew before its second forward, by the order in which the first
+        backward made gradients; and where an element lies in a bucket decides in which order gloo and
+        NCCL add three or more ranks' values. A backward now, and the next forward does that
+        (torch 2.13: ``Reducer::rebuild_buckets``, called by ``_pre_forward``)."""
+        if self.world.size < 3 or self.config.find_unused_parameters:  # which never packs anew
+            return
+        window = next(windows, None)
+        if window is None:
+            return
+        before = [buffer.clone() for buffer in self.module.buffers()]
+        self.set_training(True)
+        self.run_window(Window(window.micro_batches[-1:], window.num_samples))
+        self.clear_gradients()
+        with torch.no_grad():
+            for buffer, values in zip(self.module.buffers(), before, strict=True):
+                buffer.copy_(values)
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if not training and self.world.size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def replicated(self) -> dict[str, Tensor]:
+        return trained(self.module)
+
+    def communication_seconds(self) -> float:
+        if self.world.size == 1:
+            return 0.0
+        # DDP times a sample of its own iterations; nanoseconds.
+        timed: dict[str, Any] = self.model._get_ddp_logging_data()
+        waited = timed.get("avg_backward_comm_time", 0) - timed.get(
+            "avg_backward_compute_comm_overlap_time", 0
+        )
+        return max(0.0, float(waited) * 1e-9)

@@ -1,0 +1,29 @@
+"""pytorch-ddp: registers torch's DistributedDataParallel; the class is in `backend`."""
+
+from __future__ import annotations
+
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+__all__ = ["register_backends"]
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The DDP backend."""
+    return [
+        BackendSpec(
+            name="pytorch-ddp",
+            target="distributed_backends.ddp.backend:DDPBackend",
+            summary="torch DistributedDataParallel: a replica per rank, gradients averaged",
+            requires=("torch",),
+            install_hint="pip install 'distributed-trainer[torch]'",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                sync_batchnorm=True,
+                find_unused_parameters=True,
+                gradient_buckets=True,
+                checkpoint=True,
+            ),
+        )
+    ]

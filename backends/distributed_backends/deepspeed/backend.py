@@ -1,0 +1,358 @@
+"""DeepSpeedBackend: DeepSpeed's engine under the one loop."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.errors import UserError
+from distributed.interfaces.backend import StepResult
+from distributed.resilience.divergence import trained
+from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.torch_backend import StepModule
+from distributed_backends.deepspeed.hooks import stage_of
+from distributed_backends.deepspeed.options import check_weights, native_optimizer, weights_dtype
+from distributed_backends.deepspeed.restore import Before
+
+if TYPE_CHECKING:
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+    from distributed_backends.deepspeed.state import ShardedOptimizer
+
+__all__ = ["DeepSpeedBackend"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class EngineScaler(torch.amp.GradScaler):
+    """The loop's loss scale, where DeepSpeed unscales by itself and says whether it could."""
+
+    overflowed = False
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return {found_inf.device: found_inf.fill_(float(self.overflowed))}
+
+    def after_step(self, optimizer: torch.optim.Optimizer, overflowed: bool) -> None:
+        """Grow or shrink the scale by what became of the step."""
+        self.overflowed = overflowed
+        self.unscale_(optimizer)
+        self.update()
+
+
+class DeepSpeedBackend(ProcessGroupBackend):
+    """DeepSpeed's ZeRO under the one loop: stage 0 reduces gradients, 1 shards the optimizer,
+    2 the gradients besides, 3 the parameters too.
+
+    **The engine** makes the mean over ranks, shards, gathers, and steps. What the contracts fix
+    it is told anew at each step: where a window ends, the largest norm, and one scale, which
+    holds the loss scale of fp16 and the count of the global batch (C2, C6). Its own gradient
+    norm is rounded to float32; ours takes its place.
+
+    **Precision** is autocast over weights in their own dtype, as on every backend. DeepSpeed's
+    own way, 16-bit weights with float32 masters, is what ``bf16`` or ``fp16`` in the
+    ``deepspeed_config`` asks for.
+    """
+
+    counts_with_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded: ShardedOptimizer | None = None
+        self.engine: Any = None
+        self._environment: dict[str, str | None] = {}
+
+    def replicated(self) -> dict[str, Tensor] | None:
+        return trained(self.module) if self.stage < 3 else None
+
+    # -- who and where ---------------------------------------------------------------------
+
+    def setup(self, plan: RunPlan) -> World:
+        self.stage = stage_of(plan.config)
+        if self.stage > 0:
+            self.scaler_class = EngineScaler
+        world = super().setup(plan)
+        self._joined = plan.joined is not None
+        if world.size == 1:
+            self._meet_alone(plan)
+        self._say_local_rank(world)
+        _import_for(world.device)
+        from distributed_backends.deepspeed.engine import meet
+
+        meet(world.device)
+        return world
+
+    def _meet_alone(self, plan: RunPlan) -> None:
+        """DeepSpeed wants a process group also where there is nobody to meet."""
+        if not dist.is_initialized():
+            kind = "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+            self._owns_group = True
+        elif dist.get_world_size() != 1:
+            raise UserError(
+                f"this process is in a process group of {dist.get_world_size()} ranks, which DeepSpeed would"
+                " use",
+                field="num_processes",
+                got=1,
+                allowed=str(dist.get_world_size()),
+                remedy="Train on all of them, or take the group down first",
+            )
+
+    def _say_local_rank(self, world: World) -> None:
+        """DeepSpeed reads there which device is a rank's, now and then, whoever launched it."""
+        index = world.device.partition(":")[2] or str(world.local_rank)
+        # Under mpirun the two have to agree, or DeepSpeed stops.
+        for name, value in (("LOCAL_RANK", index), ("OMPI_COMM_WORLD_LOCAL_RANK", None)):
+            self._environment[name] = os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    def teardown(self) -> None:
+        for name, value in self._environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        self._environment = {}
+        super().teardown()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        if self._joined:
+            # Ranks that we started have the same weights; others built their own.
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+        self._before = Before(model)
+        if self.stage < 3:
+            return super().place(model)
+        for module in model.modules():  # parameters move one by one, as they are cut
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.world.device)
+        return model
+
+    def prepare(self, task: Task) -> None:
+        native = native_optimizer(self.config) if task.optimizer is None else None
+        super().prepare(task if native is None else replace(task, optimizer=native))
+
+    def wrap(self, step: StepModule) -> Callable[..., Any]:
+        from distributed_backends.deepspeed.engine import Root, build_engine, engine_options
+
+        optimizer, model = self.optimizer, self.module
+        check_weights(optimizer, model, self.stage, self.config)
+        weights = weights_dtype(self.config, self.stage, model)
+        members = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        whole = {p: p.data for group in members for p in group} if weights.itemsize == 2 else {}
+        earlier = dict(optimizer.state)
+        if self.stage:
+            optimizer.state.clear()
+        numel = sum(p.numel() for p in self._parameters)
+        options = engine_options(self.config, self._batch, self.stage, weights, numel)
+        root = Root(model, super().autocast)
+        self.engine = build_engine(root, optimizer, options, self.world.device, weights)
+        if self.stage:
+            self._take_over(members, earlier)
+        if self.sharded is not None and whole:
+            self.sharded.set_masters(whole)
+        return partial(self._forward, step.forward)
+
+    def _take_over(self, members: list[list[nn.Parameter]], earlier: dict[Tensor, dict[str, Any]]) -> None:
+        from distributed_backends.deepspeed.state import ShardedOptimizer
+
+        zero = self.engine.optimizer
+        self.sharded = ShardedOptimizer(zero, self.optimizer, members, self.module)
+        self.sharded.take_whole(earlier)
+        zero.custom_loss_scaler, zero.external_loss_scale = True, 1.0
+        # DeepSpeed's own norm is rounded to float32.
+        zero.scaled_global_norm = self.gradient_norm
+        zero._get_norm_groups = lambda: [self.gradient_norm()]
+
+    # -- one step --------------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return _NOTHING  # the root enters it: DeepSpeed switches off what surrounds it
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.counting_ends = last
+        return _NOTHING
+
+    def _forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        loss, total, count = self.engine(function, *args)
+        if self.objective.counted and self.world.size > 1:
+            self.add_count(count)
+        return loss, total, count
+
+    def run_window(self, window: Any) -> tuple[Any, Any]:
+        if self.sharded is not None:
+            self.sharded.forget_gradients()
+        return super().run_window(window)
+
+    def backward(self, loss: Tensor) -> None:
+        # The engine must not be given the very tensor that it returned: of stage 0's, a hook divides by
+        # the accumulation before the engine's mark against that is seen.
+        loss = loss * 1.0 if self.scaler is None else self.scaler.scale(loss)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if self.sharded is None:
+            return super().optimizer_step(max_norm, want_norm)
+        start = perf_counter()
+        zero, ratio = self.engine.optimizer, self._count_ratio()
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        if ratio is not None and float(ratio) > 0.0:
+            scale /= float(ratio)
+        zero.clip_grad, zero.external_loss_scale = max_norm or 0.0, scale
+        self.engine.step()
+        zero.external_loss_scale = 1.0
+        skipped = not self.engine.was_step_applied()
+        if isinstance(self.scaler, EngineScaler):
+            self.scaler.after_step(self.optimizer, skipped)
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(zero._global_grad_norm, skipped)
+
+    def scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Stage 0: let the engine step unless the scaler saw a non-finite gradient."""
+        if self.scaler is None:
+            self.engine.step()
+            return False
+        found = self.scaler._found_inf_per_device(optimizer)
+        overflowed = any(bool(value) for value in found.values())
+        if not overflowed:
+            self.engine.step()
+        self.scaler.update()
+        return overflowed
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Of a sharded gradient, as the engine scaled it, in float64 on the CPU."""
+        if self.sharded is None:
+            return super().gradient_norm()
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for gradient in self.sharded.gradients():
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(square.device)
+        if self.world.size > 1:
+            dist.all_reduce(square)
+        return square.sqrt().cpu()
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.engine.module(super().evaluate, batch, num_samples)
+        return found
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if self.sharded is not None:
+            self.sharded.release_gathered()
+        if not training and self.world.size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    # -- state -----------------------------------------------------------------------------
+
+    def export_state(self) -> BackendState:
+        if self.sharded is None:
+            return super().export_state()
+        shown, pieces = self.sharded.view()
+        world = self.world
+        return export_replicated(
+            self.module,
+            shown,
+            self.scaler_state(),
+            world.rank,
+            world.size,
+            pieces=pieces,
+            parts=self.sharded.parts,
+        )
+
+    def import_state(self, reader: StateReader) -> None:
+        sharded = self.sharded
+        if sharded is None:
+            super().import_state(reader)
+            return
+        shown, pieces = sharded.view()
+        sharded.release_gathered()
+        import_replicated(reader, self.module, shown, pieces=pieces, parts=sharded.parts)
+        sharded.take(shown)
+        if sharded.partitioned:
+            sharded.spread_masters()
+        else:
+            import_replicated(reader, self.module, None)
+        if self.scaler is not None and reader.scaler:
+            self.scaler.load_state_dict(reader.scaler)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        if self.engine is None:
+            return
+        engine, sharded, self.engine, self.sharded = self.engine, self.sharded, None, None
+        if sharded is None:
+            engine.destroy()
+            self._before.restore(iter(()))
+            return
+        sharded.release_gathered()
+        weights = sharded.whole_weights()
+        sharded.give_back()
+        engine.destroy()
+        self._before.restore(weights)
+
+
+def _import_for(device: str) -> None:
+    """Import DeepSpeed, which looks for its accelerator at once and tells everybody."""
+    if "deepspeed" in sys.modules:
+        return
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
+    try:
+        with _linker_unheard(), _missing("mlflow"):
+            import_module("deepspeed")
+    finally:
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
+
+
+@contextmanager
+def _missing(name: str) -> Iterator[None]:
+    """As if the package were not installed, unless it is in use: DeepSpeed's autotuner, which no rank
+    runs, would import MLflow, and that takes three times as long as DeepSpeed itself."""
+    # By Python's reference ("The module cache") None stands for what cannot be found.
+    modules: dict[str, Any] = sys.modules
+    if name in modules:
+        yield
+        return
+    modules[name] = None
+    try:
+        yield
+    finally:
+        del modules[name]
+
+
+@contextmanager
+def _linker_unheard() -> Iterator[None]:
+    """DeepSpeed tries at once whether it could offload to disks, and the linker prints its opinion."""
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as heard:
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            heard.seek(0)
+            rest = [line for line in heard if b"-laio" not in line and b"ld returned 1" not in line]
+            os.write(2, b"".join(rest))

@@ -1,0 +1,251 @@
+"""DeepSpeed's engine, built for the one loop: its options, its accelerator, its process groups."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.comm import comm as deepspeed_comm
+from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import groups, logger
+from pydantic import ValidationError
+from torch import nn
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import BatchPlan
+
+__all__ = ["Root", "build_engine", "engine_options", "meet"]
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+_LARGEST_BUCKET = 500_000_000
+"""Elements; DeepSpeed's own default, which it allocates whatever the model's size."""
+
+
+class Root(nn.Module):
+    """What a function called through this finds is gathered as its forward would find it: so
+    that a training step may do with the model what it likes, not only call it.
+
+    Args:
+        model: the user's.
+        autocast: the context of a forward pass, entered inside: DeepSpeed switches off what
+            surrounds it.
+    """
+
+    def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.model = model
+        self._autocast = autocast
+        self.linear = nn.functional.linear
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        before, nn.functional.linear = nn.functional.linear, self.linear
+        try:
+            with self._autocast():
+                return function(*args)
+        finally:
+            nn.functional.linear = before
+
+
+class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+    """Ranks that we started have the same weights already, and a parameter without a dimension
+    cannot travel as bytes, as DeepSpeed would send it."""
+
+    def _broadcast_model(self) -> None:
+        return None
+
+
+class _WideEngine(_Engine):
+    """For float64 weights, which DeepSpeed would reduce and step in float32, or not at all."""
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        if not self.zero_optimization():  # the optimizer is left alone only where this says float32
+            return torch.float32, torch.float32
+        return torch.float64, torch.float64
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return torch.float64
+
+    def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
+        group = groups._get_sequence_data_parallel_group()
+        self.allreduce_no_retain(grads, group, elements_per_buffer, self.dp_world_size)
+
+
+def engine_options(
+    config: DistributedConfig, batch: BatchPlan, stage: int, weights: torch.dtype, numel: int
+) -> dict[str, Any]:
+    """What DeepSpeed is told: the user's own configuration, and ours where ours decides.
+
+    Args:
+        config: the run's.
+        batch: the batch identity.
+        stage: of ZeRO.
+        weights: dtype of the parameters that the engine holds.
+        numel: how many elements the trainable parameters have.
+    """
+    options: dict[str, Any] = _without_auto(deepcopy(config.deepspeed_config or {}))
+    for name in ("optimizer", "gradient_clipping", "fp16", "bf16"):
+        options.pop(name, None)
+    zero = options.setdefault("zero_optimization", {})
+    zero["stage"] = stage
+    zero.setdefault("reduce_bucket_size", max(1, min(_LARGEST_BUCKET, numel)))
+    for key, where in (
+        ("offload_optimizer", config.zero.offload_optimizer),
+        ("offload_param", config.zero.offload_parameters),
+    ):
+        if where != "none":
+            # Page-locked memory speeds up copies to a GPU; without one there is none to be had.
+            pinned = config.device != "cpu" and torch.cuda.is_available()
+            zero[key] = {"pin_memory": pinned, **zero.get(key, {}), "device": where}
+    if weights is torch.float64:
+        zero["reduce_scatter"] = False  # DeepSpeed's own takes nothing wider than float32
+    elif weights in (torch.bfloat16, torch.float16):
+        # The loop's scaler scales.
+        own = {"check_grad_overflow": True} if weights is torch.bfloat16 else {"loss_scale": 1}
+        options["bf16" if weights is torch.bfloat16 else "fp16"] = {"enabled": True, **own}
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **options,
+        "train_batch_size": batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "gradient_clipping": 0.0,  # said anew at each step
+    }
+
+
+def _without_auto(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_auto(value) for key, value in tree.items() if value != "auto"}
+    return tree
+
+
+def build_engine(
+    root: Root, optimizer: torch.optim.Optimizer, options: dict[str, Any], device: str, weights: torch.dtype
+) -> Any:
+    """DeepSpeed's engine around `root`; `optimizer` stays the object that holds the groups."""
+    wide = weights is torch.float64
+    linear = nn.functional.linear
+    # Where to compute is decided already; DeepSpeed would take the launcher's LOCAL_RANK for it.
+    place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
+    gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
+    try:
+        with _without_sending(), _wide_masters() if wide else nullcontext():
+            engine: Any = (_WideEngine if wide else _Engine)(
+                args=place,
+                model=root,
+                optimizer=optimizer,
+                dist_init_required=False,
+                config=options,
+                config_class=_checked(options),
+                dont_change_device=True,
+            )
+        # ZeRO-3 replaces it for the whole process; the root does so while it runs.
+        root.linear = nn.functional.linear
+    finally:
+        nn.functional.linear = linear
+        gc.unfreeze()
+    return engine
+
+
+def _checked(options: dict[str, Any]) -> Any:
+    try:
+        return DeepSpeedConfig(options)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise UserError(
+            f"DeepSpeed refuses it: {found['msg']}",
+            field=f"deepspeed_config ({'.'.join(map(str, found['loc']))})",
+            got=found["input"],
+        ) from None
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not what is checked or counted here: optimizers that are not DeepSpeed's, steps skipped under fp16."""
+    message = record.getMessage()
+    return "untested optimizer" not in message and "OVERFLOW! Skipping step" not in message
+
+
+@contextmanager
+def _without_sending() -> Iterator[None]:
+    """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
+    cut = Init._zero_init_param
+
+    def convert(self: Any, parameter: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+
+    Init._zero_init_param = convert
+    try:
+        yield
+    finally:
+        Init._zero_init_param = cut
+
+
+@contextmanager
+def _wide_masters() -> Iterator[None]:
+    """Let the weights that a ZeRO optimizer steps be float64: DeepSpeed knows no such option."""
+    choose = ZeROOptimizer._configure_master_weights
+    ZeROOptimizer._configure_master_weights = lambda *args, **options: (
+        choose(*args, **options) and torch.float64
+    )
+    try:
+        yield
+    finally:
+        ZeROOptimizer._configure_master_weights = choose
+
+
+def meet(device: str) -> None:
+    """Let DeepSpeed use `device` and the process group that is there.
+
+    A group that was there before may be another one than DeepSpeed remembers.
+    """
+    # torch renames collectives that DeepSpeed calls by their old names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logger.addFilter(_worth_saying)
+    kind = device.partition(":")[0]
+    if get_accelerator().device_name() != kind:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CPU_Accelerator() if kind == "cpu" else CUDA_Accelerator())
+    if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+        _forget_groups()
+    # A kernel for inference, which would be compiled now.
+    usable = __compatible_ops__.get(_SHARED_MEMORY)
+    __compatible_ops__[_SHARED_MEMORY] = False
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    finally:
+        __compatible_ops__[_SHARED_MEMORY] = usable
+
+
+def _forget_groups() -> None:
+    """Drop what DeepSpeed remembers of process groups that were destroyed."""
+    deepspeed_comm.cdb = None
+    groups._WORLD_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    for table in (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._ALL_TO_ALL_GROUP,
+    ):
+        table.clear()

@@ -1,0 +1,109 @@
+"""deepspeed: registers DeepSpeed's ZeRO stages 0 to 3; the class is in `backend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["check_plan", "register_backends", "stage_of"]
+
+_TARGET = "distributed_backends.deepspeed.backend:DeepSpeedBackend"
+_DEFAULT_STAGE = 2
+_BUCKETS = ("bucket_cap_mb", "gradient_as_bucket_view")
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The DeepSpeed backend."""
+    return [
+        BackendSpec(
+            name="deepspeed",
+            target=_TARGET,
+            summary="DeepSpeed ZeRO 0 to 3: optimizer, gradients, parameters sharded by stage, or offloaded",
+            requires=("torch", "deepspeed"),
+            install_hint="pip install 'distributed-trainer[deepspeed]'",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                checkpoint=True,
+                zero_stages=frozenset({0, 1, 2, 3}),
+            ),
+            preload=(
+                "distributed_backends.deepspeed.engine",
+                "deepspeed.module_inject.auto_ep_layer",
+                "deepspeed.ops.op_builder.all_ops",
+                "deepspeed.runtime.zero.muon.muon_optimizer",
+                "torch._inductor.compile_fx",
+            ),
+        )
+    ]
+
+
+@hookimpl
+def check_plan(plan: RunPlan) -> None:
+    """Refuse what DeepSpeed would drop in silence, and say the stage.
+
+    Raises:
+        UserError: DDP's bucket options are set; offloading that the stage has not; 16-bit weights
+            on a processor that cannot.
+    """
+    config = plan.config
+    if plan.spec.target != _TARGET:
+        if config.zero.model_fields_set:
+            plan.notes.append(f"the section zero changes nothing under backend '{plan.spec.name}'")
+        return
+    for name in _BUCKETS:
+        if config.is_explicit(name):
+            raise UserError(
+                "DDP's gradient buckets have no meaning under DeepSpeed",
+                field=name,
+                got=getattr(config, name),
+                remedy="Leave it out; DeepSpeed's own is zero_optimization.reduce_bucket_size in"
+                " deepspeed_config",
+            )
+    stage = stage_of(config)
+    _check_offloading(config, stage)
+    where = {"optimizer": config.zero.offload_optimizer, "parameters": config.zero.offload_parameters}
+    offloaded = [name for name, place in where.items() if place == "cpu"]
+    plan.notes.append(
+        f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
+    )
+    _check_half_weights(plan, stage)
+
+
+def stage_of(config: DistributedConfig) -> int:
+    """The ZeRO stage; 2 where nothing says one."""
+    return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
+
+
+def _check_offloading(config: DistributedConfig, stage: int) -> None:
+    needs = {"offload_optimizer": (1, 2, 3), "offload_parameters": (3,)}
+    for name, stages in needs.items():
+        if getattr(config.zero, name) != "none" and stage not in stages:
+            raise UserError(
+                f"ZeRO stage {stage} has nothing of its own to keep there",
+                field=f"zero.{name}",
+                got=getattr(config.zero, name),
+                allowed=f"none, or cpu with zero_stage {' or '.join(map(str, stages))}",
+            )
+
+
+def _check_half_weights(plan: RunPlan, stage: int) -> None:
+    native = plan.config.deepspeed_config or {}
+    asked = [name for name in ("bf16", "fp16") if (native.get(name) or {}).get("enabled") is True]
+    if asked and stage == 0:
+        plan.notes.append(f"stage 0 keeps weights in their own dtype: {asked[0]} is autocast")
+    elif asked == ["fp16"] and plan.device == "cpu":
+        raise UserError(
+            "DeepSpeed has no fp16 weights on a CPU",
+            field="deepspeed_config.fp16.enabled",
+            got=True,
+            allowed="bf16",
+            remedy="Leave it out and say mixed_precision=fp16, which is autocast over float32 weights",
+        )

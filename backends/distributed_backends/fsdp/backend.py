@@ -1,0 +1,227 @@
+"""FSDPBackend: parameters, gradients and optimizer state cut over the ranks (torch's fully_shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
+from distributed.errors import UserError
+from distributed.training.optimizers import follow_parameters
+from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.torch_backend import StepModule, alike
+from distributed_backends.fsdp.deferred_build import build_without_data
+from distributed_backends.fsdp.sharded_model import ShardedModel
+from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Window
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+
+__all__ = ["FSDPBackend"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class ShardedScaler(torch.amp.GradScaler):
+    """Unscales what this rank holds; an overflow that one rank sees is everybody's (C8)."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        found: dict[torch.device, Tensor] = {}
+        for part in alike(gradients):
+            device = part[0].device
+            if part[0].dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            seen = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(part, seen, inv_scale.to(device))
+        for seen in found.values():
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+        return found
+
+
+class FSDPBackend(ProcessGroupBackend):
+    """torch's FSDP2 under the one loop. A rank alone has nobody to share with and keeps the
+    whole model.
+
+    **Precision** is autocast over parameters in their own dtype, as under ``pytorch-ddp``, so
+    that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
+    whole modules instead.) ``fsdp.reduce_dtype`` alone changes what travels.
+
+    **Counts** (C2). Where only the forward passes tell how many tokens a global batch has, the
+    ranks add their counts in a small collective of its own, under way while the last backward
+    runs; a parameter that carries it, as under DDP, cannot be cut.
+
+    **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
+    """
+
+    counts_with_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sharded: ShardedModel | None = None
+        self._recomputed: Recomputed = []
+        self._built_by_one = False
+
+    def setup(self, plan: RunPlan) -> World:
+        if plan.world_size > 1:
+            self.scaler_class = ShardedScaler
+        world = super().setup(plan)
+        self._joined = plan.joined is not None
+        return world
+
+    def build(self, model: Any) -> nn.Module:
+        self._built_by_one = self.world.size > 1 and not isinstance(model, nn.Module)
+        if self._built_by_one and self.world.rank > 0:
+            return build_without_data(model, self.config.seed)
+        return super().build(model)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        section = self.config.fsdp
+        if self.config.sync_batchnorm and self.world.size > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        units = find_units(model, section)
+        if section.activation_checkpointing:
+            self._recomputed = recompute(model, units)
+        if self.world.size == 1:
+            return super().place(model)
+        if self._joined and not self._built_by_one:
+            # Ranks that we started have the same weights; others built their own.
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+        self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
+        return model
+
+    def prepare(self, task: Task) -> None:
+        super().prepare(task)
+        if self._sharded is not None:
+            _check_steps(self.optimizer)
+        self._cut_optimizer_state()
+        for group in self.optimizer.param_groups:
+            # One fused kernel cannot take sharded and replicated parameters together.
+            if len({is_sharded(p) for p in group["params"]}) > 1:
+                group.update({flag: False for flag in ("foreach", "fused") if flag in group})
+
+    def _cut_optimizer_state(self) -> None:
+        """An optimizer that an earlier fit used holds state of whole parameters."""
+        for parameter, state in self.optimizer.state.items():
+            for slot, value in state.items():
+                if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[slot] = cut_like(parameter, value)
+
+    def wrap(self, step: StepModule) -> Callable[..., Any]:
+        return step if self._sharded is None else partial(self._forward, self._sharded.root, step)
+
+    # -- one step --------------------------------------------------------------------
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        if self._sharded is not None and last != self.counting_ends:
+            root = self._sharded.root
+            root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
+            root.set_is_last_backward(last)
+            self.counting_ends = last
+        return _NOTHING
+
+    def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
+        loss, total, count = root(step.forward, *args)
+        if self.objective.counted:
+            self.add_count(count)
+        return loss, total, count
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        seen = super().run_window(window)
+        if self._sharded is not None:
+            self._sharded.average_replicated()
+        return seen
+
+    def gradients(self) -> list[Tensor]:
+        return [local_part(gradient) for gradient in super().gradients()]
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        if self._sharded is None:
+            return super().gradient_norm()
+        gradients = super().gradients()
+        square = self._square([local_part(g) for g in gradients if is_sharded(g)])
+        dist.all_reduce(square, group=self._sharded.group)
+        return (square + self._square([g for g in gradients if not is_sharded(g)])).sqrt()
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Squared L2 norm over `gradients`, in float64 on this rank's device."""
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for norm in torch._foreach_norm(gradients) if gradients else ():
+            square += norm.to(square).square()
+        return square
+
+    # -- evaluation ------------------------------------------------------------------
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        if self._sharded is None:
+            return super().evaluate(batch, num_samples)
+        found: dict[str, Any] = self._sharded.root(super().evaluate, batch, num_samples)
+        return found
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if self._sharded is None:
+            return
+        self._sharded.reshard()
+        if not training:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+
+    # -- state -----------------------------------------------------------------------
+
+    def export_state(self) -> BackendState:
+        self._reshard()
+        return super().export_state()
+
+    def import_state(self, reader: StateReader) -> None:
+        self._reshard()
+        super().import_state(reader)
+
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    @torch.no_grad()
+    def release(self) -> None:
+        stop_recomputing(self._recomputed)
+        self._recomputed = []
+        if self._sharded is None:
+            return
+        self._sharded.reshard()
+        cut = dict(self.module.named_parameters())
+        self._sharded.make_whole()
+        self._sharded = None
+        follow_parameters(self.optimizer, cut, self.module)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for slot, value in state.items():
+                    if is_sharded(value):
+                        state[slot] = whole(value).to(parameter.device)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the one optimizer of torch whose step DTensors do not support (as of torch 2.13)."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UserError(
+            "it steps by rows and columns of whole parameters, which torch cannot do once they are cut",
+            field="optimizer",
+            got=type(optimizer).__name__,
+            allowed="optimizers that treat every element by itself, such as SGD and AdamW, and Muon",
+            remedy="Use backend='pytorch-ddp', or another optimizer",
+        )

@@ -1,0 +1,58 @@
+"""fsdp: registers torch's fully_shard (FSDP2); the class is in `backend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["check_plan", "register_backends"]
+
+_TARGET = "distributed_backends.fsdp.backend:FSDPBackend"
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The FSDP2 backend."""
+    return [
+        BackendSpec(
+            name="fsdp",
+            target=_TARGET,
+            summary="torch FSDP2: parameters, gradients and optimizer sharded over the ranks",
+            requires=("torch",),
+            install_hint="pip install 'distributed-trainer[torch]'",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}), sync_batchnorm=True, checkpoint=True
+            ),
+        )
+    ]
+
+
+@hookimpl
+def check_plan(plan: RunPlan) -> None:
+    """Refuse copies that the ranks cannot be dealt out to, and offloading without ranks."""
+    section, ranks = plan.config.fsdp, plan.world_size
+    if plan.spec.target != _TARGET:
+        if section.model_fields_set:
+            plan.notes.append(f"the section fsdp changes nothing under backend '{plan.spec.name}'")
+        return
+    if ranks % section.replicate:
+        raise UserError(
+            f"{ranks} ranks cannot be dealt out to {section.replicate} copies of the model",
+            field="fsdp.replicate",
+            got=section.replicate,
+            allowed=", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
+        )
+    if section.cpu_offload and ranks == 1 and plan.device == "cuda":
+        raise UserError(
+            "a rank alone has nobody to shard with and keeps the whole model on its device",
+            field="fsdp.cpu_offload",
+            got=True,
+            allowed="false on 1 rank",
+            remedy="Train on two ranks or more",
+        )

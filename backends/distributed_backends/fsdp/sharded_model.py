@@ -1,0 +1,240 @@
+"""A model sharded in place by torch's fully_shard, and made whole again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from distributed.checkpoint.dtensor import whole
+from distributed.errors import UserError
+from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
+
+if TYPE_CHECKING:
+    from distributed.config.sections import FSDPSection
+    from distributed.interfaces.placement import World
+
+__all__ = ["Root", "ShardedModel"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FSDP = "torch.distributed.fsdp"
+
+
+class Root(nn.Module):
+    """What a function called through this finds is gathered as its forward would find it: so
+    that a training step may do with the model what it likes, not only call it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+class ShardedModel:
+    """Shards `model` in place, each of `units` and the rest by itself.
+
+    Args:
+        model: whole, the same on all ranks; each of its parameters becomes a DTensor cut by rows.
+        units: modules inside it, inner ones first.
+        section: the configuration.
+        world: over whose ranks.
+        built_by_one: rank 0 alone has the model's data; the others may hold meta tensors.
+
+    Attributes:
+        root: through which the model is used.
+        group: the ranks that hold one copy of the model between them.
+        replicated: parameters without a dimension, which cannot be cut and stay on every rank.
+
+    Raises:
+        UserError: parameters that are gathered together differ in dtype, or hold no data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[nn.Module],
+        section: FSDPSection,
+        world: World,
+        built_by_one: bool = False,
+    ) -> None:
+        if not built_by_one or world.rank == 0:
+            _check_data(model)
+        _check_dtypes(model, units)
+        self._device = world.device
+        self._before = _Before(model)
+        built = {name: tensor.detach() for name, tensor in tensors_of(model)} if built_by_one else {}
+        self.replicated = {p for p in model.parameters() if p.dim() == 0}
+        self._mesh = _mesh(section, world)
+        self.group: Any = self._mesh.get_group("shard")
+        self.root: Any = Root(model)
+        options: dict[str, Any] = {
+            "mesh": self._mesh if section.replicate > 1 else self._mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
+            "offload_policy": _offload(section, world.device),
+            "ignored_params": self.replicated,
+        }
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
+        # Backward needs the rest at once: to free it after forward would gather it twice for nothing.
+        fully_shard(self.root, reshard_after_forward=False, **options)
+        if built_by_one:
+            if world.rank > 0 and any(tensor.is_meta for _, tensor in tensors_of(model)):
+                self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
+                # Memory makes other objects of those that fully_shard left alone.
+                self.replicated = {p for p in model.parameters() if p.dim() == 0}
+            deal_out(model, built, world.device)
+        for parameter in self.replicated:
+            parameter.data = parameter.data.to(world.device)
+        self._units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+        self._before.let_go()
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered: the model holds DTensors again."""
+        for unit in self._units:
+            unit.reshard()
+
+    def make_whole(self) -> None:
+        """Give the model back as it came, on every rank. Collective."""
+        self.reshard()
+        self._before.restore()
+
+    @torch.no_grad()
+    def average_replicated(self) -> None:
+        """Do for `replicated` parameters' gradients what is done for the others'. Collective."""
+        found = [p for p in self.root.parameters() if p in self.replicated and p.requires_grad]
+        if found:
+            flat = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in found])
+            dist.all_reduce(flat)
+            flat /= self._mesh.size()
+            for parameter, gradient in zip(found, flat, strict=True):
+                parameter.grad = gradient.clone()
+
+
+class _Before:
+    """What a module tree was before fully_shard, which has no way back of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
+        self._parameters = [
+            (module, name, p, _real(p.device))
+            for module, _, _ in self._modules
+            for name, p in _own(module._parameters)
+        ]
+        self._buffers = [
+            (module, name, _real(b.device))
+            for module, _, _ in self._modules
+            for name, b in _own(module._buffers)
+        ]
+        self._added: list[tuple[nn.Module, set[str]]] = []
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Once sharded: note what was added, and free the whole parameters' memory."""
+        self._added = [(module, set(vars(module)) - keys) for module, _, keys in self._modules]
+        for module, name, parameter, _ in self._parameters:
+            if module._parameters[name] is not parameter:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The same parameter objects, filled; the same classes and hooks. Collective."""
+        full: dict[int, nn.Parameter] = {}
+        for module, name, parameter, device in self._parameters:
+            current: Any = module._parameters[name]
+            if id(parameter) not in full:
+                full[id(parameter)] = _filled(parameter, whole(current).detach().to(device))
+            module._parameters[name] = full[id(parameter)]
+        for module, name, device in self._buffers:
+            buffer = module._buffers[name]
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for module, kind, _ in self._modules:
+            module.__class__ = kind
+            _module_state_mapping.pop(module, None)
+            _remove_hooks(module)
+        for module, added in self._added:
+            for key in added:
+                vars(module).pop(key, None)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """`parameter` holding `data`; another in its place where it came without memory."""
+    if parameter.is_meta:
+        return nn.Parameter(data, parameter.requires_grad)
+    parameter.data, parameter.grad = data, None
+    return parameter
+
+
+def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Those that fully_shard registered, told by where they were written."""
+    tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
+    for name, table in tables.items():
+        if not name.endswith("_hooks"):
+            continue
+        for key, hook in list(table.items()):
+            function = getattr(hook, "hook", hook)
+            if str(getattr(function, "__module__", "")).startswith(_FSDP):
+                for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                    getattr(module, same, {}).pop(key, None)
+
+
+def _mesh(section: FSDPSection, world: World) -> DeviceMesh:
+    kind = world.device.partition(":")[0]
+    if section.replicate == 1:
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    shape = (section.replicate, world.size // section.replicate)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _offload(section: FSDPSection, device: str) -> OffloadPolicy:
+    # Pinned memory speeds up copies to a GPU; without one there is none to be had.
+    return CPUOffloadPolicy(pin_memory=device != "cpu") if section.cpu_offload else OffloadPolicy()
+
+
+def _check_data(model: nn.Module) -> None:
+    empty = [name for name, tensor in model.state_dict().items() if getattr(tensor, "is_meta", False)]
+    if empty:
+        raise UserError(
+            f"the model holds no data: {', '.join(empty[:3])} on the meta device",
+            field="model",
+            got="meta tensors",
+            remedy="Build it on the CPU; ranks keep their shards of it alone",
+        )
+
+
+def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:
+    """FSDP reduces the gradients of a unit in one tensor, so they must be of one dtype."""
+    taken: set[int] = set()
+    for unit in [*units, model]:
+        own = {n: p for n, p in unit.named_parameters() if id(p) not in taken and p.dim() and p.requires_grad}
+        taken |= {id(p) for p in unit.parameters()}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in own.values()}
+        if len(dtypes) > 1:
+            raise UserError(
+                f"the trainable parameters of {type(unit).__name__} that are gathered together have"
+                f" different dtypes ({', '.join(sorted(dtypes))})",
+                field="fsdp.wrap",
+                remedy="Use one dtype, or name the modules that differ in fsdp.block_classes",
+            )

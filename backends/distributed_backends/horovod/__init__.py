@@ -1,0 +1,1 @@
+"""Horovod, for PyTorch models."""

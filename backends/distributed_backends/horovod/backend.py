@@ -1,0 +1,207 @@
+"""HorovodBackend: a replica per rank, gradients summed by Horovod while backward runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from distributed.communication.environment import detect
+from distributed.errors import UserError
+from distributed.interfaces.backend import Window
+from distributed.interfaces.placement import World
+from distributed.resilience.divergence import trained
+from distributed.training.process_group_backend import claim_device
+from distributed.training.torch_backend import StepModule, TorchBackend
+from distributed_backends.horovod.gradients import GradientSum
+from distributed_backends.horovod.world import meet
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.task import Task
+
+__all__ = ["HorovodBackend"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class HorovodBackend(TorchBackend):
+    """Horovod sums gradients; everything else is the plain torch backend.
+
+    Under ``deterministic`` tensors are not fused, for which are fused together depends on
+    timing. BatchNorm statistics stay per rank while training; before validation every rank
+    takes rank 0's, so that what is validated is what is saved.
+
+    Attributes:
+        store: where the ranks met; None for a rank alone, which needs no Horovod.
+    """
+
+    store: Any = None
+    _gradients: GradientSum | None = None
+    _steps = 0
+    _records = False
+
+    def setup(self, plan: RunPlan) -> World:
+        self.adopt(plan)
+        place = plan.joined or detect(os.environ)
+        device = claim_device(plan, place.local_rank if place else 0)
+        if plan.world_size == 1 or place is None:
+            self.world = World(host=socket.gethostname(), device=device)
+            return self.world
+        self.store = meet(place, self.config)
+        _check_transport(plan)
+        self.world = World(
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            node_rank=place.node_rank,
+            num_nodes=place.num_nodes,
+            host=socket.gethostname(),
+            device=device,
+            data_parallel_rank=place.rank,
+            data_parallel_size=place.size,
+        )
+        self._start_timeline()
+        return self.world
+
+    def prepare(self, task: Task) -> None:
+        if hasattr(task.optimizer, "_allreduce_grad_async"):
+            raise UserError(
+                "the optimizer is wrapped by Horovod already, and gradients would be summed twice",
+                field="optimizer",
+                got="hvd.DistributedOptimizer",
+                remedy="Give the plain optimizer",
+            )
+        super().prepare(task)
+
+    def wrap(self, step: StepModule) -> nn.Module:
+        if self.world.size == 1:
+            return step
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        trained: dict[Tensor, str] = {parameter: names[parameter] for parameter in self._parameters}
+        counts = [step.count] if step.reduce_count else []
+        options = self.config.horovod
+        self._gradients = GradientSum(
+            {**trained, **dict.fromkeys(counts, "the count of tokens")},
+            exact=frozenset(counts),
+            compress=options.compression == "fp16",
+            find_unused=self.config.find_unused_parameters,
+        )
+        self._broadcast([*self.module.parameters(), *self.module.buffers()])
+        return step
+
+    # -- one step --------------------------------------------------------------------
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        result = super().run_window(window)
+        if self._gradients is not None:
+            before = self._gradients.waited
+            self._gradients.finish()
+            self.timers.add("backward", self._gradients.waited - before)
+            self._steps += 1
+        return result
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients leave in the backward of the window's last micro-batch only."""
+        if self._gradients is not None:
+            self._gradients.active = last
+        return _NOTHING
+
+    def _loss_scale(self, window: Window) -> float:
+        # Sums of gradients come back, where DDP brings averages.
+        return super()._loss_scale(window) / (1 if self.objective.counted else self.world.size)
+
+    def replicated(self) -> dict[str, Tensor]:
+        return trained(self.module)
+
+    def communication_seconds(self) -> float:
+        if self._gradients is None or self._steps == 0:
+            return 0.0
+        mean = self._gradients.waited / self._steps
+        self._gradients.waited, self._steps = 0.0, 0
+        return mean
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if not training and self.world.size > 1:
+            self._broadcast(self.module.buffers())
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values, in place on every rank."""
+        sent = []
+        for i, tensor in enumerate(tensors):
+            values = tensor.detach()
+            # As bytes: Horovod does not know every dtype.
+            wire = values.contiguous().reshape(-1).view(torch.uint8)
+            if wire.numel():
+                sent.append((values, wire, hvd.broadcast_async_(wire, 0, name=f"weights.{i}")))
+        for values, wire, handle in sent:
+            hvd.synchronize(handle)
+            if not values.is_contiguous():
+                values.copy_(wire.view(values.dtype).view(values.shape))
+
+    # -- cooperation -----------------------------------------------------------------
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        if self.world.size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        result: list[float] = hvd.allreduce_(tensor, op=hvd.Sum, name="values").tolist()
+        return result
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value if self.world.size == 1 else hvd.broadcast_object(value, root, name="object")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if self.world.size == 1:
+            return [value]
+        found: list[Any] = hvd.allgather_object(value, name="objects")
+        return found
+
+    def barrier(self) -> None:
+        if self.world.size > 1:
+            hvd.barrier()
+
+    # -- the end ---------------------------------------------------------------------
+
+    def release(self) -> None:
+        if self._gradients is not None:
+            self._gradients.remove()
+
+    def teardown(self) -> None:
+        # Horovod itself stays: the user may have started it, and it ends with the process.
+        if self._records:
+            self._records = False
+            hvd.stop_timeline()
+
+    def _start_timeline(self) -> None:
+        path = self.config.horovod.timeline
+        if path is not None:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            hvd.start_timeline(path)
+            self._records = True
+
+
+def _check_transport(plan: RunPlan) -> None:
+    """What was asked for is built in.
+
+    Raises:
+        UserError: this Horovod has no NCCL or no MPI.
+    """
+    asked = plan.communication_backend
+    built = {"gloo": hvd.gloo_built(), "nccl": hvd.nccl_built(), "mpi": hvd.mpi_built()}
+    if not built[asked]:
+        raise UserError(
+            f"this Horovod was built without {asked}",
+            field="communication_backend",
+            got=asked,
+            allowed=", ".join(name for name, there in built.items() if there),
+            remedy="Build it again where the library is (make horovod), or use device=cpu",
+        )

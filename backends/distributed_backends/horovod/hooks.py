@@ -1,0 +1,56 @@
+"""horovod: registers Horovod's ring all-reduce; the class is in `backend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["check_plan", "register_backends"]
+
+NAME = "horovod"
+_TARGET = "distributed_backends.horovod.backend:HorovodBackend"
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The Horovod backend for torch models."""
+    return [
+        BackendSpec(
+            name=NAME,
+            target=_TARGET,
+            summary="Horovod: a replica per rank, gradients summed by ring all-reduce",
+            requires=("torch", "horovod"),
+            install_hint="make horovod (in a checkout; builds 0.28.1 against the installed torch)",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                find_unused_parameters=True,
+                checkpoint=True,
+            ),
+            deploy_form="mpi",
+        )
+    ]
+
+
+@hookimpl
+def check_plan(plan: RunPlan) -> None:
+    """Refuse Horovod's options under another backend, which would drop them in silence.
+
+    Raises:
+        UserError: `horovod.compression` or `horovod.timeline` is set and nobody reads it.
+    """
+    options = plan.config.horovod
+    for name, idle in (("compression", "none"), ("timeline", None)):
+        if plan.spec.target != _TARGET and getattr(options, name) != idle:
+            raise UserError(
+                f"backend '{plan.spec.name}' does not read Horovod's options",
+                field=f"horovod.{name}",
+                got=getattr(options, name),
+                allowed=f"{idle or 'nothing'} under '{plan.spec.name}'",
+                remedy=f"Leave it out, or use backend='{NAME}'",
+            )

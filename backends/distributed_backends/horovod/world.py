@@ -1,0 +1,156 @@
+"""How ranks that anybody started become Horovod's.
+
+horovodrun serves Horovod's rendezvous and tells every rank its place. Under every other
+launcher, ours and torchrun among them, rank 0 serves it and the ranks learn of it in the store
+where they meet anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+from distributed.communication.rendezvous import await_ranks, open_store
+from distributed.system.addresses import loopback_interface
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.placement import Joined
+
+__all__ = ["meet"]
+
+_ours: dict[str, str] | None = None
+"""The settings with which this module started Horovod; None when the user did, or nobody."""
+
+
+def meet(place: Joined, config: DistributedConfig) -> Store:
+    """Start Horovod on this rank unless it runs as wanted, and return the ranks' common store.
+
+    Collective. It stays started until the process ends: the user may have started it, and may
+    use it after `fit`.
+
+    Args:
+        place: this rank's.
+        config: gives the time limit, and what Horovod only reads when it starts.
+
+    Raises:
+        UserError: ranks do not come, or the store cannot be reached.
+    """
+    settings, timeout = _settings(config), timedelta(seconds=config.collective_timeout)
+    if place.launcher == "horovodrun":
+        if not _runs_as(settings):
+            _start({}, settings, config)
+        if place.num_nodes > 1:
+            # Its variables name the host that serves the rendezvous, which rank 0 may not be on.
+            host = hvd.broadcast_object(socket.gethostname(), 0, "distributed.host")
+            place = replace(place, master_addr=host)
+        return open_store(place, place.rank, place.size, timeout)
+    store = open_store(place, place.rank, place.size, timeout)
+    await_ranks(store, place.rank, place.size, config.collective_timeout)
+    if not _runs_as(settings):
+        with _rendezvous(place, store) as variables:
+            _start(variables, settings, config)
+    return store
+
+
+def _settings(config: DistributedConfig) -> dict[str, str]:
+    """What Horovod reads at its start and this run depends on."""
+    settings = {}
+    if config.deterministic:
+        # Which gradients are fused depends on timing, and the order of additions on what is fused.
+        settings["HOROVOD_FUSION_THRESHOLD"] = "0"
+    if config.horovod.timeline:
+        settings["HOROVOD_TIMELINE"] = "DYNAMIC"
+    return settings
+
+
+def _runs_as(settings: Mapping[str, str]) -> bool:
+    if not hvd.is_initialized():
+        return False
+    return _ours == settings if _ours is not None else settings.items() <= os.environ.items()
+
+
+def _start(variables: Mapping[str, str], settings: dict[str, str], config: DistributedConfig) -> None:
+    global _ours
+    if hvd.is_initialized():
+        hvd.shutdown()
+    limit = math.ceil(config.collective_timeout)
+    limits = {
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(limit),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, limit // 2))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(2, limit)),
+    }
+    # Read once, at the start: later they would only mislead `joined.detect`.
+    with _environment({**limits, **os.environ, **variables, **settings}):
+        hvd.init()
+        hvd.barrier()
+    _ours = settings
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+@contextmanager
+def _rendezvous(place: Joined, store: Store) -> Iterator[dict[str, str]]:
+    """Horovod's variables for this rank, while rank 0 serves what they point to."""
+    server: Any = None
+    alone = place.num_nodes == 1
+    if place.rank == 0:
+        server = RendezvousHTTPServer(("127.0.0.1" if alone else "", 0), RendezvousHandler, 0)
+        server.init([_slot(place, rank) for rank in range(place.size)])
+        thread = Thread(target=server.serve_forever, daemon=True, name="horovod-rendezvous")
+        thread.start()
+        store.set("horovod", str(server.server_port))
+    here = _slot(place, place.rank)
+    variables = {
+        "HOROVOD_RANK": str(here.rank),
+        "HOROVOD_SIZE": str(here.size),
+        "HOROVOD_LOCAL_RANK": str(here.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(here.local_size),
+        "HOROVOD_CROSS_RANK": str(here.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(here.cross_size),
+        "HOROVOD_HOSTNAME": here.hostname,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if alone else place.master_addr,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": store.get("horovod").decode(),
+    }
+    if alone and "HOROVOD_GLOO_IFACE" not in os.environ:
+        variables["HOROVOD_GLOO_IFACE"] = loopback_interface()
+    try:
+        yield variables
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _slot(place: Joined, rank: int) -> Any:
+    node, local = divmod(rank, place.local_size)
+    # Only told apart by it, nodes need no real name; two may share a host's.
+    return SlotInfo(f"node{node}", rank, local, node, place.size, place.local_size, place.num_nodes)

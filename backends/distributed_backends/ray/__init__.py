@@ -1,0 +1,1 @@
+"""Ray Train as a launcher, and Ray Tune as a search engine."""

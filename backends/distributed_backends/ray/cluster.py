@@ -1,0 +1,243 @@
+"""The Ray cluster of a run: the one there is, the one at an address, or one for the run alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.config.sections import RaySection
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of", "num_gpus"]
+
+_PATIENCE = 10.0
+"""Seconds in which somebody has to answer at an address."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def address_of(section: RaySection) -> str | None:
+    """Where the run's cluster is; None for one on this host, or the one connected to already."""
+    return None if ray.is_initialized() else section.address or os.environ.get("RAY_ADDRESS")
+
+
+@contextmanager
+def connected(
+    section: RaySection, num_cpus: int, resources: Mapping[str, float] | None = None
+) -> Iterator[bool]:
+    """Ray, connected; what was connected or started for it is gone afterwards. Gives whether the
+    cluster was started for this alone.
+
+    Args:
+        section: the config's.
+        num_cpus: CPUs that a cluster started here says it has, at least.
+        resources: others that such a cluster says it has.
+
+    Raises:
+        UserError: nobody answers at the address, or what does is not this Ray.
+    """
+    if ray.is_initialized():
+        _check_same(section.address)
+        yield False
+        return
+    address = address_of(section)
+    try:
+        if address is None:
+            _start(num_cpus, dict(resources or {}))
+        else:
+            _join(address)
+        yield address is None
+    finally:
+        ray.shutdown()
+
+
+def _check_same(address: str | None) -> None:
+    here = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", here) and not (address or "").startswith("ray://"):
+        raise UserError(
+            f"this process is connected to the Ray cluster at {here} already",
+            field="ray.address",
+            got=address,
+            remedy="Leave it out, or call ray.shutdown() first",
+        )
+
+
+def _start(num_cpus: int, resources: dict[str, float]) -> None:
+    # Some of Ray's servers listen on every interface all the same; the token that it has wanted
+    # of every client since 2.60 keeps strangers out.
+    with environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        ray.init(
+            address="local",
+            num_cpus=max(num_cpus, len(os.sched_getaffinity(0))),
+            resources=resources or None,
+            include_dashboard=False,
+            **_QUIET,
+        )
+
+
+def _join(address: str) -> None:
+    tried = _await_answer(address)
+    try:
+        try:
+            ray.init(address=address, **_QUIET)
+        except ConnectionAbortedError:
+            # The client server answers, and what it starts for each client was not there in time: on
+            # a busy node it is when asked again.
+            ray.init(address=address, **_QUIET)
+    except Exception as error:  # noqa: BLE001
+        # Ray raises whatever its parts raise: ConnectionError, RuntimeError (another version), ...
+        raise _unanswered(address, f"{tried}: {type(error).__name__}: {error}") from None
+
+
+def _await_answer(address: str) -> str:
+    """Return what answered at `address` within `_PATIENCE` seconds. Ray's own attempts take minutes."""
+    place = address.removeprefix("ray://")
+    if place == "auto":
+        from ray._private.services import canonicalize_bootstrap_address
+
+        try:
+            place = canonicalize_bootstrap_address("auto") or ""
+        except Exception as error:  # noqa: BLE001 - no address, said in one of several ways
+            place = f" ({error})"
+        if ":" not in place or " " in place:
+            raise _unanswered(address, "this host's record of running clusters, which names none")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(
+            "not an address of a Ray cluster",
+            field="ray.address",
+            got=address,
+            allowed="auto, HOST:PORT of the head node (6379), ray://HOST:PORT of its client server (10001)",
+        )
+    deadline = time.monotonic() + _PATIENCE
+    reason = _reach(host.strip("[]"), int(port), deadline) or _shake_hands(place, deadline)
+    if reason:
+        raise _unanswered(address, f"{place} for {_PATIENCE:g} s: {reason}")
+    return place
+
+
+def _reach(host: str, port: int, deadline: float) -> str | None:
+    reason = "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return None
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+    return reason
+
+
+def _shake_hands(place: str, deadline: float) -> str | None:
+    """Whether it is a gRPC server that listens there, as far as that can be asked in the clear."""
+    if importlib.util.find_spec("grpc") is None or os.environ.get("RAY_USE_TLS") == "1":
+        return None
+    import grpc  # type: ignore[import-untyped]
+
+    channel = grpc.insecure_channel(place)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=max(1.0, deadline - time.monotonic()))
+    except grpc.FutureTimeoutError:
+        return "somebody listens there and does not speak gRPC"
+    finally:
+        channel.close()
+    return None
+
+
+def _unanswered(address: str, tried: str) -> UserError:
+    return UserError(
+        f"no Ray cluster answers; tried {tried}",
+        field="ray.address",
+        got=address,
+        remedy="Start one (ray start --head), check the address, or leave it out for a cluster on this host",
+    )
+
+
+def needs_of(plan: RunPlan) -> dict[str, float]:
+    """What Ray has to set aside for each rank."""
+    section = plan.config.ray
+    gpus = {"GPU": 1.0} if plan.device == "cuda" else {}
+    return {"CPU": section.num_cpus_per_rank, **gpus, **section.resources}
+
+
+def check_room(plan: RunPlan) -> None:
+    """Refuse ranks that the cluster could not hold were it empty: Ray would wait for ever.
+
+    Raises:
+        UserError: says what is missing and what the cluster has.
+    """
+    if _grows():
+        return
+    needs = {name: amount for name, amount in needs_of(plan).items() if amount}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(_fit(node, needs) for node in nodes) if needs else plan.world_size
+    if room < min(plan.counts, default=plan.world_size) or len(nodes) < plan.config.num_nodes:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+        has = "; ".join(_contents(node) for node in nodes)
+        raise UserError(
+            f"the Ray cluster has room for {room} of {plan.world_size} ranks of {each} each,"
+            f" and {len(nodes)} of {plan.config.num_nodes} nodes: it has {has}",
+            field="num_gpus",
+            got=plan.world_size,
+            allowed=f"at most {room} ranks on at most {len(nodes)} nodes",
+            remedy="Use fewer ranks, ask for less (ray.num_cpus_per_rank), or add nodes",
+        )
+
+
+def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    return min(int(node.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items())
+
+
+def _contents(node: Mapping[str, float]) -> str:
+    found = {n: a for n, a in node.items() if ":" not in n and "memory" not in n}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(found.items())) or "nothing"
+
+
+def num_gpus(or_to_come: bool) -> int:
+    """GPUs that the cluster has.
+
+    Args:
+        or_to_come: count those that an autoscaler may add, as for a run that says how many it needs.
+    """
+    here = int(ray.cluster_resources().get("GPU", 0))
+    return max(here, int(_limits().get("GPU", 0))) if or_to_come else here
+
+
+def _grows() -> bool:
+    return bool(_limits())
+
+
+def _limits() -> Mapping[str, int]:
+    """What an autoscaler may let the cluster come to; empty without one."""
+    from ray._private.state import state
+
+    return (state.get_max_resources_from_cluster_config() or {}) if is_local() else {}
+
+
+def is_local() -> bool:
+    """Whether this process itself is on the cluster, not behind Ray's client server."""
+    return not ray.util.client.ray.is_connected()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """`os.environ` with `variables`, and as it was afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,72 @@
+"""ray: registers Ray Train as a starter of ranks; they run another torch backend, DDP by default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.callback import Callback
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["check_plan", "register_backends", "register_callbacks"]
+
+_LAUNCHER = "distributed_backends.ray.launcher:RayLauncher"
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """Ray Train. Target and capabilities stand for the default inner backend."""
+    return [
+        BackendSpec(
+            name="ray",
+            target="distributed_backends.ddp.backend:DDPBackend",
+            inner="ray.inner",
+            remote=True,
+            launcher=_LAUNCHER,
+            search="distributed_backends.ray.tune.engine:RayTune",
+            summary="Ray Train starts the ranks, here or on a cluster; they run `ray.inner`",
+            requires=("torch", "ray", "pyarrow"),
+            install_hint="pip install 'distributed-trainer[ray]'",
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                sync_batchnorm=True,
+                find_unused_parameters=True,
+                gradient_buckets=True,
+                checkpoint=True,
+            ),
+            deploy_form="ray",
+        )
+    ]
+
+
+@hookimpl
+def check_plan(plan: RunPlan) -> None:
+    """Refuse Ray's options under a backend that does not read them.
+
+    Raises:
+        UserError: the section `ray` is set and another backend is chosen.
+    """
+    given = sorted(plan.config.ray.model_fields_set)
+    if given and plan.spec.launcher != _LAUNCHER:
+        raise UserError(
+            f"backend '{plan.spec.name}' does not start its ranks by Ray",
+            field=f"ray.{given[0]}",
+            got=getattr(plan.config.ray, given[0]),
+            remedy="Leave it out, or use backend='ray'",
+        )
+
+
+@hookimpl
+def register_callbacks(config: DistributedConfig) -> list[Callback]:
+    """What tells Ray each epoch's figures, in a worker of Ray Train or a trial of Ray Tune. In a trial of
+    ours that is whatever trainer `train_fn` builds, its ranks processes of their own or not."""
+    from distributed.operations.tuning.trial_channel import trial_report
+    from distributed_backends.ray.figures_callback import reporter
+
+    found = trial_report() or reporter(config.backend == "ray")
+    return [found] if found else []

@@ -1,0 +1,296 @@
+"""RayLauncher: a run of Ray Train whose workers are the ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import ray
+from ray.exceptions import RayError
+
+from distributed.checkpoint.run_directory import claim_directory
+from distributed.errors import UserError, WorkerError
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.operations.tuning.trial_channel import TRIAL
+from distributed.registry.catalog import load_target
+from distributed.resilience.elastic import note_restarts
+from distributed.resilience.failure_reports import error_of, is_second_hand
+from distributed.resilience.monitor_process import found_by_watcher
+from distributed.resilience.preemption import hearing
+from distributed_backends.ray.cluster import (
+    address_of,
+    check_room,
+    connected,
+    environment,
+    is_local,
+    needs_of,
+    num_gpus,
+)
+from distributed_backends.ray.figures_callback import in_trial
+from distributed_backends.ray.output import Relay
+from distributed_backends.ray.run_files import names_in, pack, remove_everywhere, unpack
+from distributed_backends.ray.worker import REPORT
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["RayLauncher"]
+
+_POLL = "0.2"
+"""Seconds between Ray Train's looks at its workers. A worker's next report waits for that look."""
+_SECOND_LOOK = 30.0
+"""Longer than the 20 s for which Ray Train's reservations are kept as they are."""
+_IDLE = frozenset({"DatasetsCallback"})
+"""Callbacks of Ray Train that start a process of their own, here for datasets that no rank reads."""
+_IDLE_ON_OWN = _IDLE | {"PlacementGroupCleanerCallback"}
+"""A cluster that ends with the run needs nobody who gives back what the run held."""
+
+
+class RayLauncher(Launcher):
+    """Starts the ranks as workers of one Ray Train run, on the cluster that ``ray.address`` names.
+
+    A single rank of a Tune trial trains in the trial, which holds the resources for it. A trial of
+    `DistributedTuner` holds them for all its ranks, which it starts as every other backend does.
+    """
+
+    def num_gpus(self, config: DistributedConfig) -> int | None:
+        if _holds_all():
+            return None
+        if in_trial() and (config.num_ranks or 1) == 1:
+            return None
+        if address_of(config.ray) is None and not ray.is_initialized():
+            return None
+        with connected(config.ray, 1):
+            return num_gpus(or_to_come=config.num_ranks is not None)
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        if plan.world_size == 1 and in_trial():
+            _run_here(command)
+            return
+        if _holds_all():
+            local: Launcher = load_target("distributed.launch.local_launcher:LocalLauncher")()
+            local.run(plan, command)
+            return
+        num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
+        with connected(plan.config.ray, num_cpus) as own:
+            check_room(plan)
+            if plan.counts:
+                claim_directory(plan)
+            heeds = plan.config.heeds_signals
+            try:
+                with Relay(heeds) as relay, hearing(relay.ask) if heeds else nullcontext():
+                    _fit(plan, command, relay, _IDLE_ON_OWN if own else _IDLE)
+                    note_restarts(command.folder, ["Ray started all ranks anew"] * (relay.num_starts - 1))
+            finally:
+                remove_everywhere(command.folder.name)
+
+
+def _holds_all() -> bool:
+    return TRIAL in os.environ
+
+
+def _run_here(command: RankCommand) -> None:
+    path = list(sys.path)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    nodes = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "DISTRIBUTED_RUN_DIR": str(command.folder)}
+    try:
+        with environment({**command.env, **place, **nodes}):
+            status = load_target(command.target)(command.folder)
+    finally:
+        sys.path[:] = path
+    if status:
+        report = json.loads((command.folder / "error_0.json").read_text(encoding="utf-8"))
+        raise error_of(report)
+
+
+def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]) -> None:
+    from ray.train import TrainingFailedError
+
+    trainer = _trainer(plan, command, relay)
+    callbacks = trainer._create_default_callbacks
+    trainer._create_default_callbacks = lambda: [c for c in callbacks() if type(c).__name__ not in idle]
+    variables = {
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        # A rank prints and logs as under every other backend.
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+        # A process of its own, whose warnings only ranks that ask Ray would hear; ours heed signals.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout / _looks(plan)),
+    }
+    try:
+        with environment(variables), _interruptible(trainer):
+            result = trainer.fit()
+    except TrainingFailedError as error:
+        relay.close()
+        found = found_by_watcher(command.folder)
+        if found is not None:
+            raise error_of(found) from None
+        _raise(error, plan, relay)
+    unpack(result.return_value or {}, command.folder)
+
+
+def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
+    from ray.train import ScalingConfig
+    from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    section = plan.config.ray
+    callbacks: list[Any] = []
+    if in_trial():
+        from ray.tune.integration.ray_train import TuneReportCallback
+
+        callbacks.append(TuneReportCallback())
+    return DataParallelTrainer(
+        _rank(_order(plan, command, relay)),
+        scaling_config=ScalingConfig(
+            num_workers=_num_workers(plan),
+            use_gpu=plan.device == "cuda",
+            resources_per_worker=needs_of(plan),
+            placement_strategy="PACK" if plan.config.num_nodes == 1 else "SPREAD",
+        ),
+        run_config=RunConfig(  # type: ignore[arg-type]
+            name=command.folder.name,
+            storage_path=section.storage_path or str(command.folder / "ray"),
+            failure_config=FailureConfig(
+                max_failures=plan.config.max_restarts, controller_failure_limit=_looks(plan) - 1
+            ),
+            callbacks=callbacks,
+            logging_config=LoggingConfig(log_level="CRITICAL"),
+        ),
+    )
+
+
+def _looks(plan: RunPlan) -> int:
+    """How often Ray looks for room within `start_timeout`: it counts workers that die in starting and
+    room that is not found alike. A run that can do with less looks again what there is, for Ray may not
+    have noticed yet that a node is gone, and waits for it."""
+    often = len(plan.counts) > 1
+    enough = math.ceil(plan.config.ray.start_timeout / _SECOND_LOOK) if often else 1
+    return max(plan.config.max_restarts + 1, enough)
+
+
+def _num_workers(plan: RunPlan) -> Any:
+    """As many as the plan says, or between as few and as many as it may go on with."""
+    return (plan.counts[-1], plan.world_size) if len(plan.counts) > 1 else plan.world_size
+
+
+def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
+    """What a worker is told, as plain values: it has yet to find our code."""
+    here = ray.get_runtime_context().get_node_id() if is_local() else None
+    others = here is None or any(node["Alive"] and node["NodeID"] != here for node in ray.nodes())
+    return {
+        "folder": str(command.folder),
+        "node": here,
+        "cwd": os.getcwd(),
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "env": dict(command.env),
+        "target": command.target,
+        # In a list, so that it stays a reference: a worker in this folder needs none of it. Nodes that
+        # are not there yet ask this one.
+        "files": [ray.put(pack(command.folder))] if others else None,
+        "names": names_in(command.folder),
+        "queue": relay.queue,
+        "orders": relay.orders,
+    }
+
+
+def _rank(order: dict[str, Any]) -> Callable[[], Any]:
+    def rank() -> Any:
+        # Pickled by value, for what it imports may have to be found first.
+        import sys
+
+        sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
+        from distributed_backends.ray.worker import run_rank
+
+        return run_rank(order)
+
+    return rank
+
+
+@contextmanager
+def _interruptible(trainer: Any) -> Iterator[None]:
+    """Ctrl-C ends the run and raises KeyboardInterrupt, where Ray Train would exit with 0."""
+    found: list[Any] = []
+    trainer._register_sigint_handler = found.append
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if found:
+            with suppress(RayError):  # it dies in answering
+                ray.get(found[0].abort.remote(), timeout=10.0)
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) != before and _is_main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+# -- failures ------------------------------------------------------------------------
+
+
+def _raise(error: Any, plan: RunPlan, relay: Relay) -> NoReturn:
+    """Raise what the first rank that failed has to say, not what Ray says of it."""
+    failures = getattr(error, "worker_failures", None)
+    if not failures:
+        raise _not_started(error, plan) from None
+    reports = [_report(rank, failure, relay) for rank, failure in failures.items()]
+    first = min(reports, key=lambda r: (r["second_hand"], r["time"]))
+    raise error_of(first, sorted({r["rank"] for r in reports} - {first["rank"]})) from None
+
+
+def _report(rank: int, failure: Exception, relay: Relay) -> dict[str, Any]:
+    _, found, text = str(failure).partition(REPORT)
+    if found:
+        report: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
+        return report
+    host, pid = relay.places.get(rank, ("unknown host", 0))
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
+    reason, guessed, _ = lines[-1].partition(" Some common causes")
+    hint = "; it was killed, or the host ran out of memory" if guessed else ""
+    return {
+        "rank": rank,
+        "host": host,
+        "pid": pid,
+        "time": time.time(),
+        "exc_type": type(failure).__name__,
+        "what": f"is gone: {reason.rstrip('. ')}{hint}",
+        "second_hand": is_second_hand(failure),
+    }
+
+
+def _not_started(error: Any, plan: RunPlan) -> Exception:
+    cause = getattr(error, "controller_failure", error)
+    if type(cause).__name__ not in ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError"):
+        return WorkerError(
+            f"Ray Train could not run the ranks: {cause}",
+            rank=-1,
+            host=socket.gethostname(),
+            exc_type=type(cause).__name__,
+        )
+    free = ray.available_resources()
+    has = ", ".join(f"{a:g} {n}" for n, a in sorted(free.items()) if ":" not in n and "memory" not in n)
+    each = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(plan).items())
+    return UserError(
+        f"the Ray cluster had no room for {plan.world_size} ranks of {each} each within"
+        f" {plan.config.ray.start_timeout:g} s: free are {has or 'no CPUs'}",
+        field="ray.start_timeout",
+        got=plan.config.ray.start_timeout,
+        remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"
+        " hold no CPU: tune.with_resources(train, {'memory': 1})",
+    )

@@ -1,0 +1,174 @@
+"""What ranks print, shown where `fit` was called."""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from distributed.resilience.preemption import ask
+
+__all__ = ["Relay", "Voice", "hear"]
+
+_WAIT = 10.0
+"""Seconds that the last lines may take."""
+_LOOK = 0.5
+"""Seconds between looks for what the caller asks."""
+
+
+class Relay:
+    """The caller's end: a thread that prints the ranks' lines, rank 0's as they are.
+
+    Attributes:
+        queue: for the ranks' ends.
+        orders: what `ask` says, for rank 0's end; None where nobody may ask.
+        places: rank -> (host, process id).
+        num_starts: how often rank 0 has begun.
+
+    Args:
+        asks: whether `ask` is to work.
+    """
+
+    def __init__(self, asks: bool) -> None:
+        # On the caller's node: on any other, its end would be that of every restart as well.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        place = {"num_cpus": 0, "scheduling_strategy": here}
+        self.queue = Queue(actor_options=place)
+        self.orders = Queue(actor_options=place) if asks else None
+        self.places: dict[int, tuple[str, int]] = {}
+        self.num_starts = 0
+        self._thread = threading.Thread(target=self._show, daemon=True, name="ray-output")
+        self._thread.start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Show what has come so far, and end."""
+        if self._thread.is_alive():
+            with suppress(RayError):  # the cluster is gone: what the ranks had to say is what counts
+                self.queue.put(None)
+                self._thread.join(_WAIT)
+                self.queue.shutdown(force=True)
+                if self.orders is not None:
+                    self.orders.shutdown(force=True)
+
+    def ask(self, name: str) -> None:
+        """Ask rank 0 to save and go, as signal `name` does. In a thread: a handler of signals may
+        interrupt Ray in the middle of something."""
+        assert self.orders is not None
+        threading.Thread(target=self.orders.put, args=(name,), daemon=True).start()
+
+    def _next(self) -> Any:
+        try:
+            return self.queue.get()
+        except RayError:
+            return None  # the cluster is gone, which whoever waits for the run says
+
+    def _show(self) -> None:
+        while (item := self._next()) is not None:
+            rank, kind, value = item
+            if kind == "place":
+                self.places[rank] = value
+                self.num_starts += rank == 0
+                continue
+            stream = sys.stderr if kind == "err" and rank == 0 else sys.stdout
+            prefix = f"[rank {rank}] " if rank else ""
+            try:
+                stream.write("".join(f"{prefix}{line}" for line in value.splitlines(keepends=True)))
+                stream.flush()
+            except (OSError, ValueError):
+                continue  # nobody listens any more; the ranks go on
+
+
+class Voice:
+    """A rank's end: what it prints goes to the caller line by line, and waits for nobody.
+
+    Args:
+        rank: of this process.
+        to: the relay's queue.
+    """
+
+    def __init__(self, rank: int, to: Queue) -> None:
+        self.rank, self._to = rank, to
+        self._said: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, daemon=True, name="ray-output")
+        to.put((rank, "place", (socket.gethostname(), os.getpid())))
+
+    def __enter__(self) -> Voice:
+        self._before = sys.stdout, sys.stderr
+        self._lines = _Lines("out", self._said), _Lines("err", self._said)
+        sys.stdout, sys.stderr = self._lines
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.stdout, sys.stderr = self._before
+        for lines in self._lines:
+            lines.finish()
+        self._said.put(None)
+        self._thread.join(_WAIT)
+
+    def _send(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._said.get()]
+            while not self._said.empty():  # what came while the last batch was under way
+                batch.append(self._said.get())
+            ended = None in batch
+            for kind in ("out", "err"):
+                if text := "".join(item[1] for item in batch if item and item[0] == kind):
+                    self._to.put((self.rank, kind, text))
+
+
+def hear(orders: Queue) -> None:
+    """In rank 0: pass on what the caller asks, until Ray is gone.
+
+    It looks instead of waiting in `orders.get`: what a rank 0 that was killed waits for goes to it, and not
+    to the one that took its place. What was asked stays asked, for that one."""
+
+    def wait() -> None:
+        with suppress(RayError):
+            while True:
+                with suppress(Empty):
+                    name = orders.get_nowait()
+                    orders.put(name)
+                    return ask(name)
+                time.sleep(_LOOK)
+
+    threading.Thread(target=wait, daemon=True, name="ray-orders").start()
+
+
+class _Lines(io.TextIOBase):
+    """A stream that passes whole lines on."""
+
+    def __init__(self, kind: str, to: queue.SimpleQueue[tuple[str, str] | None]) -> None:
+        self._kind, self._to, self._rest = kind, to, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        whole, found, self._rest = (self._rest + text).rpartition("\n")
+        if found:
+            self._to.put((self._kind, whole + found))
+        return len(text)
+
+    def finish(self) -> None:
+        if self._rest:
+            self._to.put((self._kind, self._rest + "\n"))
+            self._rest = ""

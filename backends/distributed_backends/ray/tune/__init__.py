@@ -1,0 +1,1 @@
+"""Run the trials of a search on Ray."""

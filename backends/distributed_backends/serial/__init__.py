@@ -1,0 +1,1 @@
+"""The serial backend: one process, plain PyTorch."""

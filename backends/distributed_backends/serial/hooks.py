@@ -1,0 +1,29 @@
+"""serial: one process, plain PyTorch. What every other backend is measured against."""
+
+from __future__ import annotations
+
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.hookspecs import hookimpl
+
+__all__ = ["register_backends"]
+
+
+@hookimpl
+def register_backends() -> list[BackendSpec]:
+    """The serial backend: the plain torch backend as it is."""
+    return [
+        BackendSpec(
+            name="serial",
+            target="distributed.training.torch_backend:TorchBackend",
+            summary="one process, no communication",
+            requires=("torch",),
+            install_hint="pip install 'distributed-trainer[torch]'",
+            capabilities=Capabilities(
+                multi_process=False,
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                sync_batchnorm=True,
+                find_unused_parameters=True,
+                checkpoint=True,
+            ),
+        )
+    ]

@@ -1,0 +1,289 @@
+"""TensorFlowBackend: Keras models under the one loop, gradients summed by tf.distribute."""
+
+from __future__ import annotations
+
+import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before TensorFlow itself
+
+# isort: split
+import math
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from distributed.communication.process_group import GroupMixin, local_rank_of
+from distributed.data.order import mix, share
+from distributed.errors import UserError
+from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.placement import World
+from distributed.training.phase_timers import PhaseTimers
+from distributed_backends.tensorflow.loss_scale import LossScale
+from distributed_backends.tensorflow.models import (
+    PackedModel,
+    PackedOptimizer,
+    apply_precision,
+    build_model,
+    check_model,
+    first_batch,
+    is_foreign,
+    seed_states,
+    unpack,
+    widest,
+)
+from distributed_backends.tensorflow.objective import Objective
+from distributed_backends.tensorflow.optimizers import (
+    RateHolder,
+    build_optimizer,
+    check_optimizer,
+    has_schedule,
+    in_width,
+)
+from distributed_backends.tensorflow.state import export_keras, import_keras
+from distributed_backends.tensorflow.step import StepFunctions
+from distributed_backends.tensorflow.strategy import make_strategy
+from distributed_backends.tensorflow.values import to_array
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+
+__all__ = ["TensorFlowBackend"]
+
+
+class TensorFlowBackend(GroupMixin, Backend):
+    """Keras models: one process with a replica per device, or a process for each.
+
+    Attributes:
+        module: the Keras model.
+        optimizer: holds the learning rate in torch's form; its ``keras`` trains.
+        strategy: tf.distribute's.
+        scaler: of the loss under fp16, else None.
+        timers: where forward and backward (one compiled call, told as backward) and optimizer seconds go.
+    """
+
+    scaler: LossScale | None = None
+
+    def __init__(self) -> None:
+        self.timers = PhaseTimers()
+        self._scale = 1.0
+        self._iterations = 0
+
+    def setup(self, plan: RunPlan) -> World:
+        self.config, self._batch, self._plan = plan.config, plan.batch, plan
+        local_rank = local_rank_of(plan)
+        self.world = self.meet(plan, "gloo", "cpu" if plan.device == "cpu" else f"gpu:{local_rank}")
+        if plan.config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        self.strategy = make_strategy(plan, self.world, self.gather_objects)
+        if plan.precision == "fp16":
+            self.scaler = LossScale(plan.config.scaler_init_scale, plan.config.scaler_growth_interval)
+        return self.world
+
+    # -- model and optimizer -------------------------------------------------------------
+
+    def prepare(self, task: Task) -> None:
+        seed = self.config.seed
+        self._callers_seed = context.global_seed()
+        # Also what has no seed of its own has to begin alike on all ranks.
+        tf.random.set_seed(seed)
+        self._take_apart(task)
+        with self.strategy.scope():
+            self.module = build_model(
+                self._given_model, seed, self._plan.precision, lambda: first_batch(task.train_data)
+            )
+            check_model(self.module)
+            self._undo_precision = apply_precision(self.module, self._plan.precision)
+            self.optimizer = self._holder()
+        self._rate = self.optimizer.rate()
+        self._follows_schedule = has_schedule(self.optimizer.keras)
+        self._refuse_two_schedules(task)
+        # The step sums gradients itself, once, before it clips them.
+        self.optimizer.keras._all_reduce_sum_gradients = list
+        self.objective = Objective(
+            unpack(task.loss_fn),
+            task.training_step,
+            task.metrics and {name: unpack(metric) for name, metric in task.metrics.items()},
+            task.validation_step,
+        )
+        self.objective.check(self.module)
+        self._functions = StepFunctions(
+            self.strategy, self.module, self.optimizer.keras, self.objective, seed_states(self.module)
+        )
+        tf.random.set_seed(mix(seed, self.world.rank) % 2**31)
+        if task.run_state and self.scaler is not None:
+            self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def _take_apart(self, task: Task) -> None:
+        """Variables belong to the strategy they were made under: those of another are made again."""
+        self._given_model, self._given_optimizer = task.model, task.optimizer
+        self._original = None
+        if is_foreign(task.model):
+            self._original, optimizer = task.model, task.optimizer
+            self._given_model = PackedModel.of(task.model)
+            if isinstance(optimizer, RateHolder):
+                optimizer = optimizer.keras
+            if isinstance(optimizer, keras.optimizers.Optimizer):
+                self._given_optimizer = PackedOptimizer.of(optimizer)
+
+    def _holder(self) -> RateHolder:
+        given = self._given_optimizer
+        if isinstance(given, RateHolder):
+            return given
+        with in_width(widest(self.module)):
+            built = build_optimizer(unpack(given), self.module, self.config, self._plan.learning_rate)
+            check_optimizer(built, self.module)
+            built.build(self.module.trainable_variables)
+        if isinstance(given, PackedOptimizer):
+            given.fill(built)
+        return RateHolder(built, self._plan.learning_rate)
+
+    def _refuse_two_schedules(self, task: Task) -> None:
+        config = self.config
+        ours = task.scheduler is not None or config.scheduler != "constant" or config.warmup_steps
+        if self._follows_schedule and ours:
+            raise UserError(
+                "the optimizer carries a schedule of its own",
+                field="scheduler",
+                got=config.scheduler if task.scheduler is None else type(task.scheduler).__name__,
+                allowed="no scheduler and no warmup_steps beside a LearningRateSchedule",
+                remedy="Give the optimizer's class and a scheduler, or keep the optimizer's schedule alone",
+            )
+
+    # -- one step ------------------------------------------------------------------------
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        start = perf_counter()
+        # Sums of losses are scaled to the size of means, which half precision can hold.
+        nominal = self._batch.global_batch_size
+        self._scale = (self.scaler.scale if self.scaler else 1.0) / nominal
+        result: tuple[Any, Any] = (0.0, 0.0)
+        for position, (batch, number) in enumerate(window.micro_batches):
+            parts, numbers = self._per_replica(batch, number)
+            result = self._functions.accumulate(parts, numbers, self._scale, self._seed(position))
+        self.timers.add("backward", perf_counter() - start)
+        return result
+
+    def _seed(self, position: int) -> Any:
+        """Random layers draw by (seed, rank, step, micro-batch), so that a resumed run draws alike."""
+        iterations = int(to_array(self.optimizer.keras.iterations)) if position == 0 else self._iterations
+        self._iterations = iterations
+        return tf.constant(mix(self.config.seed, self.world.rank, iterations, position) % 2**32, tf.int64)
+
+    def _per_replica(self, batch: Any, number: int) -> tuple[Any, Any]:
+        """The micro-batch as tensors, cut into a contiguous slice for each local replica."""
+        size = self.world.num_replicas
+        arrays = tf.nest.map_structure(_as_array, _tupled(batch))
+        if size == 1:
+            return tf.nest.map_structure(tf.convert_to_tensor, arrays), tf.constant(number)
+        spans = [share(number, index, size) for index in range(size)]
+
+        def cut(context: Any) -> Any:
+            begin, end = spans[context.replica_id_in_sync_group]
+            low, high = (begin, end) if end > begin else (0, 1)
+            return tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[low:high]), arrays)
+
+        def count(context: Any) -> Any:
+            begin, end = spans[context.replica_id_in_sync_group]
+            return tf.constant(end - begin)
+
+        distribute = self.strategy.experimental_distribute_values_from_function
+        return distribute(cut), distribute(count)
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        start = perf_counter()
+        self._write_rate()
+        check = self.scaler is not None or self.config.on_nan == "skip"
+        norm, finite = self._functions.finish(self._scale, max_norm, apply=not check)
+        skipped = False
+        if check:
+            skipped = not bool(finite)
+            if skipped:
+                self._functions.forget()
+            else:
+                self._functions.update()
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+        if not skipped:
+            self.optimizer.step()  # for torch's schedulers, which look whether it was called
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(norm, skipped)
+
+    def _write_rate(self) -> None:
+        if self._follows_schedule:
+            self.optimizer.param_groups[0]["lr"] = self.optimizer.rate()
+            return
+        rate = self.optimizer.param_groups[0]["lr"]
+        if rate != self._rate:
+            with self.strategy.scope():
+                self.optimizer.keras.learning_rate = rate
+            self._rate = rate
+
+    # -- evaluation ----------------------------------------------------------------------
+
+    def set_training(self, training: bool) -> None:
+        """Every call says whether it trains. What is evaluated is what is saved: rank 0's statistics."""
+        if training or self.world.size * self.world.num_replicas == 1:
+            return
+        statistics = self._statistics()
+        if statistics:
+            # Of one that replicas mirror, an array is the first replica's.
+            arrays = self.broadcast_object([to_array(v) for v in statistics])
+            with self.strategy.scope():
+                for variable, value in zip(statistics, arrays, strict=True):
+                    variable.assign(value)
+
+    def _statistics(self) -> list[Any]:
+        seeds = {id(state) for state in seed_states(self.module)}
+        return [v for v in self.module.non_trainable_variables if id(v) not in seeds]
+
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        found: dict[str, tuple[Any, Any]] = {}
+        for batch, number in window.micro_batches:
+            terms = self._functions.evaluate(*self._per_replica(batch, number))
+            for name, (total, count) in terms.items():
+                before = found.get(name, (0.0, 0.0))
+                found[name] = (before[0] + float(total), before[1] + float(count))
+        return found
+
+    # -- state ---------------------------------------------------------------------------
+
+    def export_state(self) -> BackendState:
+        return export_keras(
+            self.module, self.optimizer, self.scaler_state(), self.world.rank, self.world.size
+        )
+
+    def import_state(self, reader: StateReader) -> None:
+        with self.strategy.scope():
+            import_keras(reader, self.module, self.optimizer)
+        self._rate = math.nan
+        if self.scaler is not None and reader.scaler:
+            self.scaler.load_state_dict(reader.scaler)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        return self.scaler.state_dict() if self.scaler is not None else None
+
+    def release(self) -> None:
+        tf.random.set_seed(self._callers_seed)
+        self._undo_precision()
+        if self._original is not None:
+            for theirs, ours in zip(self._original.variables, self.module.variables, strict=True):
+                theirs.assign(to_array(ours))
+        self.optimizer.keras.__dict__.pop("_all_reduce_sum_gradients", None)
+
+
+def _tupled(batch: Any) -> Any:
+    """Collated lists as tuples: their parts are arguments, not a stack."""
+    if isinstance(batch, dict):
+        return {key: _tupled(value) for key, value in batch.items()}
+    return tuple(map(_tupled, batch)) if isinstance(batch, (list, tuple)) else batch
+
+
+def _as_array(value: Any) -> Any:
+    """A torch tensor, a NumPy array or a number as an array; a TensorFlow tensor as it is."""
+    if hasattr(value, "detach"):
+        return value.detach().cpu().numpy()
+    return value if isinstance(value, tf.Tensor) else np.asarray(value)

@@ -1,0 +1,133 @@
+"""TensorFlowObjects: Keras models, optimizers and data in the caller's process."""
+
+from __future__ import annotations
+
+import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before TensorFlow itself
+
+# isort: split
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import keras
+import tensorflow as tf
+
+from distributed.communication.environment import detect
+from distributed.errors import UserError
+from distributed.interfaces.framework import Framework, refuse_foreign
+from distributed_backends.tensorflow.data import read_data
+from distributed_backends.tensorflow.models import (
+    PackedLoss,
+    PackedModel,
+    PackedOptimizer,
+    build_model,
+    check_model,
+    first_batch,
+    is_built,
+)
+from distributed_backends.tensorflow.state import fill_model
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.state import StateReader
+    from distributed.interfaces.task import Task
+
+__all__ = ["TensorFlowObjects"]
+
+
+class TensorFlowObjects(Framework):
+    """What `Trainer` asks of TensorFlow."""
+
+    def __init__(self) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise UserError(
+                "Keras computes with another library than TensorFlow",
+                field="KERAS_BACKEND",
+                got=keras.backend.backend(),
+                allowed="tensorflow",
+                remedy="Unset KERAS_BACKEND, or set it before Keras is imported",
+            )
+
+    def is_model(self, model: Any) -> bool:
+        return isinstance(model, keras.Model)
+
+    def check(self, model: Any, optimizer: Any) -> None:
+        refuse_foreign(model, "model", "tensorflow")
+        refuse_foreign(optimizer, "optimizer", "tensorflow")
+        if self.is_model(model) and is_built(model):
+            check_model(model)
+
+    def carries_rate(self, model: Any, optimizer: Any) -> bool:
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            return True
+        return optimizer is None and _compiled(model, "optimizer") is not None
+
+    def num_gpus(self) -> int:
+        return len(tf.config.list_physical_devices("GPU"))
+
+    def build(self, model: Any, seed: int, task: Task) -> Any:
+        return build_model(model, seed, "fp32", lambda: first_batch(task.train_data))
+
+    def load_weights(self, reader: StateReader, model: Any) -> None:
+        fill_model(reader, model)
+
+    def read(self, data: Any, argument: str, config: DistributedConfig) -> Any:
+        return read_data(data, argument, config)
+
+    def complete(self, task: Task) -> Task:
+        """A compiled model brings its optimizer, loss and metrics; one without weights gets them here."""
+        model = task.model
+        if not self.is_model(model):
+            return task
+        if not is_built(model) and detect(os.environ) is None:
+            build_model(model, 0, "fp32", lambda: first_batch(task.train_data))
+            check_model(model)
+        plain = task.loss_fn is None and task.training_step is None
+        return replace(
+            task,
+            optimizer=_compiled(model, "optimizer") if task.optimizer is None else task.optimizer,
+            loss_fn=_compiled_loss(model) if plain else task.loss_fn,
+        )
+
+    def pack(self, task: Task) -> Task:
+        model, optimizer, loss = task.model, task.optimizer, cast(Any, task.loss_fn)
+        if self.is_model(model):
+            model = PackedModel.of(model)
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            optimizer = PackedOptimizer.of(optimizer)
+        if isinstance(loss, keras.losses.Loss):
+            loss = PackedLoss.of(loss)
+        metrics: dict[str, Any] = dict(task.metrics or {})
+        for name, metric in metrics.items():
+            if isinstance(metric, keras.metrics.Metric):
+                metrics[name] = PackedLoss.of(metric)
+        return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics or task.metrics)
+
+
+def _compiled(model: Any, name: str) -> Any:
+    """What `model.compile` was given, None when it was not called."""
+    return getattr(model, name, None) if getattr(model, "compiled", False) else None
+
+
+def _compiled_loss(model: Any) -> Any:
+    loss = _compiled(model, "loss")
+    if isinstance(loss, (dict, list, tuple)):
+        raise UserError(
+            "a loss for each of several outputs",
+            field="model",
+            got=f"compiled with {type(loss).__name__} of losses",
+            remedy="Give training_step=lambda model, batch: ..., which returns their sum",
+        )
+    return loss if loss is None or isinstance(loss, (str, keras.losses.Loss)) else _KerasFunction(loss)
+
+
+class _KerasFunction:
+    """A loss function that was compiled: called as Keras calls it."""
+
+    keras_signature = True
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, y_true: Any, y_pred: Any) -> Any:
+        return self.function(y_true, y_pred)

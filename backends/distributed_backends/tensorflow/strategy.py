@@ -1,0 +1,145 @@
+"""Which devices a rank drives, and the tf.distribute strategy over them.
+
+TensorFlow can be told of its devices and of the other processes only before it has started, and a
+process can have one MultiWorkerMirroredStrategy in its life: what was made is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from distributed.errors import UserError
+
+if TYPE_CHECKING:
+    from distributed.interfaces.placement import World
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["make_strategy"]
+
+
+class _Made(NamedTuple):
+    key: tuple[Any, ...]
+    strategy: Any
+
+
+_made: list[_Made] = []
+
+
+def make_strategy(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]]) -> Any:
+    """The strategy of this rank; collective where there are several.
+
+    Args:
+        plan: what was decided.
+        world: this rank's place.
+        gather: every rank's value, on every rank.
+
+    Raises:
+        UserError: TensorFlow has started already and cannot be told of devices or processes.
+    """
+    key = (world.rank, world.size, world.num_replicas, plan.device)
+    if _made and _made[0].key == key:
+        return _made[0].strategy
+    if world.size == 1 and world.num_replicas == 1:
+        _choose_device(plan, world)
+        return tf.distribute.get_strategy()
+    try:
+        _limit_threads()
+        strategy = _multi_worker(plan, world, gather) if world.size > 1 else _mirrored(plan, world)
+    except RuntimeError as error:
+        if "startup" not in str(error) and "initialized" not in str(error):
+            raise
+        raise _too_late(error) from error
+    _made[:] = [_Made(key, strategy)]
+    return strategy
+
+
+def _too_late(error: Exception) -> UserError:
+    return UserError(
+        f"TensorFlow has started in this process, and only then was told of the other ranks ({error})",
+        field="model, train_loader",
+        remedy="Under torchrun and the like give functions that build the model and the tf.data dataset, or"
+        " arrays, and call nothing of TensorFlow before fit; or start the script plainly, once, with"
+        " num_processes, and fit starts the ranks",
+    )
+
+
+def _limit_threads() -> None:
+    """As many threads as this rank was given, where TensorFlow would take every core."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
+    if threads and not _started():
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+
+
+def _started() -> bool:
+    from tensorflow.python.eager import context
+
+    return bool(context.context()._initialized)
+
+
+def _choose_device(plan: RunPlan, world: World) -> None:
+    if plan.device == "cpu" and tf.config.list_physical_devices("GPU") and not _started():
+        tf.config.set_visible_devices([], "GPU")
+
+
+def _mirrored(plan: RunPlan, world: World) -> Any:
+    number = world.num_replicas
+    if plan.device == "cpu":
+        tf.config.set_visible_devices([], "GPU")
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
+        return tf.distribute.MirroredStrategy(
+            [f"CPU:{index}" for index in range(number)],
+            cross_device_ops=tf.distribute.ReductionToOneDevice(),
+        )
+    return tf.distribute.MirroredStrategy([f"GPU:{index}" for index in range(number)])
+
+
+def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]]) -> Any:
+    gpus = tf.config.list_physical_devices("GPU")
+    here: list[Any] = []
+    if plan.device != "cpu":
+        # A launcher may show every rank one device of its own, which is then number 0.
+        here = [gpus[0 if len(gpus) == 1 else world.local_rank]]
+    tf.config.set_visible_devices(here, "GPU")
+    host = "127.0.0.1" if world.num_nodes == 1 else _own_address(plan)
+    holder = _hold_port()
+    try:
+        workers = gather(f"{host}:{holder.getsockname()[1]}")
+    finally:
+        holder.close()
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    return tf.distribute.MultiWorkerMirroredStrategy(
+        # Said here and not in TF_CONFIG, which would mislead whatever runs in this process next.
+        cluster_resolver=tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": workers}),
+            task_type="worker",
+            task_id=world.rank,
+            rpc_layer="grpc",
+        ),
+        communication_options=tf.distribute.experimental.CommunicationOptions(
+            implementation=kinds.RING if plan.device == "cpu" else kinds.NCCL,
+            timeout_seconds=plan.config.collective_timeout,
+        ),
+    )
+
+
+def _hold_port() -> socket.socket:
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
+
+
+def _own_address(plan: RunPlan) -> str:
+    """The address of this host that the others can reach: the one facing the rendezvous."""
+    target = plan.joined.master_addr if plan.joined is not None else os.environ["MASTER_ADDR"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        address: str = probe.getsockname()[0]
+    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address

@@ -1,1 +1,0 @@
-"""The example that comes with the package."""

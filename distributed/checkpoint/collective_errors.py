@@ -1,0 +1,82 @@
+"""Failures that every rank learns of, so that all raise the same one and none waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from distributed.errors import UserError
+from distributed.interfaces.placement import World
+
+__all__ = ["Ranks", "agree", "on_rank_zero"]
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What is needed of a `Backend` here."""
+
+    world: World
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank `root`'s `value`, on every rank."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+
+
+def agree(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank; collective.
+
+    Returns:
+        Every rank's result, in rank order.
+
+    Raises:
+        OSError, UserError, RuntimeError: the action failed on some rank: the error of the
+            first such rank, the same on all of them.
+    """
+    result, error, cause = _attempt(ranks, action)
+    outcomes = ranks.gather_objects((result, error))
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure from cause
+    return [value for value, _ in outcomes]
+
+
+def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone and return its result on every rank; collective.
+
+    Raises:
+        OSError, UserError, RuntimeError: what it raised, the same on all ranks.
+    """
+    outcome: tuple[Any, BaseException | None] = (None, None)
+    cause = None
+    if ranks.world.rank == 0:
+        result, error, cause = _attempt(ranks, action)
+        outcome = (result, error)
+    value, failure = ranks.broadcast_object(outcome)
+    if failure is not None:
+        raise failure from cause
+    return value  # type: ignore[no-any-return]
+
+
+def _attempt(
+    ranks: Ranks, action: Callable[[], T]
+) -> tuple[T | None, BaseException | None, BaseException | None]:
+    try:
+        return action(), None, None
+    except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+        return None, _portable(error, ranks.world), error
+
+
+def _portable(error: Exception, world: World) -> Exception:
+    """The same error in a form that any process can unpickle."""
+    if isinstance(error, UserError):
+        return error
+    where = f"rank {world.rank} on {world.host}"
+    if isinstance(error, OSError):
+        if error.errno is None:
+            kind = type(error) if type(error).__module__ == "builtins" else OSError
+            return kind(f"{error} ({where})")
+        return OSError(error.errno, f"{error.strerror} ({where})", error.filename)
+    return RuntimeError(f"{where}: {type(error).__name__}: {error}")

@@ -1,0 +1,53 @@
+"""The checkpoint directory of a run: its newest checkpoint, and what other runs left there."""
+
+from __future__ import annotations
+
+import os
+
+from distributed.errors import UserError
+from distributed.interfaces.plan import RunPlan
+
+__all__ = ["claim_directory", "newest_checkpoint"]
+
+
+def newest_checkpoint(plan: RunPlan) -> str | None:
+    """What the next round goes on from."""
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
+
+    directory = plan.config.checkpoint_dir
+    return None if directory is None else PortableCheckpointer(directory, keep_last=None).latest()
+
+
+def claim_directory(plan: RunPlan) -> None:
+    """Before the first rank starts: move what other runs left in ``checkpoint_dir`` out of the way, so
+    that the newest checkpoint there is always this run's own.
+
+    Raises:
+        UserError: something cannot be moved.
+    """
+    from distributed.checkpoint.checkpointer import PortableCheckpointer
+    from distributed.checkpoint.object_store import located
+    from distributed.checkpoint.reader import read_manifest
+
+    directory, source = plan.config.checkpoint_dir, plan.config.resume_from_checkpoint
+    if directory is None or source is True:
+        return
+    store = PortableCheckpointer(directory, keep_last=None)
+    lineage, step = "", -1
+    if isinstance(source, str):
+        _, path = located(source)
+        if path == store.directory:
+            return
+        if os.path.dirname(path) == store.directory:
+            lineage, step = str(store.lineage(path)), int(read_manifest(path)["step"])
+    try:
+        moved = store.set_aside(lineage, step)
+    except OSError as error:
+        raise UserError(
+            f"checkpoints of another run cannot be moved out of the way: {error}",
+            field="checkpoint_dir",
+            got=directory,
+            remedy="Choose another directory",
+        ) from error
+    if moved:
+        print(f"checkpoints in {directory} that this run does not go on from were moved to {moved}")

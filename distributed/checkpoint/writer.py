@@ -1,0 +1,176 @@
+"""Writes the files of one checkpoint into a directory that is not committed yet."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from distributed._version import __version__
+from distributed.checkpoint.chunk_index import ITEM_SIZES, ChunkEntry, tiling_problems
+from distributed.checkpoint.codec import decode, encode
+from distributed.checkpoint.file_names import FORMAT, VERSION, rank_file, shard_file
+from distributed.checkpoint.filesystem import FileLayer, seal
+from distributed.errors import UserError
+from distributed.interfaces.state import BackendState, Chunk
+
+__all__ = ["manifest_of", "merge_scalars", "write_rank"]
+
+_PIECE = 64 << 20
+"""Bytes under one checksum at most, so that who needs a part of a large tensor reads little more."""
+
+
+def write_rank(
+    files: FileLayer, directory: str, rank: int, size: int, state: BackendState, rank_extra: dict[str, Any]
+) -> None:
+    """Write one rank's shard and index, and bring them to the disk. The index takes its name
+    last: where it is, all of the rank's bytes are.
+
+    Raises:
+        OSError: a file cannot be written.
+        UserError: the state holds what the format cannot.
+    """
+    extra = encode(rank_extra, "rank_extra")
+    shard = shard_file(rank, size)
+    entries, facts = _write_shard(files, os.path.join(directory, shard), state.chunks)
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": rank,
+        "world_size": size,
+        "chunks": [entry.to_json() for entry in entries],
+        "scalars": encode(state.scalars, "optimizer"),
+        "scalar_dtypes": [group.get("scalar_dtypes", {}) for group in state.groups],
+        "rank_extra": extra,
+        "shard": facts,
+    }
+    path = os.path.join(directory, rank_file(rank))
+    # Rank 0 brings the names to the disk before it commits.
+    files.publish(path, seal(index), f"{path}.part")
+
+
+def _write_shard(files: FileLayer, path: str, chunks: list[Chunk]) -> tuple[list[ChunkEntry], dict[str, Any]]:
+    entries, offset, crc = [], 0, 0
+    with files.open(path) as file:
+        for entry, raw in _pieces(chunks, os.path.basename(path)):
+            files.write(file, raw)
+            entries.append(entry)
+            offset, crc = offset + len(raw), zlib.crc32(raw, crc)
+        files.fsync(file)
+    return entries, {"size": offset, "crc32": crc}
+
+
+def _pieces(chunks: Iterable[Chunk], file: str) -> Iterator[tuple[ChunkEntry, memoryview]]:
+    """The chunks in turn as they lie in `file`, none larger than `_PIECE`."""
+    offset = 0
+    for chunk in chunks:
+        length = max(_PIECE // ITEM_SIZES.get(str(chunk.data.dtype).removeprefix("torch."), 1), 1)
+        for first in range(0, max(len(chunk.data), 1), length):
+            piece = replace(chunk, start=chunk.start + first, data=chunk.data[first : first + length])
+            entry, raw = _entry(piece, file, offset)
+            yield entry, raw
+            offset += len(raw)
+
+
+def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview]:
+    dtype = str(chunk.data.dtype).removeprefix("torch.")
+    if dtype not in ITEM_SIZES:
+        raise UserError(
+            f"'{chunk.name}' ({chunk.key}) has a dtype that the checkpoint format does not know",
+            got=dtype,
+            allowed=", ".join(sorted(ITEM_SIZES)),
+        )
+    if chunk.data.dim() != 1 or chunk.start + len(chunk.data) > math.prod(chunk.shape):
+        raise ValueError(
+            f"chunk of '{chunk.name}' ({chunk.key}) at {chunk.start} of shape"
+            f" {tuple(chunk.data.shape)} is not a flat piece of {chunk.shape}"
+        )
+    raw = _raw_bytes(chunk.data)
+    entry = ChunkEntry(
+        chunk.key,
+        chunk.name,
+        tuple(chunk.shape),
+        dtype,
+        (chunk.start,),
+        (len(chunk.data),),
+        "flat",
+        file,
+        offset,
+        zlib.crc32(raw),
+    )
+    return entry, raw
+
+
+def _raw_bytes(data: Any) -> memoryview:
+    import torch
+
+    _need_little_endian()
+    return memoryview(data.detach().contiguous().view(torch.uint8).numpy().data)
+
+
+def _need_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise UserError(
+            "portable checkpoints hold little-endian bytes, and this machine is big-endian",
+            field="checkpoint_dir",
+            remedy="Train without checkpoint_dir on this machine",
+        )
+
+
+def manifest_of(
+    step: int,
+    state: BackendState,
+    extra: dict[str, Any],
+    facts: dict[str, dict[str, Any]],
+    entries: list[ChunkEntry],
+    size: int,
+    folder: str = "",
+) -> dict[str, Any]:
+    """The manifest of what all ranks wrote; the files lie in `folder` beside it.
+
+    Raises:
+        ValueError: the pieces do not tile every tensor exactly.
+        UserError: `extra`, the groups or the scalars hold what the codec cannot.
+    """
+    problems = tiling_problems(entries)
+    if problems:
+        raise ValueError(f"the ranks' pieces do not make whole tensors: {'; '.join(problems[:3])}")
+    tensors = {(e.key, e.name): e for e in entries}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "byte_order": "little",
+        "step": step,
+        "world_size": size,
+        "versions": _versions(),
+        "tensors": [
+            {"key": e.key, "name": e.name, "shape": list(e.shape), "dtype": e.dtype} for e in tensors.values()
+        ],
+        "indexes": [rank_file(rank) for rank in range(size)],
+        "groups": encode(state.groups, "groups"),
+        "scalars": encode(state.scalars, "optimizer"),
+        "aliases": dict(state.aliases),
+        "scaler": encode(state.scaler, "scaler"),
+        "extra": {key: encode(value, key) for key, value in extra.items()},
+        "files": facts,
+        **({"folder": folder} if folder else {}),
+    }
+
+
+def merge_scalars(state: BackendState, indexes: Iterable[dict[str, Any]]) -> None:
+    """Complete rank 0's `state` with the scalars that other ranks alone know; a lower rank's win."""
+    for index in indexes:
+        state.scalars = decode(index["scalars"]) | state.scalars
+        for group, dtypes in zip(state.groups, index["scalar_dtypes"], strict=True):
+            if dtypes:
+                group["scalar_dtypes"] = dtypes | group.get("scalar_dtypes", {})
+
+
+def _versions() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    versions = {"distributed": __version__, "python": sys.version.split()[0]}
+    return {**versions, "torch": str(torch.__version__)} if torch is not None else versions

@@ -1,0 +1,1 @@
+"""The scripts that the command line trains when no script is given."""

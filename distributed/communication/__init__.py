@@ -1,0 +1,1 @@
+"""How ranks find each other, and how objects and tensors travel between them."""

@@ -1,0 +1,131 @@
+"""GroupMixin: ranks that meet in a torch process group, whatever framework they train with."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.communication.rendezvous import await_ranks, meeting_place, open_store
+from distributed.interfaces.placement import World
+from distributed.system.addresses import is_loopback, loopback_interface
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["GroupMixin", "local_rank_of"]
+
+_SETTLE = 0.1
+"""Seconds."""
+
+
+class GroupMixin:
+    """Meets the other ranks in the default process group, or uses the one that is there.
+
+    Attributes:
+        store: where they met, None with a group that was there or without one.
+
+    Collectives on plain numbers and objects go over gloo, also beside nccl, so that logging
+    never waits for the GPU's stream.
+    """
+
+    world: World
+    store: dist.Store | None = None
+    _owns_group = False
+
+    def meet(self, plan: RunPlan, kind: str, device: str) -> World:
+        """Join the other ranks and return this one's place. Collective.
+
+        Args:
+            plan: what was decided.
+            kind: the group's backend, as torch names it.
+            device: of this rank.
+
+        Raises:
+            UserError: ranks do not come, or the store cannot be reached.
+        """
+        if plan.world_size > 1 and not dist.is_initialized():
+            self._owns_group = True
+            self._open_group(plan, kind)
+        # A rank alone needs no group, and leaves the caller's process without one.
+        rank, size = (dist.get_rank(), dist.get_world_size()) if plan.world_size > 1 else (0, 1)
+        local_size = plan.local_size
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank_of(plan),
+            local_size=local_size,
+            node_rank=plan.node_rank,
+            num_nodes=plan.num_nodes,
+            host=socket.gethostname(),
+            device=device,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            num_replicas=plan.num_replicas,
+        )
+
+    def _open_group(self, plan: RunPlan, kind: str) -> None:
+        timeout = timedelta(seconds=plan.config.collective_timeout)
+        rank, size = (
+            (plan.joined.rank, plan.joined.size)
+            if plan.joined
+            else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        )
+        if plan.num_nodes == 1 and is_loopback(meeting_place(plan.joined)[0]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        self.store = open_store(plan.joined, rank, size, timeout)
+        await_ranks(self.store, rank, size, plan.config.collective_timeout)
+        dist.init_process_group(
+            kind, store=dist.PrefixStore("group", self.store), rank=rank, world_size=size, timeout=timeout
+        )
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """Sum float64 `values` element by element over all ranks."""
+        if self.world.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank `root`'s `value`, on every rank."""
+        if self.world.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=root, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if self.world.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Return when every rank has called."""
+        if self.world.size > 1:
+            self.all_reduce([0.0])
+
+    def teardown(self) -> None:
+        """Leave the group, if `meet` made it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._owns_group = False
+            if self.world.size > 1:
+                # gloo's threads drop their last work under the interpreter's lock; one that asks for
+                # it while the interpreter shuts down aborts the process.
+                time.sleep(_SETTLE)
+
+
+def local_rank_of(plan: RunPlan) -> int:
+    """This rank's number on its host."""
+    return plan.joined.local_rank if plan.joined else int(os.environ.get("LOCAL_RANK", "0"))

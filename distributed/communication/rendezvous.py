@@ -1,0 +1,272 @@
+"""Where ranks meet: the store that one process serves, and the way to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distributed.errors import UserError
+from distributed.system.addresses import is_loopback
+
+if TYPE_CHECKING:
+    from distributed.interfaces.placement import Joined
+
+__all__ = [
+    "Rendezvous",
+    "await_ranks",
+    "connect",
+    "listen",
+    "meeting_place",
+    "open_store",
+    "serve",
+]
+
+_REMIND = 10.0
+_SOON = timedelta(seconds=1)
+_PATIENCE = 60.0
+"""Seconds in which an address has to lead to the host that serves there; a cluster's names may come late."""
+_MET = "met"
+"""The key that says that all ranks were here."""
+_stores: dict[tuple[str, int], dist.Store] = {}
+_meetings = count()
+
+
+class Rendezvous:
+    """The store in which ranks meet. Named by a loopback address, it listens there alone.
+
+    Args:
+        host: how the ranks call this host.
+        port: 0 takes a free one.
+        world_size: number of ranks.
+
+    Raises:
+        UserError: the port is in use; on entering, `host` does not lead here.
+    """
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self.host, self.world_size = host, world_size
+        try:
+            self._socket = listen(host, port)
+        except OSError as error:
+            raise UserError(
+                f"the rendezvous cannot listen there: {error.strerror}",
+                field="rdzv_endpoint",
+                got=f"{host}:{port}",
+                remedy=f"Choose another port, or end the run that holds it (ss -ltnp 'sport = {port}')",
+            ) from None
+        self.port: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Rendezvous:
+        try:
+            if not is_loopback(self.host):
+                _await_server(self.host, self.port, "node 0", _PATIENCE)
+            self.store = serve(self._socket, self.host, self.world_size, timedelta(seconds=_PATIENCE))
+        except (OSError, dist.DistNetworkError) as error:
+            self._socket.close()
+            raise UserError(
+                f"node 0 has to run where that address leads, and this is {socket.gethostname()}: {error}",
+                field="rdzv_endpoint",
+                got=f"{self.host}:{self.port}",
+                remedy="Start node rank 0 on the host of that address, or name this host in it on all nodes",
+            ) from None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        del self.store
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket; on loopback alone when `host` is loopback."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1" if is_loopback(host) else "", port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(256)
+    return listener
+
+
+def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that this process serves on `listener`."""
+    # The store takes over a socket that is already bound, for it would bind to all hosts.
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1" if is_loopback(host) else host,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) -> dist.TCPStore:
+    """The store that somebody serves there, once somebody does.
+
+    Raises:
+        UserError: nobody does within `timeout`.
+    """
+    try:
+        _await_server(host, port, f"rank {rank}", timeout.total_seconds())
+    except OSError as error:
+        raise _unreachable(host, port, rank, error) from None
+    return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def meeting_place(joined: Joined | None) -> tuple[str, int]:
+    """Host and port at which this rank meets the others."""
+    if joined is not None:
+        return joined.master_addr, joined.master_port
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store of whoever started the ranks, or one that rank 0 serves.
+
+    Raises:
+        UserError: the port is in use, nobody answers there, or an earlier run does and goes on doing so.
+    """
+    place = meeting_place(joined)
+    # A second fit must not find the first one's keys: gloo would call on peers that are gone.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"distributed/{restart}/{next(_meetings)}"
+    waiting = _Waiting(f"rank {rank} waits for an earlier run to leave {place[0]}:{place[1]}", at_once=True)
+    while True:
+        waited = waiting.seconds
+        if place not in _stores:
+            _stores[place] = _reach(*place, rank, size, max(timeout - timedelta(seconds=waited), _SOON))
+        store = dist.PrefixStore(prefix, _stores[place])
+        if not _is_of_earlier_run(store):
+            return store
+        del store, _stores[place]
+        if waited >= timeout.total_seconds():
+            raise _held(*place, rank)
+        waiting.pause()
+
+
+def _is_of_earlier_run(store: dist.Store) -> bool:
+    """Whether this rank is late by a run: others have met here, and one of them was this rank.
+
+    The ranks of a second run are other processes, which count their meetings from 0 again. torch's agents
+    keep one store for all ranks that they start, and let them meet there again when a host comes or goes.
+    """
+    ours = "DISTRIBUTED_RUN_DIR" in os.environ
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not ours:
+        return False
+    try:
+        return bool(store.check([_MET]))
+    except dist.DistError:
+        return True  # it is gone at last
+
+
+def _held(host: str, port: int, rank: int) -> UserError:
+    return UserError(
+        f"rank {rank} finds an earlier run at the rendezvous, which does not end",
+        field="MASTER_ADDR",
+        got=f"{host}:{port}",
+        remedy=f"End it on node 0 (ss -ltnp 'sport = {port}' names it there), or choose another port",
+    )
+
+
+def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if rank == 0 and not served:
+            return serve(listen(host, port), host, size, timeout)
+        return connect(host, port, size, timeout, rank)
+    except dist.DistNetworkError as error:
+        raise _unreachable(host, port, rank, error) from None
+    except OSError as error:
+        raise UserError(
+            f"the rendezvous cannot listen there: {error.strerror}",
+            field="MASTER_PORT",
+            got=port,
+            remedy="Choose another (torchrun --master-port), or end the run that holds it",
+        ) from None
+
+
+def _await_server(host: str, port: int, who: str, timeout: float) -> None:
+    """Return when somebody listens there; says meanwhile that `who` waits, or after `timeout` seconds
+    raises the OSError. torch's own client is silent, and then prints its stack."""
+    waiting = _Waiting(f"{who} waits for the rendezvous at {host}:{port}")
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_REMIND).close()
+            return
+        except OSError:
+            if waiting.seconds >= timeout:
+                raise
+            waiting.pause()
+
+
+class _Waiting:
+    """Says again and again that somebody waits.
+
+    Args:
+        text: who waits for what.
+        at_once: say it at the first pause, not only after a while.
+    """
+
+    def __init__(self, text: str, at_once: bool = False) -> None:
+        self.text, self._started = text, time.monotonic()
+        self._said = float("-inf") if at_once else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started
+
+    def pause(self) -> None:
+        """Wait a moment before the next try."""
+        waited = self.seconds
+        if waited - self._said >= _REMIND:
+            print(f"{self.text} ({waited:.0f} s)", flush=True)
+            self._said = waited
+        time.sleep(0.1)
+
+
+def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError:
+    return UserError(
+        f"rank {rank} cannot reach the rendezvous: {error}",
+        field="MASTER_ADDR",
+        got=f"{host}:{port}",
+        remedy="Check that rank 0 runs there and that no firewall closes the port",
+    )
+
+
+def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """Return when every rank is here; rank 0 says meanwhile who is missing.
+
+    Raises:
+        UserError: after `timeout` seconds; names the missing ranks.
+    """
+    store.set(f"here/{rank}", socket.gethostname())
+    started = time.monotonic()
+    missing = [r for r in range(size) if r != rank]
+    while missing:
+        try:
+            store.wait([f"here/{missing[0]}"], timedelta(seconds=min(_REMIND, timeout)))
+            missing.pop(0)
+        except dist.DistStoreError:
+            waited = time.monotonic() - started
+            absent = [r for r in missing if not store.check([f"here/{r}"])]
+            names = ", ".join(map(str, absent))
+            if absent and waited >= timeout:
+                raise UserError(
+                    f"ranks {names} of {size} did not come within {waited:.0f} s",
+                    field="collective_timeout",
+                    got=timeout,
+                    remedy="See their own output for why, or start them",
+                ) from None
+            if absent and rank == 0:
+                print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)
+    store.set(_MET, "1")

@@ -1,0 +1,63 @@
+"""How a task reaches the ranks: one private file, its tensors mapped rather than copied."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import cloudpickle
+import torch
+
+__all__ = ["load_task", "save_task"]
+
+_LARGE = 1 << 16
+
+
+def save_task(task: Any, path: str | os.PathLike[str]) -> None:
+    """Pickle `task` in one graph: code from ``__main__`` by value, tensors and large NumPy
+    arrays as raw bytes that `load_task` maps.
+
+    Raises:
+        TypeError, pickle.PicklingError: something in the task cannot travel.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        torch.save(task, file, pickle_module=_Cloudpickle, pickle_protocol=5)
+
+
+def load_task(path: str | os.PathLike[str]) -> Any:
+    """The inverse. Tensors are private, copy-on-write views of the file: all ranks of a host
+    share one copy in memory until they write. The file may be deleted afterwards.
+
+    This runs the code of the task, which is the caller's own; never use it on a checkpoint.
+    """
+    return torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
+
+
+def _is_large(array: Any) -> bool:
+    # A tensor cannot be read-only: such an array travels the ordinary way.
+    return bool(array.nbytes >= _LARGE and array.flags.writeable)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        # NumPy arrays would be copied into the pickle, and from it into every rank.
+        if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and _is_large(obj):
+            try:
+                return _as_array, (torch.from_numpy(obj),)
+            except TypeError:
+                pass  # a dtype torch does not have travels the ordinary way
+        return super().reducer_override(obj)
+
+
+class _Cloudpickle:
+    """What `torch.save` expects of a pickle module."""
+
+    Pickler = _Pickler
+    dump = staticmethod(cloudpickle.dump)
+    loads = staticmethod(pickle.loads)
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    return tensor.numpy()

@@ -1,0 +1,68 @@
+"""Where a rank stands: among all ranks, on its host, and as its launcher says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Joined", "World"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process's place, as its launcher told it.
+
+    Attributes:
+        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray`` or ``spawn``
+            (our own).
+        master_addr: host of the rendezvous.
+        master_port: its port.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class World:
+    """Where one rank stands.
+
+    Attributes:
+        rank: of this process, 0 to ``size - 1``.
+        size: number of ranks.
+        local_rank: rank within this host.
+        local_size: number of ranks on this host.
+        node_rank: index of this host.
+        num_nodes: number of hosts.
+        host: this host's name.
+        device: where this rank computes, e.g. ``cpu`` or ``cuda:1``.
+        data_parallel_rank: which slice of each global batch this rank takes.
+        data_parallel_size: into how many slices each global batch is cut. Equal to `size`
+            unless ranks share a model between them (pipeline, tensor parallelism); these have
+            the same `data_parallel_rank` and are given the same windows.
+        num_replicas: devices that this rank drives, each with a copy of the model. Its micro-batches
+            hold `batch_size` samples for each of them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    host: str = "localhost"
+    device: str = "cpu"
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    num_replicas: int = 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one model, and with it one slice of each global batch."""
+        return self.size // self.data_parallel_size

@@ -1,0 +1,133 @@
+"""RunPlan: a run that can start, as data. `distributed.planner` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.placement import Joined
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+
+__all__ = ["BatchPlan", "Facts", "Resources", "RunPlan"]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``global_batch_size = batch_size x gradient_accumulation_steps x data_parallel_size``."""
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    data_parallel_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.data_parallel_size == 1 else f"{self.data_parallel_size} ranks"
+        accumulated = self.gradient_accumulation_steps
+        return (
+            f"global batch {self.global_batch_size} = {self.batch_size} samples"
+            + (f" x {accumulated} accumulated" if accumulated > 1 else "")
+            + f" x {ranks}"
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """The four numbers by their config names."""
+        return {
+            "batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "data_parallel_size": self.data_parallel_size,
+            "global_batch_size": self.global_batch_size,
+        }
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this host offers: the number of visible CUDA devices."""
+
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the plan has to know of the user's objects.
+
+    Attributes:
+        train_batch_size: the training loader's own batch size, None without.
+        val_batch_size: the validation loader's.
+        num_samples: training samples in an epoch, None when unknown.
+        has_optimizer: an optimizer object was given.
+    """
+
+    train_batch_size: int | None = None
+    val_batch_size: int | None = None
+    num_samples: int | None = None
+    has_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that can start.
+
+    Attributes:
+        config: what was asked.
+        spec: the backend.
+        mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
+        world_size: ranks (processes) over all nodes.
+        local_size: ranks on this node.
+        node_rank: index of this node.
+        num_nodes: nodes.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        communication_backend: transport of the collectives, as torch names it.
+        batch: the batch identity.
+        val_batch_size: samples per rank in validation.
+        learning_rate: after `lr_scaling`.
+        num_replicas: devices that each rank drives.
+        counts: numbers of ranks that an elastic run may go on with, largest first.
+        joined: this process's place when it joins.
+        notes: what the user should know, one sentence each.
+    """
+
+    config: DistributedConfig
+    spec: BackendSpec
+    mode: str
+    world_size: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    device: str
+    precision: str
+    communication_backend: str
+    batch: BatchPlan
+    val_batch_size: int
+    learning_rate: float
+    num_replicas: int = 1
+    counts: tuple[int, ...] = ()
+    joined: Joined | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def device_of(self, local_rank: int) -> str:
+        """The device of a rank on its host."""
+        return "cpu" if self.device == "cpu" else f"cuda:{local_rank}"
+
+    def summary(self) -> str:
+        """The first lines of a run."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        if self.num_replicas > 1:
+            ranks += f" of {self.num_replicas} replicas"
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        where = "CPU" if self.device == "cpu" else "CUDA"
+        over = f" over {self.communication_backend}" if self.world_size > 1 else ""
+        first = f"{self.spec.label}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
+        notes = [*self.notes, *([self._elastic()] if self.counts else [])]
+        return "\n".join([first, *(f"note: {note}" for note in notes)])
+
+    def _elastic(self) -> str:
+        fewer = f", and go on with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""
+        return f"ranks that fail are started again {self.config.max_restarts} times{fewer}"

@@ -1,0 +1,370 @@
+"""Start Python processes by forking one that has imported their frameworks already.
+
+Importing torch takes over a second of processor time in each rank; DeepSpeed and TensorFlow take three. A
+fork server imports them once, and each process that it starts is a fork, which takes milliseconds::
+
+    with ForkServer(preload=["torch"]) as server:
+        os.environ[ADDRESS] = server.address       # for this process and all that it starts
+        trainer.fit(...)                           # the ranks are forks
+
+`distributed.launch.child_process` asks the server at this address, and starts an ordinary process where
+there is none or where the server refuses. A server has one thread, has joined no process group and has no
+CUDA context, because a fork would inherit them broken. It refuses if an import broke that rule.
+
+Protocol, over a Unix socket of type SOCK_SEQPACKET: the client sends one JSON object (`ForkRequest`) with
+the file descriptors that the process gets. The server answers ``{"pid": int}`` or ``{"refused": str}``,
+and later ``{"status": int}``: the exit code, or minus the number of the signal. The pid is not used again
+until the client shuts its side of the connection down; the server reaps the process and then closes its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from distributed.launch.forked import run_forked
+
+__all__ = ["ADDRESS", "ForkRequest", "ForkServer", "namespaces"]
+
+ADDRESS = "DISTRIBUTED_FORK_SERVER"
+"""Environment variable: path of the socket of the server that starts this process's ranks."""
+
+_MAX_MESSAGE = 1 << 20
+_MAX_FDS = 32
+_LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_STACK")
+
+
+def namespaces() -> list[str]:
+    """Identifiers of this process's network, mount and process namespaces."""
+    return [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid")]
+
+
+def _blocked_signals() -> list[int]:
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def _resource_limits() -> dict[str, tuple[int, int]]:
+    return {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS}
+
+
+@dataclass
+class ForkRequest:
+    """What the new process is. The defaults are what it would inherit from this process.
+
+    Attributes:
+        argv: a Python command line without the interpreter: ``["-P", "-c", code, *args]``,
+            ``["-m", module, *args]`` or ``[script, *args]``.
+        env: the whole environment.
+        fds: numbers that the descriptors sent along get in the new process, in their order.
+        preload: modules, or functions ``module:function`` to call, needed before the fork.
+        new_session: whether the process leads a session of its own.
+        tied: whether the process is killed when the client goes away.
+        cwd: working directory.
+        blocked: numbers of the signals that are blocked at the start.
+        cpus: numbers of the processors that it may use.
+        limits: name of a resource limit -> (soft, hard).
+        namespaces: of the client; a server in others refuses.
+    """
+
+    argv: list[str]
+    env: dict[str, str]
+    fds: list[int]
+    preload: list[str] = field(default_factory=list)
+    new_session: bool = False
+    tied: bool = False
+    cwd: str = field(default_factory=os.getcwd)
+    blocked: list[int] = field(default_factory=_blocked_signals)
+    cpus: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
+    limits: dict[str, tuple[int, int]] = field(default_factory=_resource_limits)
+    namespaces: list[str] = field(default_factory=namespaces)
+
+
+class ForkServer:
+    """A process that forks others, for as long as this object is open. Requests wait until its imports
+    are done.
+
+    Args:
+        preload: modules that the server imports, and functions ``module:function`` that it calls,
+            before its first fork.
+
+    Attributes:
+        address: path of its socket.
+        pid: process id of the server; its forks are its children.
+    """
+
+    def __init__(self, preload: Sequence[str] = ("torch",)) -> None:
+        self._folder = TemporaryDirectory(prefix="distributed-fork-")
+        self.address = str(Path(self._folder.name, "socket"))
+        # Libraries of linear algebra and allocators must not start threads before a fork.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        env.pop(ADDRESS, None)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            command = [sys.executable, "-c", _SERVE, str(listener.fileno()), *preload]
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server. Processes that it has started run on."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+_SERVE = "import sys; from distributed.launch.fork_server import main; sys.exit(main(*sys.argv[1:]))"
+
+
+def main(listener: str, *preload: str) -> int:
+    """The server's process, and each fork of it: returns that process's exit code.
+
+    Args:
+        listener: descriptor of the listening socket.
+        preload: as of `ForkServer`.
+    """
+    del sys.path[0]  # the working directory, because the server was started by -c
+    server = _Server(socket.socket(fileno=int(listener)), owner=0)
+    server.preload(preload)
+    while isinstance(role := server.serve(), _Branch):
+        server = _Server(role.requests, owner=role.requests.fileno())
+        server.preload(role.preload)
+    return run_forked(role.request, role.fds) if role is not None else 0
+
+
+@dataclass
+class _Job:
+    """What a forked process is to run, and the descriptors that it was sent."""
+
+    request: ForkRequest
+    fds: list[int]
+
+
+@dataclass
+class _Branch:
+    """A fork of the server that imports further modules and then forks for requests that need them."""
+
+    requests: socket.socket
+    preload: tuple[str, ...]
+
+
+@dataclass
+class _Child:
+    """A process that was started. Its connection is None once the client has closed it."""
+
+    connection: socket.socket | None
+    tied: bool
+    reported: bool = False
+
+
+class _Server:
+    """The loop of a server or of a branch.
+
+    Args:
+        requests: where requests arrive: a listening socket, or a branch's end of a pair of sockets.
+        owner: the server ends when the other end of this descriptor is closed.
+    """
+
+    def __init__(self, requests: socket.socket, owner: int) -> None:
+        self._requests, self._open = requests, True
+        self._loaded: set[str] = set()
+        self._branches: dict[tuple[str, ...], socket.socket] = {}
+        self._children: dict[int, _Child] = {}
+        self._wake, self._signalled = socket.socketpair()
+        self._signalled.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._watch(self._wake, self._report_ends)
+        self._watch(requests, self._accept)
+        if owner != requests.fileno():
+            self._watch(owner, self._end)
+
+    def _watch(self, source: socket.socket | int, action: Callable[[], Any]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, action)
+
+    def preload(self, names: Sequence[str]) -> None:
+        """Import modules and call ``module:function``s. One that fails will fail again in the process that
+        needs it, where the error can be seen."""
+        with _silent():
+            for name in names:
+                module, _, function = name.partition(":")
+                with suppress(Exception):
+                    imported = import_module(module)
+                    if function:
+                        getattr(imported, function)()
+                self._loaded.add(name)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
+
+    def serve(self) -> _Job | _Branch | None:
+        """Serve until the owner is gone. In a fork, return what the fork is."""
+        while self._open:
+            for key, _ in self._selector.select():
+                role: _Job | _Branch | None = key.data()
+                if role is not None:
+                    return role
+        return None
+
+    def _end(self) -> None:
+        self._open = False
+
+    def _accept(self) -> _Job | _Branch | None:
+        if self._requests.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection, _ = self._requests.accept()
+            data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, _MAX_FDS)
+        else:
+            data, fds, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, _MAX_FDS + 1)
+            if not data:
+                self._end()
+                return None
+            connection = socket.socket(fileno=fds.pop(0))
+        if not data:
+            _close(connection)
+            return None
+        return self._answer(connection, data, fds)
+
+    def _answer(self, connection: socket.socket, data: bytes, fds: list[int]) -> _Job | _Branch | None:
+        """Fork for one request, let a branch fork for it, or refuse it."""
+        request = ForkRequest(**json.loads(data))
+        missing = tuple(name for name in request.preload if not self._has(name))
+        if missing:
+            return self._forward(missing, connection, data, fds)
+        refusal = _refusal(request)
+        pid = os.fork() if refusal is None else -1
+        if pid == 0:
+            self._leave_to_parent(connection)
+            return _Job(request, fds)
+        _close(*fds)
+        if pid > 0:
+            self._children[pid] = _Child(connection, request.tied)
+            self._watch(connection, partial(self._release, pid))
+            _send(connection, {"pid": pid})
+        else:
+            _send(connection, {"refused": refusal})
+            _close(connection)
+        return None
+
+    def _has(self, name: str) -> bool:
+        return name in self._loaded or name in sys.modules
+
+    def _forward(
+        self, missing: tuple[str, ...], connection: socket.socket, data: bytes, fds: list[int]
+    ) -> _Branch | None:
+        """Let the branch that has imported `missing` answer; fork it first if there is none."""
+        if missing not in self._branches:
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if os.fork() == 0:
+                self._leave_to_parent(here, connection, *fds)
+                return _Branch(there, missing)
+            there.close()
+            self._branches[missing] = here
+        socket.send_fds(self._branches[missing], [data], [connection.fileno(), *fds])
+        _close(connection, *fds)
+        return None
+
+    def _report_ends(self) -> None:
+        """Send the status of each process that has ended; reap those whose client is gone."""
+        self._wake.recv(4096)
+        for pid, child in list(self._children.items()):
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is None or child.reported:
+                continue
+            child.reported = True
+            if child.connection is None:
+                self._reap(pid)
+            else:
+                _send(child.connection, {"status": status_of(info)})
+
+    def _release(self, pid: int) -> None:
+        """The client has closed its end."""
+        child = self._children[pid]
+        assert child.connection is not None
+        self._selector.unregister(child.connection)
+        if child.reported:
+            self._reap(pid)
+        elif child.tied:
+            os.kill(pid, signal.SIGKILL)
+        child.connection.close()
+        child.connection = None
+
+    def _reap(self, pid: int) -> None:
+        os.waitpid(pid, 0)
+        del self._children[pid]
+
+    def _leave_to_parent(self, *others: socket.socket | int) -> None:
+        """Close, in a fork, what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        _close(self._requests, self._wake, self._signalled, *self._branches.values(), *others)
+        _close(*(child.connection for child in self._children.values() if child.connection is not None))
+
+
+def status_of(info: os.waitid_result) -> int:
+    """The exit code, or minus the number of the signal."""
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _refusal(request: ForkRequest) -> str | None:
+    """Why a fork of this process cannot be the process that was asked for; None if it can."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        return f"an import started {len(threads) - 1} threads: {', '.join(request.preload)}"
+    if request.namespaces != namespaces():
+        return "the client is in other namespaces"
+    return None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what libraries print while they are imported."""
+    sys.stderr.flush()
+    errors, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(errors, 2)
+        _close(errors, null)
+
+
+def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with suppress(OSError):  # the client is gone
+        connection.send(json.dumps(answer).encode())
+
+
+def _close(*sources: socket.socket | int) -> None:
+    for source in sources:
+        if isinstance(source, int):
+            os.close(source)
+        else:
+            source.close()

@@ -1,0 +1,99 @@
+"""Turn a fork of the fork server into the Python process that was asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import runpy
+import signal
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distributed.launch.fork_server import ForkRequest
+
+__all__ = ["run_forked"]
+
+_FREE = 512
+"""From this number on descriptors are kept while they are put in their places."""
+
+
+def run_forked(request: ForkRequest, fds: list[int]) -> int:
+    """Run the command line of `request` in this process and return its exit code.
+
+    Raises:
+        SystemExit, BaseException: whatever the command line raises.
+    """
+    if request.new_session:
+        os.setsid()
+    _place_descriptors(fds, request.fds)
+    os.chdir(request.cwd)
+    os.sched_setaffinity(0, request.cpus)
+    for name, limits in request.limits.items():
+        if resource.getrlimit(getattr(resource, name)) != tuple(limits):
+            resource.setrlimit(getattr(resource, name), (limits[0], limits[1]))
+    _take_environment(request.env)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    _run(request.argv)
+    return 0
+
+
+def _place_descriptors(fds: list[int], numbers: list[int]) -> None:
+    """Give the received descriptors their numbers; 0, 1 and 2 are /dev/null unless given."""
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in {0, 1, 2} - set(numbers):
+        os.dup2(null, number)
+    if null not in {*numbers, 0, 1, 2}:
+        os.close(null)
+    for fd, number in zip(kept, numbers, strict=True):
+        os.dup2(fd, number, inheritable=True)
+        os.close(fd)
+
+
+def _take_environment(env: dict[str, str]) -> None:
+    """What an interpreter and its libraries read from the environment when they start."""
+    servers, own = _search_path(os.environ), _search_path(env)
+    sys.path[:] = [*own, *(entry for entry in sys.path if entry not in {*servers, *own})]
+    os.environ.clear()
+    os.environ.update(env)
+    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream.isatty(), write_through=unbuffered)  # type: ignore[union-attr]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def _search_path(env: Mapping[str, str]) -> list[str]:
+    return [os.path.abspath(entry) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _run(argv: list[str]) -> None:
+    """Run ``[-P] -c code``, ``[-P] -m module`` or ``script``, with the arguments behind it."""
+    safe_path = argv[0] == "-P"
+    what, *rest = argv[1:] if safe_path else argv
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if what == "-c":
+        code, *rest = rest
+        sys.argv = ["-c", *rest]
+        if not safe_path:
+            sys.path.insert(0, "")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    elif what == "-m":
+        module, *rest = rest
+        sys.argv = [module, *rest]
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
+        sys.modules.pop(module, None)  # runpy warns of a main module that is imported already
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [what, *rest]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(what)))
+        runpy.run_path(what, run_name="__main__")

@@ -1,0 +1,103 @@
+"""LocalLauncher: start the ranks of this node as processes, and again when the run is elastic."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+
+from distributed.checkpoint.run_directory import claim_directory
+from distributed.communication.rendezvous import Rendezvous
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.plan import RunPlan
+from distributed.launch.supervisor import Supervisor
+from distributed.planner.resolve import rescale
+from distributed.resilience.elastic import Alone, Elastic, Membership
+from distributed.resilience.host_heartbeat import HostWatch
+from distributed.resilience.rank_monitor import Limits, Watch
+from distributed.system.addresses import is_loopback, loopback_interface
+
+__all__ = ["LocalLauncher", "rank_envs"]
+
+
+class LocalLauncher(Launcher):
+    """Starts this node's ranks as processes that meet in a store which it serves, and again when the
+    run is elastic."""
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        if plan.counts:
+            Elastic(plan, command, partial(_supervisor, command), _members(plan), rescale).run()
+            return
+        with ExitStack() as stack:
+            host, port = _endpoint(plan)
+            if plan.node_rank == 0:
+                port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
+            _supervisor(command, plan, host, port).run()
+
+
+def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Supervisor:
+    envs = rank_envs(plan, command, host, port)
+    hosts = None
+    if plan.num_nodes > 1:
+        hosts = HostWatch((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
+    watch = Watch(command.folder, Limits.of(plan), hosts)
+    preload, heeds_signals = _preload(plan.spec), plan.config.heeds_signals
+    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload)
+
+
+def _preload(spec: BackendSpec) -> list[str]:
+    """Modules that a rank of this backend imports."""
+    own = (target.partition(":")[0] for target in (spec.objects, spec.target))
+    return [*spec.requires, *own, *spec.preload]
+
+
+def _members(plan: RunPlan) -> Membership:
+    if plan.num_nodes == 1:
+        claim_directory(plan)
+        return Alone(list(plan.counts))
+    from distributed.resilience.elastic_hosts import Hosts
+
+    return Hosts(plan, _endpoint(plan))
+
+
+def _endpoint(plan: RunPlan) -> tuple[str, int]:
+    if plan.num_nodes == 1:
+        return "127.0.0.1", 0
+    text = plan.config.rdzv_endpoint or ""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError("not an address", field="rdzv_endpoint", got=text, allowed="HOST:PORT of node 0")
+    return host, int(port)
+
+
+def rank_envs(plan: RunPlan, command: RankCommand, host: str, port: int) -> dict[int, dict[str, str]]:
+    """rank -> environment, for the ranks of this node."""
+    first = plan.node_rank * plan.local_size
+    return {first + local: _rank_env(plan, command, local, host, port) for local in range(plan.local_size)}
+
+
+def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: int) -> dict[str, str]:
+    """The environment of one rank, in torchrun's own words."""
+    threads = max(1, len(os.sched_getaffinity(0)) // plan.local_size)
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
+    if is_loopback(host):
+        env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
+    env.update(
+        {
+            "RANK": str(plan.node_rank * plan.local_size + local),
+            "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(plan.local_size),
+            "GROUP_RANK": str(plan.node_rank),
+            "GROUP_WORLD_SIZE": str(plan.num_nodes),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "DISTRIBUTED_RUN_DIR": str(command.folder),
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
+    return env

@@ -1,0 +1,218 @@
+"""One rank: from its task to its result (hop 6). Run as ``python -m distributed.launch.rank_process``."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from distributed.interfaces.placement import World
+from distributed.resilience.failure_reports import FailureBoard, report_of
+from distributed.resilience.monitor_process import Observed
+from distributed.resilience.phase_journal import FAILED, stop_noting
+from distributed.resilience.preemption import listen
+from distributed.system.garbage_collection import collect_as_usual, spare_imports
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.task import Task
+    from distributed.training.loop import TrainingLoop
+
+__all__ = ["RankJob", "main", "report_error", "run_folder", "run_here", "watch_parent"]
+
+
+_ENDED: list[Any] = []
+"""Loops that are done. Freeing DDP's reducer while gloo's threads still hold tensors can
+deadlock (both want the interpreter's lock), so a rank leaves that to the end of its process."""
+
+
+@dataclass
+class RankJob:
+    """What a rank is told. Written once to a private file.
+
+    Attributes:
+        plan: hop 4's result.
+        task: the user's objects.
+        tracker_contexts: tracker name -> what its `capture` returned in the caller.
+    """
+
+    plan: RunPlan
+    task: Task
+    tracker_contexts: dict[str, Any] = field(default_factory=dict)
+
+
+def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
+    """Be one rank: set up the backend, train, hand back the loop.
+
+    Args:
+        job: what to do.
+        result_dir: where to leave the final state and ``result.json``, or None.
+    """
+    from distributed.registry.catalog import get_catalog
+    from distributed.training.loop import TrainingLoop
+
+    # A scheduler that travelled has lost its mark on optimizer.step, and would warn.
+    warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+    plan, catalog = job.plan, get_catalog()
+    backend = catalog.load_backend(plan.spec)
+    board, observed = None, Observed(plan)
+    try:
+        backend.setup(plan)
+        observed.joined(backend)
+        board = _board(plan, backend)
+        loop = TrainingLoop(plan, job.task, backend, catalog, job.tracker_contexts)
+        loop.run()
+        if result_dir is not None:
+            _leave_result(loop, plan, result_dir)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
+        stop_noting()
+        cause = board.settle(error, observed.cause) if board else error
+        if cause is error:
+            observed.tell(error)
+        if plan.mode != "spawn":
+            # A started rank only has to report and to end, which taking a group down may delay.
+            backend.teardown()
+        if board and cause is error:
+            board.linger()
+        observed.end(FAILED)
+        raise cause from (None if cause is error else error)
+    observed.end()
+    backend.teardown()
+    return loop
+
+
+def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
+    """On one node that we started, the supervisor knows more than the ranks do."""
+    store = getattr(backend, "store", None)
+    watched = plan.mode != "join" and plan.num_nodes == 1
+    return None if watched or store is None else FailureBoard(store, backend.world.rank, backend.world.size)
+
+
+def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
+    from distributed.system.private_files import write_private
+
+    if plan.config.return_weights != "none" and not loop.history.preempted:
+        if plan.num_nodes == 1:
+            loop.export_result(str(folder / "state"))
+        else:
+            _export_on_every_node(loop, str(folder / "state"))
+    if loop.world.local_rank == 0:
+        history = loop.backend.broadcast_object(loop.history.to_dict())
+        result = {"history": history, "progress": asdict(loop.progress)}
+        write_private(folder / "result.json", json.dumps(result).encode())
+    else:
+        loop.backend.broadcast_object(None)
+
+
+def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
+    """Nodes need not share a folder: the first rank of each writes the whole state."""
+    loop.backend.set_training(False)  # equal buffers: rank 0's
+    loop.backend.release()  # a share of the state becomes all of it, on every rank
+    if loop.world.local_rank != 0:
+        return
+    everybody, here = loop.backend, copy(loop.backend)
+    here.world = loop.world = World(host=loop.world.host, device=loop.world.device)
+    loop.backend = here
+    try:
+        loop.export_result(folder)
+    finally:
+        loop.backend, loop.world = everybody, everybody.world
+
+
+def main() -> int:
+    """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
+    watch_parent()
+    if os.environ.get("DISTRIBUTED_HEEDS_SIGNALS"):
+        listen()
+    if len(sys.argv) > 1:
+        del sys.argv[0]
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return 0
+    return run_folder(Path(os.environ["DISTRIBUTED_RUN_DIR"]))
+
+
+def run_folder(folder: Path) -> int:
+    """Run the task in `folder` and leave its result or an error report there; 0 when it went well."""
+    spare_imports()
+    try:
+        from distributed.communication.task_file import load_task
+
+        sys.path[:] = _caller_path(folder)
+        job: RankJob = load_task(folder / "task.bin")
+        job.plan = _as_placed(job.plan, os.environ)
+        _ENDED.append(run_here(job, folder))
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported
+        report_error(error, folder)
+        _ENDED.append(error)
+        return 1
+    finally:
+        collect_as_usual()
+    return 0
+
+
+def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
+    """`plan`, where this rank has come to be: remote launchers and elastic runs only know by then."""
+    from distributed.planner.resolve import rescale
+
+    if not plan.spec.remote and not plan.counts:
+        return plan
+    nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    placed = rescale(plan, 1, int(env["WORLD_SIZE"]))
+    return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
+
+
+def _caller_path(folder: Path) -> list[str]:
+    path: list[str] = json.loads((folder / "sys_path.json").read_text(encoding="utf-8"))
+    return path
+
+
+def report_error(error: BaseException, folder: Path) -> None:
+    """Leave ``error_<rank>.json`` for the launcher, at once: it decides who was first."""
+    from distributed.system.private_files import write_private
+
+    rank = int(os.environ.get("RANK", "0"))
+    write_private(folder / f"error_{rank}.json", json.dumps(report_of(error, rank)).encode())
+
+
+def watch_parent() -> None:
+    """End this rank and all it started when the launcher's end of the pipe closes, and remove
+    the run's private folder, which its owner can no longer do."""
+    descriptor = os.environ.pop("DISTRIBUTED_PARENT_FD", None)
+    if descriptor is None:
+        return
+
+    def watch() -> None:
+        os.read(int(descriptor), 1)
+        shutil.rmtree(os.environ["DISTRIBUTED_RUN_DIR"], ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without unwinding native threads.
+
+    A process group's threads may still run when the interpreter dies, and then abort a rank
+    whose work is done and saved.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,141 @@
+"""Start ranks or join those that a launcher started (hop 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from distributed.communication.rendezvous import Rendezvous
+from distributed.communication.task_file import save_task
+from distributed.config.load import override
+from distributed.errors import UserError
+from distributed.interfaces.history import History
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.task import Progress, Task
+from distributed.launch.local_launcher import LocalLauncher
+from distributed.launch.rank_process import RankJob, run_here
+from distributed.registry.catalog import load_target
+from distributed.resilience.elastic import restarts_of
+from distributed.system.private_files import write_private
+from distributed.training.seeding import isolated_rng
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["Outcome", "Rendezvous", "run", "run_script"]
+
+# A rank imports from where its caller did: neither more (a file in the working folder may be
+# called like a module) nor less (unpickling the task imports the caller's modules).
+_BOOT = (
+    "import json, os, sys; "
+    "sys.path[:] = json.load(open(os.path.join(os.environ['DISTRIBUTED_RUN_DIR'], 'sys_path.json'))); "
+    "from distributed.launch import rank_process; rank_process.leave(rank_process.main())"
+)
+_RANK = [sys.executable, "-P", "-c", _BOOT]
+
+
+@dataclass
+class Outcome:
+    """What a run leaves to the caller.
+
+    Attributes:
+        history: the record.
+        progress: where the next `fit` goes on.
+        state: folder of the final state when ranks were started; None when it is in this
+            process's own objects.
+        run_state: scaler and the like, when the run was in this process.
+        loop: the loop, when the run was in this process.
+    """
+
+    history: History
+    progress: Progress
+    state: TemporaryDirectory[str] | None = None
+    run_state: dict[str, Any] | None = None
+    loop: Any = None
+
+
+def run(
+    plan: RunPlan, task: Task, tracker_contexts: Mapping[str, Any], launcher: Launcher | None = None
+) -> Outcome:
+    """Run `task` by `plan`: here, as one of a launcher's ranks, or in ranks started now.
+
+    Args:
+        plan: what was decided.
+        task: the user's objects.
+        tracker_contexts: tracker name -> what its `capture` returned here.
+        launcher: starts the ranks instead of the backend's own launcher.
+
+    Raises:
+        UserError: a mistake that only a rank could see.
+        WorkerError: a rank failed.
+    """
+    job = RankJob(plan, task, dict(tracker_contexts))
+    if plan.mode != "spawn":
+        with isolated_rng() if plan.mode == "in-process" else nullcontext():
+            loop = run_here(job)
+            left = loop.leftover_state()
+        return Outcome(loop.history, loop.progress, run_state=left, loop=loop)
+    folder = TemporaryDirectory(prefix="distributed-")
+    try:
+        path = Path(folder.name)
+        job.task = load_target(plan.spec.objects)().pack(task)
+        _save(job, path / "task.bin")
+        starter: Launcher = launcher or load_target(plan.spec.launcher)()
+        starter.run(plan, RankCommand(_RANK, path))
+        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        (path / "task.bin").unlink()
+        history = History.from_dict({**result["history"], "restarts": restarts_of(path)})
+        return Outcome(history, Progress(**result["progress"]), folder)
+    except BaseException:
+        folder.cleanup()
+        raise
+
+
+def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> int:
+    """Start `script` itself on every rank, as torchrun does, for scripts without our Trainer.
+
+    Raises:
+        WorkerError: a rank failed.
+    """
+    from distributed.interfaces.plan import Facts, Resources
+    from distributed.planner.resolve import resolve
+    from distributed.registry.catalog import get_catalog
+    from distributed.system.devices import visible_gpus
+
+    plan = resolve(
+        # What such a script does about checkpoints and signals is its own.
+        override(config, {"launch": "spawn", "checkpoint_dir": None}, "per-rank"),
+        get_catalog(),
+        Facts(),
+        Resources(visible_gpus() if config.device != "cpu" else 0),
+    )
+    with TemporaryDirectory(prefix="distributed-") as folder:
+        _save_path(Path(folder))
+        LocalLauncher().run(plan, RankCommand([*_RANK, script, *args], Path(folder)))
+    return 0
+
+
+def _save(job: RankJob, path: Path) -> None:
+    _save_path(path.parent)
+    try:
+        save_task(job, path)
+    except Exception as error:
+        raise UserError(
+            f"what was given to the Trainer cannot travel to the ranks: {type(error).__name__}: {error}",
+            field="model, loaders, loss_fn, callbacks",
+            remedy="Open files, locks and connections inside the dataset or factory, or start the"
+            " script with torchrun, which needs nothing to travel",
+        ) from error
+
+
+def _save_path(folder: Path) -> None:
+    search = [entry or os.getcwd() for entry in sys.path]
+    write_private(folder / "sys_path.json", json.dumps(search).encode())

@@ -1,0 +1,262 @@
+"""Starts the ranks of this host, waits for them, and names the first that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from distributed.launch.child_process import ChildProcess
+from distributed.launch import child_process
+from distributed.resilience.failure_reports import GRACE, error_of
+from distributed.resilience.preemption import hearing, held_back
+from distributed.resilience.rank_monitor import WATCHED, Watch
+
+__all__ = ["Supervisor"]
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: ChildProcess
+    status: int | None = None
+    ended: float = 0.0
+    watcher: threading.Thread = field(init=False)
+
+
+class Supervisor:
+    """The ranks of one host, each in a process group of its own.
+
+    Each rank holds the read end of a pipe whose write end is here: if this process
+    vanishes, the ranks see the end of the file and end themselves (`worker.watch_parent`).
+
+    Args:
+        argv: the command of every rank.
+        envs: rank -> environment.
+        folder: where ranks leave ``error_<rank>.json``.
+        watch: looks whether they move, and explains why they failed; None waits in silence.
+        heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
+            themselves and leave a result.
+        preload: modules that a fork server imports before it forks a rank.
+
+    Attributes:
+        heard: the signal that this process was sent, None without.
+    """
+
+    heard: str | None = None
+    _asked: str | None = None
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        envs: Mapping[int, Mapping[str, str]],
+        folder: Path,
+        watch: Watch | None = None,
+        heeds_signals: bool = False,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self.argv, self.envs, self.folder = list(argv), envs, folder
+        self.watch, self.heeds_signals, self.preload = watch, heeds_signals, preload
+        self._ranks: list[_Rank] = []
+        self.ended: queue.Queue[_Rank] = queue.Queue()
+        self._pipe: tuple[int, int] | None = None
+        self._relays: list[threading.Thread] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(self) -> None:
+        """Start all ranks and return when all have ended well.
+
+        Raises:
+            WorkerError, UserError: as `Launcher.run`.
+        """
+        with hearing(self._hear) if self.heeds_signals else nullcontext():
+            try:
+                self.start()
+                self.wait()
+            finally:
+                self.stop()
+
+    def _hear(self, name: str) -> None:
+        self.heard = name
+        self.ask_to_go(name)
+
+    def ask_to_go(self, name: str = "SIGUSR1") -> None:
+        """Ask every rank to save at its next step and end; `wait` returns when they have.
+
+        Args:
+            name: the signal that asks; a rank hears SIGTERM, too, when its whole group was sent it.
+        """
+        self._asked = name
+        for entry in self._ranks:
+            if entry.status is None:
+                os.kill(entry.process.pid, signal.Signals[name])
+
+    def start(self) -> None:
+        """Start every rank."""
+        self._pipe = os.pipe()
+        own = {WATCHED: str(int(self.watch is not None))}
+        if self.heeds_signals:
+            own["DISTRIBUTED_HEEDS_SIGNALS"] = "1"
+        for rank, env in self.envs.items():
+            with held_back() if self.heeds_signals else nullcontext():
+                process = child_process.start(
+                    self.argv,
+                    {**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
+                    piped=not (rank == 0 and _is_terminal_or_file(sys.stdout)),
+                    pass_fds=[self._pipe[0]],
+                    preload=self.preload,
+                )
+            entry = _Rank(rank, process)
+            self._ranks.append(entry)
+            if self._asked is not None:  # while it was being started, so that it could not be told
+                os.kill(process.pid, signal.Signals[self._asked])
+            entry.watcher = _thread(self._watch, entry)
+            if process.stdout is not None:
+                self._relays.append(_thread(_relay, process.stdout, f"[rank {rank}] " if rank else ""))
+
+    def wait(self) -> None:
+        """Block until every rank has ended, or one has failed."""
+        running = len(self._ranks)
+        while running:
+            entry = self._next_end()
+            running -= 1
+            if entry.status != 0:
+                self._collect_failures(running)
+                self._raise_first()
+
+    def _next_end(self) -> _Rank:
+        """The next rank that ends; looks meanwhile whether the others move."""
+        while self.watch is not None:
+            try:
+                return self.ended.get(timeout=self.watch.period)
+            except queue.Empty:
+                self.watch.look({e.rank: e.process.pid for e in self._ranks if e.status is None})
+        return self.ended.get()
+
+    def stop(self) -> None:
+        """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL; SIGKILL at
+        once where SIGTERM would mean to go on until the next step."""
+        alive = [entry for entry in self._ranks if entry.status is None]
+        for entry in alive:
+            _signal_group(entry.process.pid, signal.SIGKILL if self.heeds_signals else signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while any(entry.status is None for entry in alive) and (left := deadline - time.monotonic()) > 0:
+            try:
+                self.ended.get(timeout=left)
+            except queue.Empty:
+                break
+        for entry in self._ranks:
+            # The leader is not reaped yet, so its group id cannot belong to anybody else.
+            _signal_group(entry.process.pid, signal.SIGKILL)
+        for entry in self._ranks:
+            entry.watcher.join()
+            entry.process.reap()
+        for end in self._pipe or ():
+            os.close(end)
+        self._pipe = None
+        for thread in self._relays:
+            thread.join(timeout=GRACE)
+        if self.watch is not None:
+            self.watch.close()
+
+    def _watch(self, entry: _Rank) -> None:
+        """Notice the end of a rank without reaping it."""
+        status = entry.process.wait_end()
+        entry.ended, entry.status = time.time(), status
+        self.ended.put(entry)
+
+    def _collect_failures(self, running: int) -> None:
+        deadline = time.monotonic() + GRACE
+        while running and (left := deadline - time.monotonic()) > 0:
+            try:
+                self.ended.get(timeout=left)
+                running -= 1
+            except queue.Empty:
+                return
+
+    def _raise_first(self) -> None:
+        self.raise_reported([entry.rank for entry in self._ranks if entry.status not in (None, 0)])
+
+    def raise_reported(self, ranks: Sequence[int]) -> None:
+        """Raise what the first of these failed ranks has to say.
+
+        Raises:
+            WorkerError, UserError: as `Launcher.run`.
+        """
+        failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
+        # What a rank says of a lost connection is second-hand while another has a cause.
+        first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+        if self.watch is not None:
+            pids = {entry.rank: entry.process.pid for entry in self._ranks}
+            first = self.watch.explain(first, [f["rank"] for f in failures], pids)
+        raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
+
+    def _failure(self, entry: _Rank) -> dict[str, Any]:
+        """What is known of a failed rank: its own report, or how its process ended."""
+        base = {
+            "rank": entry.rank,
+            "host": socket.gethostname(),
+            "pid": entry.process.pid,
+            "second_hand": False,
+            "time": entry.ended,
+        }
+        report = self.folder / f"error_{entry.rank}.json"
+        if report.exists():
+            return {**base, **json.loads(report.read_text(encoding="utf-8"))}
+        status = entry.status or 0
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = "; the host may have run out of memory" if name == "SIGKILL" else ""
+            return {**base, "exc_type": name, "what": f"was ended by {name}{hint}"}
+        return {**base, "exc_type": "SystemExit", "what": f"exited with code {status} and left no report"}
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _relay(stream: IO[bytes], prefix: str) -> None:
+    """Pass a rank's lines on to whatever stands for stdout here (a notebook's cell, a test)."""
+    listens = True
+    for line in stream:
+        # A rank whose pipe nobody empties would stop in its next print.
+        listens = listens and _show(prefix + line.decode(errors="replace"))
+
+
+def _show(text: str) -> bool:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _is_terminal_or_file(stream: Any) -> bool:
+    try:
+        return stream is not None and stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return

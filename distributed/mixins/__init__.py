@@ -1,1 +1,0 @@
-"""What a backend or the loop is put together from."""

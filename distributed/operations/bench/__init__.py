@@ -1,0 +1,1 @@
+"""Measure how throughput depends on the number of ranks."""

@@ -1,0 +1,1 @@
+"""Render Kubernetes manifests: Jobs, JobSets, TrainJobs and MPIJobs."""

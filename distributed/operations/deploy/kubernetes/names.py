@@ -1,0 +1,90 @@
+"""Kubernetes' own rules for names, quantities and text."""
+
+from __future__ import annotations
+
+import re
+
+from distributed.operations.deploy.checks import parse_bytes
+
+__all__ = [
+    "BYTES",
+    "check_image",
+    "check_label",
+    "check_name",
+    "literal",
+    "parse_cpus",
+    "parse_memory",
+]
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_IMAGE = re.compile(
+    r"[A-Za-z0-9]+([._-][A-Za-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+BYTES = {
+    **{unit: 1000**power for unit, power in _POWERS.items()},
+    **{f"{unit.upper()}i": 1024**power for unit, power in _POWERS.items() if unit},
+}
+"""Kubernetes' units of memory, in bytes."""
+
+
+def check_label(text: str, field: str, room: int = 63) -> None:
+    """Refuse what is no RFC 1123 label of at most `room` characters.
+
+    Raises:
+        ValueError: says what one is.
+    """
+    if not _LABEL.fullmatch(text) or len(text) > room:
+        raise ValueError(
+            f"{field}={text!r} is no name for Kubernetes: lower-case letters, digits and '-', a letter or"
+            f" digit at both ends, at most {room} characters here"
+        )
+
+
+def check_name(text: str, field: str) -> None:
+    """Refuse what is no RFC 1123 subdomain.
+
+    Raises:
+        ValueError: says what one is.
+    """
+    if not _NAME.fullmatch(text) or len(text) > 253:
+        raise ValueError(
+            f"{field}={text!r} is no name of an object in Kubernetes: lower-case letters, digits, '-' and"
+            " '.', at most 253 characters"
+        )
+
+
+def check_image(text: str) -> None:
+    """Refuse what is no reference to an image.
+
+    Raises:
+        ValueError: says what one is.
+    """
+    if not _IMAGE.fullmatch(text):
+        raise ValueError(f"image={text!r} is no image: REGISTRY/NAME:TAG, perhaps with @sha256:...")
+
+
+def parse_cpus(text: str) -> float:
+    """CPUs of an amount such as ``8`` or ``500m``.
+
+    Raises:
+        ValueError: it is no such amount, or nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text)
+    amount = float(match[1]) / (1000 if match[2] else 1) if match else 0.0
+    if amount <= 0:
+        raise ValueError(f"'{text}' is no number of CPUs: such as 8, 0.5 or 500m")
+    return amount
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of an amount such as ``64Gi``."""
+    return parse_bytes(text, BYTES)
+
+
+def literal(text: str) -> str:
+    """`text` as Kubernetes has to be given it: ``$(NAME)`` in commands and variables is replaced there, and
+    ``$$`` stands for one dollar."""
+    return text.replace("$", "$$")

@@ -1,0 +1,100 @@
+"""What Kubernetes asks about a job, and what it would refuse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from distributed.operations.deploy.checks import env_mapping
+from distributed.operations.deploy.kubernetes.names import (
+    check_image,
+    check_label,
+    check_name,
+    parse_cpus,
+    parse_memory,
+)
+from distributed.operations.deploy.settings import RunSettings
+
+__all__ = ["Kind", "KubernetesSettings"]
+
+Kind = Literal["job", "jobset", "trainjob", "mpijob", "rayjob"]
+_RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+
+
+class KubernetesSettings(RunSettings):
+    """What Kubernetes asks about a job."""
+
+    kind: Literal["auto", "job", "jobset", "trainjob", "mpijob", "rayjob"] = Field(
+        "auto",
+        description="job needs nothing but Kubernetes; the others their operator. auto: mpijob for horovod,"
+        " rayjob for ray, else job.",
+    )
+    image: str | None = Field(
+        None, description="Image that holds distributed-trainer; `deploy docker` has one."
+    )
+    namespace: str | None = Field(None, description="Namespace; None is kubectl's own.")
+    cpus: str | None = Field(None, description="CPUs of each node's pod, such as 8 or 500m.")
+    memory: str | None = Field(None, description="Memory of each node's pod, such as 64Gi.")
+    gpu_resource: str = Field("nvidia.com/gpu", description="What a GPU is called.")
+    shm: str = Field("1Gi", description="Size of /dev/shm, which counts against memory; loaders need it.")
+    claim: str | None = Field(None, description="Volume claim that is there, for checkpoint_dir.")
+    claim_size: str = Field("100Gi", description="Size of the claim that is made when none is named.")
+    storage_class: str | None = Field(None, description="Storage class of that claim; None is the default.")
+    env_from_secret: tuple[str, ...] = Field((), description="Secret whose keys become variables.")
+    retries: NonNegativeInt = Field(
+        3,
+        description="How often what failed is started again; told to go and saved does not count in"
+        " job, jobset and trainjob.",
+    )
+    grace: PositiveInt = Field(120, description="Seconds to save in when a pod is to go.")
+    run_as_user: PositiveInt = Field(1000, description="User and group of the processes; never root.")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Label that nodes must have.")
+    queue: str | None = Field(None, description="Queue of Kueue.")
+    priority_class: str | None = Field(None, description="Priority class of the pods.")
+    service_account: str | None = Field(
+        None, description="Service account of the pods; its token is not mounted."
+    )
+    image_pull_secret: tuple[str, ...] = Field((), description="Secret for the registry.")
+    ray_version: str = Field("2.60.0", description="Version of Ray in the image; for rayjob.")
+
+    def secret_remedy(self) -> str:
+        """What to do instead of writing a secret into a file."""
+        return "Make a Secret (kubectl create secret generic NAME) and say --env-from-secret NAME"
+
+    @field_validator("node_selector", mode="before")
+    @classmethod
+    def _label_pairs(cls, value: Any) -> Any:
+        return env_mapping(value)
+
+    @model_validator(mode="after")
+    def _kubernetes_takes_them(self) -> Self:
+        check_label(self.name, "name", 40)  # pods, their hosts and what an operator adds are called after it
+        if not self.name[0].isalpha():
+            raise ValueError(
+                f"name={self.name!r} is no name of a Service in Kubernetes: a letter comes first"
+            )
+        if self.image is None:
+            raise ValueError("image is missing: pods run one; `deploy docker` writes what builds it")
+        check_image(self.image)
+        if self.namespace is not None:
+            check_label(self.namespace, "namespace")
+        for field in ("claim", "storage_class", "priority_class", "service_account", "queue"):
+            if getattr(self, field) is not None:
+                check_name(getattr(self, field), field)
+        for field in ("env_from_secret", "image_pull_secret"):
+            for name in getattr(self, field):
+                check_name(name, field)
+        if not _RESOURCE.fullmatch(self.gpu_resource):
+            raise ValueError(f"gpu_resource={self.gpu_resource!r} is no resource: such as nvidia.com/gpu")
+        self._amounts()
+        return self
+
+    def _amounts(self) -> None:
+        if self.cpus is not None:
+            parse_cpus(self.cpus)
+        parse_memory(self.claim_size)
+        shm = parse_memory(self.shm)
+        if self.memory is not None and parse_memory(self.memory) <= shm:
+            raise ValueError(f"memory={self.memory} is not more than shm={self.shm}, which counts against it")

@@ -1,0 +1,162 @@
+"""Checks of what is installed: versions, import names, plugins. Imports none of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+
+from distributed.operations.doctor import Finding
+from distributed.registry.catalog import Catalog, get_catalog, missing_modules
+
+__all__ = ["TESTED", "backends", "import_name", "kernels_name", "packages", "plugins", "python"]
+
+DISTRIBUTION = "distributed-trainer"
+
+# The releases our tests ran against: the lines of constraints.txt about what a user chooses.
+# A test holds the two equal.
+TESTED = {
+    "cloudpickle": "3.1.2",
+    "deepspeed": "0.19.8",
+    "keras": "3.15.1",
+    "mlflow": "3.17.2",
+    "numpy": "2.4.6",
+    "pluggy": "1.7.0",
+    "psutil": "7.2.2",
+    "pydantic": "2.14.3",
+    "PyYAML": "6.0.3",
+    "ray": "2.60.0",
+    "rich": "15.0.0",
+    "scikit-learn": "1.9.1",
+    "tensorboard": "2.21.0",
+    "tensorflow": "2.21.0",
+    "torch": "2.13.0",
+}
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter is one we are tested with."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= (3, 13):
+        yield Finding("python", "warn", f"{version} is newer than what was tested", "Use Python 3.11 or 3.12")
+    else:
+        yield Finding("python", "ok", version)
+
+
+def packages(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Installed packages against our lowest and our tested releases.
+
+    Args:
+        installed: name to version, instead of what is installed here.
+    """
+    found = _installed() if installed is None else installed
+    lowest, needed = _lowest_releases()
+    for name, tested in TESTED.items():
+        version, floor = found.get(name), lowest.get(name.lower(), "0")
+        remedy = f"pip install '{name}=={tested}'"
+        if version is None:
+            if name.lower() in needed:
+                yield Finding(name, "error", "not installed, and nothing works without it", remedy)
+        elif _release(version) < _release(floor):
+            yield Finding(name, "error", f"{version} is older than {floor}", remedy)
+        elif _release(version)[:2] != _release(tested)[:2]:
+            yield Finding(name, "warn", f"{version}; tested with {tested}", f"If it gives trouble: {remedy}")
+        else:
+            yield Finding(name, "ok", version)
+
+
+def import_name(owners: Iterable[str] | None = None) -> Iterator[Finding]:
+    """Nobody but us owns the import name ``distributed``: Dask's package has the same.
+
+    Args:
+        owners: distributions that install a top-level ``distributed``, instead of those here.
+    """
+    found = metadata.packages_distributions().get("distributed", []) if owners is None else owners
+    others = sorted(set(found) - {DISTRIBUTION})
+    if not others:
+        yield Finding("import name", "ok", f"`distributed` is ours, in {_home()}")
+        return
+    yield Finding(
+        "import name",
+        "error",
+        f"{', '.join(others)} also owns the import name `distributed`; files of both are mixed",
+        f"Use an environment without {others[0]} (Dask), or: pip uninstall {' '.join(others)}"
+        f" && pip install --force-reinstall --no-deps {DISTRIBUTION}",
+    )
+
+
+def kernels_name() -> Iterator[Finding]:
+    """The import name ``kernels`` is left to Hugging Face's package of that name."""
+    spec = util.find_spec("kernels")
+    owners = metadata.packages_distributions().get("kernels", [])
+    beside_us = spec is not None and spec.origin is not None and Path(spec.origin).parent.parent == _home()
+    if DISTRIBUTION in owners or (beside_us and not owners):
+        yield Finding(
+            "kernels",
+            "error",
+            "our folder took the import name `kernels` of Hugging Face's package",
+            f"Remove {_home() / 'kernels' / '__init__.py'}",
+        )
+    else:
+        owner = f"belongs to {', '.join(owners)}" if owners else "is free for Hugging Face's package"
+        yield Finding("kernels", "ok", f"the import name `kernels` {owner}")
+
+
+def plugins(catalog: Catalog | None = None) -> Iterator[Finding]:
+    """Every plugin could be loaded."""
+    broken = (catalog or get_catalog()).broken
+    if not broken:
+        yield Finding("plugins", "ok", "all could be loaded")
+    for plugin in broken:
+        remedy = f"Mend, update or uninstall {plugin.origin.partition(' (')[0]}"
+        yield Finding(f"plugin {plugin.name}", "error", plugin.error, remedy)
+
+
+def backends(catalog: Catalog | None = None) -> Iterator[Finding]:
+    """What each backend needs is installed."""
+    for name, spec in sorted((catalog or get_catalog()).backends.items()):
+        missing = missing_modules(spec.requires)
+        if missing:
+            message = f"cannot be chosen: {', '.join(missing)} is not installed"
+            yield Finding(f"backend {name}", "warn", message, spec.install_hint)
+        else:
+            yield Finding(f"backend {name}", "ok", "can be chosen")
+
+
+def _home() -> Path:
+    spec = util.find_spec("distributed")
+    return Path(spec.origin).parent.parent if spec and spec.origin else Path()
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for name in TESTED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _lowest_releases() -> tuple[dict[str, str], set[str]]:
+    """Lowest release by lower-case name, and the names that are needed without any extra."""
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return {}, set()
+    floors, needed = {}, set()
+    for line in lines:
+        match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?>=([\d.]+)", line)
+        if match:
+            floors[match[1].lower()] = match[2]
+            if "extra ==" not in line:
+                needed.add(match[1].lower())
+    return floors, needed
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``2.13.0+cpu`` -> ``(2, 13, 0)``."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,1 @@
+"""Read the record of a run and write HTML pages from it; no framework is imported."""

@@ -1,0 +1,162 @@
+"""Reads ``record.jsonl``: every line that can be read, and a note about each that cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import UserError
+from distributed.operations.report.record_format import NAME, VERSION
+
+__all__ = ["Record", "read_record", "record_path"]
+
+_NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "start": {"record": int, "attempt": str, "run": str, "place": dict, "config": list},
+    "log": {"attempt": str, "step": int, "figures": dict},
+    "epoch": {"attempt": str, "step": int, "figures": dict},
+    "checkpoint": {"attempt": str, "step": int, "path": str},
+    "finish": {"attempt": str, "status": str},
+    "restart": {"error": dict},
+    "end": {"status": str},
+}
+"""kind -> what its lines have to hold."""
+_NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+_NAMED = 5
+
+
+@dataclass
+class Record:
+    """The lines of one file.
+
+    Attributes:
+        folder: where it is.
+        lines: in the order of the file; every one has ``kind``, ``time`` and what its kind needs.
+        notes: what could not be read, one sentence each.
+    """
+
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def record_path(path: Path) -> Path:
+    """The record that `path`, a run's folder or the file itself, stands for.
+
+    Raises:
+        UserError: there is none; names records in folders below.
+    """
+    if path.is_file():
+        return path
+    if (path / NAME).exists():
+        return path / NAME
+    if not path.exists():
+        raise UserError("there is no such folder", field="RUN", got=str(path), remedy="Check the path")
+    below = sorted(found.parent for found in path.glob(f"*/{NAME}"))
+    shown = ", ".join(map(str, below[:3]))
+    raise UserError(
+        f"no run has left a record there{f'; there are some in {shown}' if below else ''}",
+        field="RUN",
+        got=str(path),
+        allowed=f"a folder with {NAME}: a run's checkpoint_dir or tracking.record_dir",
+        remedy="`python -m distributed.cli runs` lists the runs below a folder",
+    )
+
+
+def read_record(path: Path) -> Record:
+    """Read the record that `path` stands for.
+
+    Raises:
+        UserError: there is none, it cannot be read, is somebody else's, or a newer version's.
+    """
+    path = record_path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"the record cannot be read: {error.strerror or error}", field="RUN", got=str(path)
+        ) from None
+    record = Record(path.parent)
+    *whole, rest = data.split(b"\n")
+    bad: list[int] = []
+    unknown: list[int] = []
+    for number, text in enumerate([*whole, rest], 1):
+        if not text.strip():
+            continue
+        line = _parsed(text)
+        if line is not None:
+            record.lines.append(line)
+        elif number <= len(whole):
+            (unknown if _is_object(text) else bad).append(number)
+        else:
+            record.notes.append("The last line is torn: the run is writing it, or was killed while it did.")
+    _check(record, path)
+    record.notes += _note(bad, "cannot be read (damaged) and {are} left out")
+    record.notes += _note(unknown, "{are} not of a kind that this version knows and {are} left out")
+    return record
+
+
+def _check(record: Record, path: Path) -> None:
+    versions = [line["record"] for line in record.lines if isinstance(line.get("record"), int)]
+    if not record.lines:
+        raise UserError(
+            "this is no record of a run: not one of its lines is one",
+            field="RUN",
+            got=str(path),
+            allowed=f"a {NAME} that a run has written",
+        )
+    if versions and max(versions) > VERSION:
+        raise UserError(
+            f"the record was written by a newer version: its format is {max(versions)}",
+            field="RUN",
+            got=str(path),
+            allowed=f"formats up to {VERSION}",
+            remedy="pip install --upgrade distributed-trainer",
+        )
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The line, with its figures as numbers; None when it is none of ours."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("time"), int | float):
+        return None
+    needed = _NEEDED.get(str(line.get("kind")))
+    if needed is None or any(not isinstance(line.get(name), kind) for name, kind in needed.items()):
+        return None
+    if "figures" in line:
+        line["figures"] = _figures(line["figures"])
+    if "config" in line:
+        line["config"] = [tuple(item) for item in line["config"] if _is_setting(item)]
+    return line
+
+
+def _figures(found: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {
+        name: _NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in found.items()
+    }
+    return {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+
+
+def _is_setting(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _note(numbers: Sequence[int], what: str) -> list[str]:
+    if not numbers:
+        return []
+    shown = ", ".join(map(str, numbers[:_NAMED])) + (", ..." if len(numbers) > _NAMED else "")
+    one = len(numbers) == 1
+    head = f"Line {shown} of the record" if one else f"{len(numbers)} lines of the record ({shown})"
+    return [f"{head} {what.format(are='is' if one else 'are')}."]

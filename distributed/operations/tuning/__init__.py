@@ -1,0 +1,1 @@
+"""Search for hyperparameters, whatever engine runs the trials."""

@@ -1,0 +1,411 @@
+"""DistributedTuner: a search over hyperparameters, its trials in parallel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.communication.environment import detect
+from distributed.config import Layer, load_layers, read_file
+from distributed.config.load import as_layers
+from distributed.errors import UserError
+from distributed.interfaces.search import Search, SearchEngine, TrialEnd
+from distributed.operations.tuning.parent_run import ParentRun
+from distributed.operations.tuning.search_space import parse_space
+from distributed.operations.tuning.trial import ORDER, TrialOrder
+from distributed.operations.tuning.trial_record import Trial, best_of, load_trial
+from distributed.registry.catalog import get_catalog, load_target, require
+from distributed.system.private_files import draft_of
+
+__all__ = ["DistributedTuner"]
+
+ASKED = "search.json"
+"""What was asked of the search in a folder: a search that is resumed has to ask the same."""
+RESULTS = "results.json"
+
+
+class DistributedTuner:
+    """Searches for the best hyperparameters, by Ray Tune.
+
+    Args:
+        train_fn: called with a sample in each trial. Whatever trainers it builds, each of their epochs
+            counts; a dictionary that it returns is the trial's last report.
+        search_space: name -> Ray Tune's objects (``tune.choice([64, 128])``), plain words
+            (``{"loguniform": [1e-4, 1e-2]}``, see `distributed.operations.tuning.search_space.KINDS`), or
+            fixed values.
+        num_gpus: GPUs for all trials together; without a GPU, as many CPU slots. None: all there are.
+        num_cpus: CPU slots, said directly.
+        trials_per_gpu: trials that share a GPU (or slot).
+        ranks_per_trial: ranks that a trial's trainer may start, each with a GPU (or slot), on one node.
+        max_concurrent: most trials at a time.
+        metric: the figure that decides, with or without ``val_``. None: val_accuracy where it is
+            reported, else val_loss, accuracy, loss, train_loss.
+        mode: ``max``, ``min``, or ``auto``: less is better where the name has 'loss' or 'error' in it.
+        scheduler: None runs every trial to its end; ``asha`` stops poor trials early; ``pbt`` lets poor
+            trials go on from good ones' checkpoints with changed parameters; or an object of Ray's.
+        scheduler_options: for Ray's class behind ``asha`` or ``pbt``, by its names.
+        grace_period: epochs before ``asha`` stops a trial; epochs between changes of ``pbt``.
+        max_epochs: most epochs of a trial, whatever its trainer says.
+        checkpoints: each trial saves after every epoch, in a folder of its own.
+        config: configuration laid over every trainer: a mapping or the path of a YAML file.
+        output_dir: the search's folder; None is ``tuned/`` and the time. Nodes of a cluster share it.
+        name: of the search in the trackers; None is the folder's.
+        seed: of the samples.
+        resume: go on with the search in `output_dir`, if there is one: with as much time, room and as many
+            trials at a time as this call says, and otherwise as it was asked first.
+        time_limit: seconds after which all trials end. In a search that is resumed, those that were cut off
+            go on; of those that had begun under a scheduler, which stops trials too, none does.
+        mlflow: record the search in MLflow, each trial a child of its run; a text names the experiment.
+        tensorboard: a folder of events for each trial, in ``output_dir/tensorboard``.
+        address: of a Ray cluster, as `ray.address`.
+
+    Attributes:
+        results: the trials of the last `tune`, best first.
+        output_dir: where everything is.
+
+    Raises:
+        UserError: an argument that makes no sense.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[dict[str, Any]], Any],
+        search_space: Mapping[str, Any],
+        *,
+        num_gpus: int | None = None,
+        num_cpus: int | None = None,
+        trials_per_gpu: int = 1,
+        ranks_per_trial: int = 1,
+        max_concurrent: int | None = None,
+        metric: str | None = None,
+        mode: str = "auto",
+        scheduler: Any = None,
+        scheduler_options: Mapping[str, Any] | None = None,
+        grace_period: int = 1,
+        max_epochs: int | None = None,
+        checkpoints: bool = True,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        seed: int = 0,
+        resume: bool = False,
+        time_limit: float | None = None,
+        mlflow: bool | str = False,
+        tensorboard: bool = False,
+        address: str | None = None,
+    ) -> None:
+        if not callable(train_fn):
+            raise UserError("not a function", field="train_fn", got=type(train_fn).__name__)
+        self.train_fn, self.search_space = train_fn, parse_space(search_space)
+        _check_slots(num_gpus, num_cpus, trials_per_gpu, ranks_per_trial)
+        for field, count in (
+            ("max_concurrent", max_concurrent),
+            ("grace_period", grace_period),
+            ("max_epochs", max_epochs),
+        ):
+            _check_count(field, count, optional=field != "grace_period")
+        if mode not in ("auto", "max", "min"):
+            raise UserError("not a mode", field="mode", got=mode, allowed="auto, max, min")
+        if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
+            raise UserError("not a time", field="time_limit", got=time_limit, allowed="seconds above 0")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UserError("not a seed", field="seed", got=seed, allowed="0, 1, 2, ...")
+        if resume and output_dir is None:
+            raise UserError(
+                "there is nothing to go on with", field="resume", got=True, remedy="Name its output_dir"
+            )
+        self.num_gpus, self.num_cpus, self.trials_per_gpu = num_gpus, num_cpus, trials_per_gpu
+        self.ranks_per_trial, self.max_concurrent = ranks_per_trial, max_concurrent
+        self.metric, self.mode, self.scheduler = metric, mode, scheduler
+        self.scheduler_options = dict(scheduler_options or {})
+        self.grace_period, self.max_epochs, self.checkpoints = grace_period, max_epochs, checkpoints
+        self.output_dir = (Path(output_dir) if output_dir else _new_folder(Path("tuned"))).absolute()
+        self.name, self.seed, self.resume = name or self.output_dir.name, seed, resume
+        self.time_limit, self.address = time_limit, address
+        self.mlflow, self.tensorboard = mlflow, tensorboard
+        self._layers = self._configure(config)
+        self._given = self._layers[:1] if config is not None else []
+        self.results: list[Trial] = []
+        self._best: Trial | None = None
+
+    @property
+    def best(self) -> Trial:
+        """The best trial of the last `tune`.
+
+        Raises:
+            UserError: there was none.
+        """
+        if self._best is None:
+            raise UserError("nothing has been tuned yet", field="best", remedy="Call tune() first")
+        return self._best
+
+    def tune(self, num_samples: int = 10) -> dict[str, Any]:
+        """Run the search and return the parameters of the best trial.
+
+        Args:
+            num_samples: how often the space is sampled; every point of a grid is a trial of its own.
+
+        Raises:
+            UserError: impossible resources; a metric that nobody reported; every trial failed on a mistake.
+            WorkerError: every trial failed otherwise.
+        """
+        _check_count("num_samples", num_samples, optional=False)
+        if detect(os.environ) is not None:
+            raise UserError(
+                "a search starts its trials itself, and a launcher has started this process as a rank",
+                field="tune",
+                remedy="Start the script plainly, not with torchrun, srun or mpirun",
+            )
+        engine = self._engine()
+        search = self._search(num_samples)
+        hands_over = engine.hands_over(search)
+        if hands_over and not self.checkpoints:
+            raise UserError(
+                "this scheduler lets trials go on from checkpoints",
+                field="checkpoints",
+                got=False,
+                allowed="True",
+            )
+        load_layers(self._layers)
+        before = self._claim(self._asked(engine, num_samples))
+        if before.get("complete"):
+            return self._conclude([Trial(**trial) for trial in _read(self.output_dir / RESULTS)["trials"]])
+        with ParentRun(
+            self._layers, self.name, before.get("trackers", {}), self._params(num_samples)
+        ) as parent:
+            self._note({"trackers": parent.contexts})
+            self._write_order(hands_over, parent.contexts)
+            ends = engine.run(search)
+            trials = [self._trial(end) for end in ends]
+            self._save(trials, complete=len(trials) == engine.num_trials(search))
+            best = self._conclude(trials)
+            parent.conclude(self.best, [self.output_dir / RESULTS])
+        return best
+
+    def plot(self, path: str | os.PathLike[str]) -> str:
+        """Write a picture of the search, one HTML file: its course, and every trial's parameters.
+
+        Returns:
+            The path.
+
+        Raises:
+            UserError: nothing has been tuned, or plotly is not installed.
+        """
+        from distributed.operations.tuning.plot import write_picture
+
+        return write_picture(self.results, self.mode, self.best, path, title=self.name)
+
+    # -- what is asked ---------------------------------------------------------------
+
+    def _configure(self, config: Any) -> list[Layer]:
+        layers = []
+        if isinstance(config, Mapping):
+            layers.append(Layer("config", config))
+        elif config is not None:
+            layers.append(read_file(config))
+        if self.mlflow:
+            named = {"tracking.mlflow_experiment": self.mlflow} if isinstance(self.mlflow, str) else {}
+            layers.append(Layer("DistributedTuner", {"mlflow_tracking": True, **named}))
+        if self.tensorboard:
+            layers.append(
+                Layer("DistributedTuner", {"tensorboard_dir": str(self.output_dir / "tensorboard")})
+            )
+        return layers
+
+    def _engine(self) -> SearchEngine:
+        spec = next((s for s in get_catalog().backends.values() if s.search), None)
+        if spec is None or spec.search is None:
+            raise UserError(
+                "no backend that runs searches is installed", remedy="pip install 'distributed-trainer[ray]'"
+            )
+        require(spec.requires, "DistributedTuner", spec.install_hint)
+        engine: SearchEngine = load_target(spec.search)()
+        return engine
+
+    def _asked(self, engine: SearchEngine, num_samples: int) -> dict[str, Any]:
+        scheduler = (
+            self.scheduler if isinstance(self.scheduler, str | None) else type(self.scheduler).__name__
+        )
+        options = engine.describe(self.scheduler_options)
+        asked = {
+            "search_space": engine.describe(self.search_space),
+            "num_samples": num_samples,
+            "seed": self.seed,
+            "metric": self.metric,
+            "mode": self.mode,
+            "scheduler": scheduler,
+            # An object that says where it lies in memory lies elsewhere the next time.
+            "scheduler_options": {n: re.sub(" at 0x[0-9a-f]+", "", text) for n, text in options.items()},
+            "grace_period": self.grace_period,
+            "max_epochs": self.max_epochs,
+            "config": {
+                name: value
+                for layer in as_layers(load_layers(self._given))
+                for name, value in layer.values.items()
+                if not name.startswith("tracking.")
+            },
+            "ranks_per_trial": self.ranks_per_trial,
+            "trials_per_gpu": self.trials_per_gpu,
+        }
+        found: dict[str, Any] = json.loads(json.dumps(asked, default=str))
+        return found
+
+    def _params(self, num_samples: int) -> dict[str, Any]:
+        return {"num_samples": num_samples, "scheduler": str(self.scheduler), "seed": self.seed}
+
+    def _search(self, num_samples: int) -> Search:
+        return Search(
+            folder=str(self.output_dir),
+            space=self.search_space,
+            num_samples=num_samples,
+            num_gpus=self.num_gpus,
+            num_cpus=self.num_cpus,
+            trials_per_gpu=self.trials_per_gpu,
+            ranks_per_trial=self.ranks_per_trial,
+            max_concurrent=self.max_concurrent,
+            scheduler=self.scheduler,
+            scheduler_options=self.scheduler_options,
+            grace_period=self.grace_period,
+            seed=self.seed,
+            time_limit=self.time_limit,
+            address=self.address,
+            resume=self.resume,
+        )
+
+    # -- the search's folder -----------------------------------------------------------
+
+    def _claim(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Make the folder this search's own; what it holds of the same search, if that is resumed."""
+        path = self.output_dir / ASKED
+        if not path.exists():
+            self.output_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write(path, {"asked": asked})
+            return {}
+        known = _read(path)
+        if not self.resume:
+            raise UserError(
+                "this folder holds a search already",
+                field="output_dir",
+                got=str(self.output_dir),
+                remedy="Go on with it (resume=True), or name another folder",
+            )
+        for field, value in asked.items():
+            # A folder of an earlier version does not say everything.
+            if known["asked"].get(field, value) != value:
+                raise UserError(
+                    f"the search in {self.output_dir} was started with {known['asked'][field]!r}",
+                    field=field,
+                    got=value,
+                    remedy="Resume it as it was, or start another in another folder",
+                )
+        return known
+
+    def _note(self, more: Mapping[str, Any]) -> None:
+        path = self.output_dir / ASKED
+        _write(path, {**_read(path), **more})
+
+    def _write_order(self, hands_over: int, contexts: Mapping[str, dict[str, Any]]) -> None:
+        from distributed.communication.task_file import save_task
+
+        order = TrialOrder(
+            train_fn=self.train_fn,
+            folder=str(self.output_dir),
+            ranks=self.ranks_per_trial,
+            metric=self.metric,
+            mode=self.mode,
+            checkpoints=self.checkpoints,
+            hands_over=hands_over,
+            max_epochs=self.max_epochs,
+            layers=tuple(self._layers),
+            tracker_contexts=contexts,
+        )
+        with draft_of(self.output_dir / ORDER) as draft:
+            draft.unlink(missing_ok=True)
+            try:
+                save_task(order, draft)
+            except Exception as error:
+                raise UserError(
+                    f"train_fn cannot travel to the trials: {type(error).__name__}: {error}",
+                    field="train_fn",
+                    remedy="Open files, locks and connections inside the function",
+                ) from error
+
+    # -- what came of it ---------------------------------------------------------------
+
+    def _trial(self, end: TrialEnd) -> Trial:
+        trial = load_trial(self.output_dir, end.name) or Trial(end.name, end.parameters)
+        trial.parameters = end.parameters
+        if end.failed and trial.status != "failed":
+            lines = [line.strip() for line in (end.error or "").splitlines() if line.strip()]
+            trial.status, trial.error = "failed", trial.error or (lines[-1] if lines else "it was killed")
+        elif trial.status == "running":
+            trial.status = "stopped"
+        trial.judge(self.metric, self.mode)
+        return trial
+
+    def _save(self, trials: list[Trial], complete: bool) -> None:
+        _write(self.output_dir / RESULTS, {"trials": [trial.to_dict() for trial in trials]})
+        # Without a scheduler only a time limit stops a trial, and a search that is resumed has more of it.
+        open_still = ("waiting", "stopped") if self.scheduler is None else ("waiting",)
+        if complete and not any(trial.status in open_still for trial in trials):
+            self._note({"complete": True})
+
+    def _conclude(self, trials: list[Trial]) -> dict[str, Any]:
+        from distributed.operations.tuning.trial_record import ranked
+
+        self.results = ranked(trials, self.mode)
+        self._best = best_of(trials, self.metric, self.mode)
+        return dict(self._best.parameters)
+
+
+def _new_folder(root: Path) -> Path:
+    """A folder named after the time that no other search has."""
+    start = root / time.strftime("%Y-%m-%d_%H-%M-%S")
+    taken, folder = 1, start
+    while folder.exists():
+        taken += 1
+        folder = start.with_name(f"{start.name}_{taken}")
+    return folder
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_trial: Any) -> None:
+    _check_count("num_gpus", num_gpus, optional=True)
+    _check_count("num_cpus", num_cpus, optional=True)
+    _check_count("trials_per_gpu", trials_per_gpu, optional=False)
+    _check_count("ranks_per_trial", ranks_per_trial, optional=False)
+    if num_gpus is not None and num_cpus is not None:
+        raise UserError("num_gpus and num_cpus both count the slots: give one of them", field="num_cpus")
+    if trials_per_gpu > 1 and ranks_per_trial > 1:
+        raise UserError(
+            "a trial of several ranks has whole GPUs, and trials_per_gpu shares one",
+            field="trials_per_gpu",
+            got=trials_per_gpu,
+            allowed="1 with ranks_per_trial above 1",
+        )
+
+
+def _check_count(field: str, count: Any, optional: bool) -> None:
+    if count is None and optional:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UserError("not a number of things", field=field, got=count, allowed="1, 2, 3, ...")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    from distributed.system.private_files import write_private
+
+    write_private(path, json.dumps(value, indent=1, default=repr).encode())

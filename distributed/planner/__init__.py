@@ -1,0 +1,1 @@
+"""Turn a configuration into a plan of the run; no framework is imported."""

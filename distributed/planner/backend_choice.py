@@ -1,0 +1,164 @@
+"""Which backend a config means, and whether it can do what the config asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from distributed.config.load import override
+from distributed.errors import UserError
+from distributed.registry.catalog import require
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+    from distributed.registry.catalog import Catalog
+
+    _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
+
+__all__ = ["check_accumulation", "check_capabilities", "chosen_backend", "move_to_zero"]
+
+
+def move_to_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) -> DistributedConfig:
+    """`config`, whose backend nobody asked for moved to the one that has ZeRO, if it wants that.
+
+    Args:
+        config: what was asked.
+        catalog: what is installed.
+        notes: gets the sentence that says so.
+
+    Raises:
+        UserError: no backend offers it, or several do.
+    """
+    stage, here = config.zero_stage, catalog.backend(config.backend)
+    if not config.wants_zero or here.capabilities.zero_stages:
+        return config
+    if not config.origin("backend").startswith("default"):
+        return config
+    able = sorted(s.name for s in catalog.backends.values() if _offers(s.capabilities, stage))
+    if len(able) != 1:
+        raise UserError(
+            "several backends offer ZeRO" if able else "no backend here offers ZeRO",
+            field="backend",
+            got=here.name,
+            allowed=", ".join(able) or None,
+            remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
+        )
+    asked = f"zero_stage={stage}" if config.deepspeed_config is None else "deepspeed_config"
+    notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
+    return override(config, {"backend": able[0]}, f"default moved by {asked}")
+
+
+def _offers(capabilities: Capabilities, stage: int | None) -> bool:
+    return bool(capabilities.zero_stages) if stage is None else stage in capabilities.zero_stages
+
+
+def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
+    """The spec of the config's backend; for one that only starts ranks, made one with its inner.
+
+    Raises:
+        UserError: an unknown backend, one whose requirements are missing, or an impossible inner.
+    """
+    spec = catalog.backend(config.backend)
+    require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
+    if spec.inner is None:
+        return spec
+    inner = catalog.backend(reduce(getattr, spec.inner.split("."), config), spec.inner)  # type: ignore[arg-type]
+    if inner.inner is not None or inner.framework != spec.framework:
+        fits = (s for s in catalog.backends.values() if s.inner is None and s.framework == spec.framework)
+        raise UserError(
+            f"backend '{spec.name}' cannot start the ranks of '{inner.name}', "
+            + ("which starts ranks itself" if inner.inner else f"a {inner.framework} backend"),
+            field=spec.inner,
+            got=inner.name,
+            allowed=", ".join(sorted(s.name for s in fits)),
+        )
+    require(inner.requires, f"backend '{inner.name}'", inner.install_hint)
+    return replace(
+        inner,
+        name=spec.name,
+        summary=spec.summary,
+        requires=tuple(dict.fromkeys((*spec.requires, *inner.requires))),
+        install_hint=spec.install_hint,
+        launcher=spec.launcher,
+        remote=spec.remote,
+        runs=inner.name,
+    )
+
+
+_NEEDS: list[_Need] = [
+    (
+        "gradient_accumulation_steps",
+        lambda c: (c.gradient_accumulation_steps or 1) > 1,
+        lambda k: k.accumulation,
+        "accumulate gradients",
+    ),
+    ("gradient_clipping", lambda c: c.gradient_clipping is not None, lambda k: k.clipping, "clip gradients"),
+    ("sync_batchnorm", lambda c: c.sync_batchnorm, lambda k: k.sync_batchnorm, "synchronise BatchNorm"),
+    (
+        "find_unused_parameters",
+        lambda c: c.find_unused_parameters,
+        lambda k: k.find_unused_parameters,
+        "find unused parameters",
+    ),
+    ("zero_stage", lambda c: c.wants_zero, lambda k: bool(k.zero_stages), "shard by ZeRO stages"),
+    ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
+]
+
+
+def check_capabilities(
+    config: DistributedConfig,
+    spec: BackendSpec,
+    catalog: Catalog,
+    world_size: int,
+    precision: str,
+    device: str,
+) -> None:
+    """Compare what `config` needs with what `spec` claims.
+
+    Raises:
+        UserError: an ability is missing; names the backends that have it.
+    """
+    needs: list[_Need] = [
+        *_NEEDS,
+        ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
+        ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}"),
+    ]
+    for need in needs:
+        name, wanted, able, _ = need
+        if wanted(config) and not able(spec.capabilities):
+            raise _cannot(need, spec, catalog, _value(config, name))
+    if config.sync_batchnorm and device == "cpu" and world_size > 1:
+        raise UserError(
+            "torch synchronises BatchNorm on GPUs only",
+            field="sync_batchnorm",
+            got=True,
+            allowed="false on CPU",
+        )
+
+
+def check_accumulation(steps: int, spec: BackendSpec, catalog: Catalog) -> None:
+    """The same for accumulation that nobody asked for, but a global batch comes to.
+
+    Raises:
+        UserError: the backend cannot accumulate.
+    """
+    if steps > 1 and not spec.capabilities.accumulation:
+        raise _cannot(_NEEDS[0], spec, catalog, steps)
+
+
+def _cannot(need: _Need, spec: BackendSpec, catalog: Catalog, got: Any) -> UserError:
+    name, _, able, what = need
+    others = sorted(s.name for s in catalog.backends.values() if able(s.capabilities) and not s.inner)
+    return UserError(
+        f"backend '{spec.label}' cannot {what}",
+        field=name,
+        got=got,
+        remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
+    )
+
+
+def _value(config: DistributedConfig, name: str) -> Any:
+    return config.num_ranks if name == "num_gpus" else getattr(config, name)

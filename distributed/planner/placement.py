@@ -1,0 +1,127 @@
+"""Where ranks run, how many there are, and over what they communicate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.placement import Joined
+from distributed.interfaces.plan import Resources
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+
+__all__ = [
+    "choose_device",
+    "choose_mode",
+    "choose_precision",
+    "choose_transport",
+    "count_ranks",
+    "count_replicas",
+    "data_parallel_size",
+]
+
+
+def choose_device(
+    config: DistributedConfig,
+    spec: BackendSpec,
+    resources: Resources,
+    joined: Joined | None,
+    notes: list[str],
+) -> str:
+    here = joined.local_size if joined else (config.num_ranks or 1) // config.num_nodes
+    if spec.remote and joined is None:
+        here = config.num_ranks or 1
+    if config.device == "cpu":
+        return "cpu"
+    if config.device == "auto" and resources.num_gpus == 0:
+        if config.num_gpus or config.gpus_per_node:
+            notes.append("no GPU found: the ranks run as CPU processes over gloo")
+        return "cpu"
+    where, per = ("on this host", "per host") if joined or not spec.remote else ("there",) * 2
+    if resources.num_gpus < here and not _one_visible_each(resources, joined):
+        raise UserError(
+            f"{here} ranks {where} need {here} GPUs and {resources.num_gpus} are visible",
+            field="num_gpus",
+            got=config.num_ranks,
+            allowed=f"at most {resources.num_gpus} {per}",
+            remedy="Use fewer ranks, or say device=cpu to run them as CPU processes;"
+            " CUDA_VISIBLE_DEVICES may hide some",
+        )
+    return "cuda"
+
+
+def _one_visible_each(resources: Resources, joined: Joined | None) -> bool:
+    # Slurm and others may show every task a single device of its own.
+    return joined is not None and resources.num_gpus == 1
+
+
+def count_ranks(
+    config: DistributedConfig, spec: BackendSpec, resources: Resources, device: str, joined: Joined | None
+) -> tuple[int, int]:
+    if joined is not None:
+        return joined.size, joined.local_size
+    if config.num_ranks is not None:
+        return config.num_ranks, config.num_ranks // config.num_nodes
+    several = device == "cuda" and spec.capabilities.multi_process
+    here = resources.num_gpus // (config.num_nodes if spec.remote else 1) if several else 1
+    return here * config.num_nodes, here
+
+
+def count_replicas(
+    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
+) -> int:
+    if spec.num_replicas is None or joined is not None:
+        return 1
+    number = spec.num_replicas(config, num_devices)
+    if number < 1 or num_devices % number:
+        raise ValueError(f"backend '{spec.name}' gives a rank {number} of {num_devices} devices")
+    return number
+
+
+def data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size: int) -> int:
+    if spec.data_parallel_size is None:
+        return world_size
+    size = spec.data_parallel_size(config, world_size)
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"backend '{spec.name}' cuts a global batch into {size} slices for {world_size} ranks"
+        )
+    return size
+
+
+def choose_precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
+    asked = config.mixed_precision
+    if asked is False:
+        return "fp32"
+    if asked is True:
+        if device == "cpu":
+            notes.append("mixed_precision=True means bf16 on CPU; say 'fp16' for fp16 with a scaler")
+            return "bf16"
+        return "fp16"
+    return asked
+
+
+def choose_transport(config: DistributedConfig, spec: BackendSpec, device: str) -> str:
+    asked = config.communication_backend
+    if asked == "nccl" and device == "cpu":
+        raise UserError(
+            "nccl moves data between GPUs and the ranks run on CPU",
+            field="communication_backend",
+            got="nccl",
+            allowed="auto, gloo, mpi",
+        )
+    if asked == "auto":
+        return spec.transports[0 if device == "cpu" else 1]
+    return asked
+
+
+def choose_mode(config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None) -> str:
+    if joined is not None:
+        return "join"
+    if spec.remote:
+        return "spawn"
+    # Several devices in one process have to be set up before the framework has started there.
+    alone = num_devices == 1 and config.num_nodes == 1 and config.launch != "spawn" and not config.is_elastic
+    return "in-process" if alone or not spec.capabilities.multi_process else "spawn"

@@ -1,1 +1,0 @@
-"""What several hosts find out about each other before a run: see `measure.survey`."""

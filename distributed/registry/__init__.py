@@ -1,0 +1,1 @@
+"""Find plugins through entry points, and call their hooks."""

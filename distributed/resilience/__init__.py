@@ -1,0 +1,1 @@
+"""Detect, diagnose, report and survive failures of ranks and hosts."""

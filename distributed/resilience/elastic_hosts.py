@@ -1,0 +1,220 @@
+"""The hosts of an elastic run, by torch's elastic rendezvous; it knows who is there, came, or is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from distributed.checkpoint.run_directory import claim_directory
+from distributed.communication.rendezvous import connect, listen, serve
+from distributed.errors import UserError, WorkerError
+from distributed.resilience.elastic import Place, served
+from distributed.system.addresses import address_among, is_own_address
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["Hosts"]
+
+_LOOK = 0.5
+"""Seconds between looks for another host."""
+_ALIVE = 2
+"""Seconds between a host's signs of life; after three without one it is gone. On a busy host a sign may
+come a second late."""
+_FAREWELL = timedelta(seconds=60)
+_ANSWER = timedelta(seconds=60)
+"""The store answers at once, or its host is gone."""
+
+
+class Hosts:
+    """This host among those that meet at ``rdzv_endpoint``.
+
+    The first process on the host of that address serves the meeting; when it ends, the run ends.
+
+    Args:
+        plan: for the largest number of hosts.
+        endpoint: host and port where they meet.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+
+    has_others = True
+
+    def __init__(self, plan: RunPlan, endpoint: tuple[str, int]) -> None:
+        self.plan, self.endpoint = plan, endpoint
+        # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self.serves, self._store = _meeting(plan, *endpoint)
+        section, self._patience = plan.config.elastic, timedelta(seconds=plan.config.collective_timeout)
+        self.min_nodes = plan.counts[-1] // plan.local_size
+        self._handler = DynamicRendezvousHandler.from_backend(
+            run_id="distributed",
+            store=self._store,
+            backend=C10dRendezvousBackend(self._store, "distributed"),
+            min_nodes=self.min_nodes,
+            max_nodes=plan.num_nodes,
+            local_addr=address_among(*endpoint),
+            timeout=RendezvousTimeout(self._patience, timedelta(seconds=section.last_call)),
+            keep_alive_interval=_ALIVE,
+        )
+        self._round: Any = None
+        self._num_nodes = 0
+
+    def meet(self) -> Place:
+        """Wait for the hosts of the next round.
+
+        Raises:
+            UserError: too few came.
+            WorkerError: the host that serves the meeting is gone.
+            SystemExit: the run was over before this host could take part.
+        """
+        reminder = threading.Timer(10.0, self._remind)
+        reminder.daemon = True
+        reminder.start()
+        try:
+            self._round = self._handler.next_rendezvous()
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise _over() from None
+        except RendezvousTimeoutError:
+            raise UserError(
+                f"fewer than {self.min_nodes} hosts came within {self._patience.total_seconds():g} s",
+                field="elastic.min_ranks",
+                got=self.plan.counts[-1],
+                remedy="Start the same command on more hosts, or allow fewer ranks",
+            ) from None
+        except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
+            raise self._gone(error) from None
+        finally:
+            reminder.cancel()
+        here = self._round.world_size * self.plan.local_size
+        # The largest number that keeps the global batch.
+        size = next(count for count in self.plan.counts if count <= here)
+        self._num_nodes = size // self.plan.local_size
+        return Place(self._round.rank, self._num_nodes, self.plan.local_size)
+
+    @contextmanager
+    def store(self, size: int) -> Iterator[tuple[str, int]]:
+        """The round's first host serves the store of its ranks and tells the others where."""
+        key, shared = "ranks", self._round.store
+        try:
+            if self._round.rank == 0:
+                with served(address_among(*self.endpoint), size) as (host, port):
+                    shared.set(key, f"{host}:{port}")
+                    yield host, port
+            else:
+                host, _, number = shared.get(key).decode().rpartition(":")
+                yield host, int(number)
+        except dist.DistError as error:
+            raise self._gone(error) from None
+
+    @contextmanager
+    def watch(self, newcomer: Callable[[], None]) -> Iterator[None]:
+        """Look for another host twice a second while the ranks run."""
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_LOOK):
+                with suppress(RendezvousConnectionError, RendezvousStateError, dist.DistError):
+                    if self._handler.num_nodes_waiting() > 0:
+                        newcomer()
+                        return
+
+        thread = threading.Thread(target=look, name="membership", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def stand_by(self) -> None:
+        """Return when the others leave this round, or another host came.
+
+        Raises:
+            WorkerError: the host that serves the meeting is gone.
+            SystemExit: the run has ended.
+        """
+        print(
+            f"this host stands by: a global batch of {self.plan.batch.global_batch_size} has no equal"
+            f" shares for {self._round.world_size * self.plan.local_size} ranks",
+            flush=True,
+        )
+        try:
+            while self._handler.num_nodes_waiting() == 0:
+                with suppress(dist.DistStoreError):
+                    self._round.store.wait(["all done"], timedelta(seconds=_LOOK))
+                    self.finish_serving()
+                    raise _over()
+        except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
+            raise self._gone(error) from None
+
+    def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
+        """Whoever still lives comes to the next round."""
+
+    def finish(self) -> None:
+        """Tell the others; the host that serves the meeting leaves last."""
+        with suppress(dist.DistError):
+            store, number = self._round.store, self._num_nodes
+            if store.add("done", 1) == number:
+                store.set("all done", "1")
+            if self.serves:
+                store.wait(["all done"], _FAREWELL)
+            self.finish_serving()
+
+    def finish_serving(self) -> None:
+        """Let hosts that come too late know; only who serves the meeting."""
+        if self.serves:
+            self._handler.shutdown()
+
+    def _remind(self) -> None:
+        print(f"waiting for hosts: at least {self.min_nodes} have to meet at {self._name()}", flush=True)
+
+    def _name(self) -> str:
+        return f"{self.endpoint[0]}:{self.endpoint[1]}"
+
+    def _gone(self, error: Exception) -> WorkerError:
+        return WorkerError(
+            f"the host at {self._name()}, where the others meet, is gone ({type(error).__name__});"
+            " start the run again with --resume",
+            rank=-1,
+            host=socket.gethostname(),
+            exc_type=type(error).__name__,
+        )
+
+
+def _over() -> SystemExit:
+    print("the run has ended, and this host had no part in its last round", flush=True)
+    return SystemExit(0)
+
+
+def _meeting(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
+    """Whether this process serves the meeting, and its store. Who does claims the checkpoint directory
+    before anybody can meet; who comes later must not."""
+    if is_own_address(host):
+        with suppress(OSError):  # another process of this host was first
+            listener = listen(host, port)
+            claim_directory(plan)
+            return True, serve(listener, host, 1, _ANSWER)
+    store = connect(host, port, 1, timedelta(seconds=plan.config.collective_timeout))
+    store.set_timeout(_ANSWER)
+    return False, store

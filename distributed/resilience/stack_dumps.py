@@ -1,0 +1,130 @@
+"""The Python stack of a running rank, asked for by a signal: it works while the rank sits in C code."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Frame", "answer", "ask", "innermost", "own_line", "parse", "stack_path"]
+
+# Not SIGUSR2, which batch systems and scripts use.
+_SIGNAL = signal.SIGRTMIN + 5
+_PATIENCE = 1.0
+"""Seconds that a rank may take to write its stack."""
+_LIBRARIES = (f"/lib/python{sys.version_info[0]}.", "/site-packages/", "/dist-packages/")
+_HERE = f"{Path(__file__).parents[1]}{os.sep}"
+
+_open: list[IO[bytes]] = []
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line}, in {self.function}'
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """Where that rank writes its stacks."""
+    return folder / f"stacks_{rank}"
+
+
+def answer(folder: Path, rank: int) -> None:
+    """Write all threads' stacks to `stack_path` whenever asked, and in a crash of native code.
+
+    Loader workers that are forked from this process answer as well, into the same file.
+    """
+    for old in _open:
+        faulthandler.unregister(_SIGNAL)
+        old.close()
+    descriptor = os.open(stack_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    _open[:] = [os.fdopen(descriptor, "ab", buffering=0)]
+    faulthandler.register(_SIGNAL, file=_open[0], all_threads=True, chain=False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=_open[0], all_threads=True)
+
+
+def ask(pid: int, path: Path) -> str:
+    """What the process writes into `path` when it is asked for its stacks; empty when it does not."""
+    if not _catches(pid, _SIGNAL):
+        return ""
+    start = path.stat().st_size
+    try:
+        os.kill(pid, _SIGNAL)
+    except (ProcessLookupError, PermissionError):
+        return ""
+    size, deadline = start, time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        before, size = size, path.stat().st_size
+        if size > start and size == before:
+            break
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a handler is there: the signal would end the process otherwise."""
+    caught = _status(pid).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def parse(text: str, thread: int | None = None) -> list[Frame]:
+    """The frames of `thread`, the most recent first; without it, of the thread that was asked."""
+    blocks: dict[str, list[Frame]] = {}
+    frames: list[Frame] = []
+    chosen = ""
+    for line in text.splitlines():
+        if head := re.match(r"(Current t|T)hread 0x([0-9a-f]+)", line):
+            frames = blocks[head[2].lstrip("0")] = []
+            chosen = head[2].lstrip("0") if head[1] == "Current t" or not chosen else chosen
+        elif found := re.match(r'  File "(.*)", line (\d+) in (.*)', line):
+            frames.append(Frame(found[1], int(found[2]), found[3]))
+    wanted = f"{thread:x}" if thread else chosen
+    return blocks.get(wanted, blocks.get(chosen, []))
+
+
+def innermost(stack: Sequence[Frame], number: int = 8) -> list[str]:
+    """The last calls of a stack, as a traceback shows them: the most recent one last. The program's
+    own are shown wherever they are."""
+    own = [index for index, frame in enumerate(stack) if _is_own(frame)]
+    last = max(number, own[0] + 1) if own else number
+    return [str(frame) for frame in reversed(stack[:last]) if not _is_ours(frame) or not own]
+
+
+def own_line(stack: Sequence[Frame]) -> str:
+    """The innermost call that is neither a library's nor ours; empty without one."""
+    return next((str(frame) for frame in stack if _is_own(frame)), "")
+
+
+def _is_own(frame: Frame) -> bool:
+    return not (
+        _is_ours(frame) or frame.file.startswith("<") or any(part in frame.file for part in _LIBRARIES)
+    )
+
+
+def _is_ours(frame: Frame) -> bool:
+    ours = frame.file.startswith(_HERE) or "/distributed_backends/" in frame.file
+    return ours and not frame.file.startswith(f"{_HERE}testing{os.sep}")

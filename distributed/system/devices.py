@@ -1,0 +1,16 @@
+"""The devices of this host."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["visible_gpus"]
+
+
+def visible_gpus() -> int:
+    """CUDA devices this process may use, without creating a context."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

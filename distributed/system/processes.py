@@ -1,0 +1,80 @@
+"""What the kernel reports about processes: state, CPU time, children, and kills for lack of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Process", "children", "look_at", "oom_kills"]
+
+
+_CLOCK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, seen from outside.
+
+    Attributes:
+        state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead;
+            empty when there is no such process.
+        seconds: CPU time that it has used.
+        age: seconds since it started.
+    """
+
+    state: str
+    seconds: float
+    age: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still do anything."""
+        return self.state not in ("", "Z", "X")
+
+
+def look_at(pid: int) -> Process:
+    """What the kernel says of a process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return Process("", 0.0)
+    fields = text.rpartition(")")[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _CLOCK
+    return Process(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK, age)
+
+
+def children(pid: int) -> Iterator[int]:
+    """Processes that this one started, its loader's workers among them."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            yield from map(int, task.read_text(encoding="ascii").split())
+        except OSError:
+            continue  # a thread that has just ended
+
+
+def oom_kills() -> int:
+    """Processes of this cgroup that the kernel ended for lack of memory so far; 0 where it does not say."""
+    total = 0
+    for line in _read("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            total += _count(f"/sys/fs/cgroup{path}/memory.events")
+        elif "memory" in controllers.split(","):
+            total += _count(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    return total
+
+
+def _count(path: str) -> int:
+    found = re.search(r"^oom_kill (\d+)$", _read(path), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

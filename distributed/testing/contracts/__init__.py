@@ -1,0 +1,1 @@
+"""The contracts that a backend must keep, as test classes."""

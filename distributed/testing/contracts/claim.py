@@ -1,0 +1,102 @@
+"""What a backend claims to do, it does; what it does not claim is refused before a process starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.errors import UserError
+from distributed.interfaces.callback import Callback
+from distributed.interfaces.history import History
+from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
+from distributed.testing.reference_problem import problem
+from distributed.testing.suite import EXACT, Run, Suite
+
+__all__ = ["ClaimContracts"]
+
+_HALF_DIGITS = 0.02
+"""How far ten steps in half precision may end from float32: bfloat16 keeps 8 bits."""
+
+
+class ClaimContracts(Suite):
+    """Capabilities and checkpoints."""
+
+    def test_what_is_not_claimed_is_refused(self, tmp_path: Path) -> None:
+        """A configuration that needs an ability the backend does not claim fails in the plan."""
+        claimed = self.capabilities
+        needs: list[tuple[bool, dict[str, Any]]] = [
+            (claimed.accumulation, {"gradient_accumulation_steps": 2}),
+            (claimed.accumulation, {"global_batch_size": 4, "batch_size": 2}),
+            (claimed.clipping, {"gradient_clipping": 1.0}),
+            (claimed.sync_batchnorm, {"sync_batchnorm": True}),
+            (claimed.find_unused_parameters, {"find_unused_parameters": True}),
+            (bool(claimed.zero_stages), {"zero_stage": 1}),
+            (claimed.checkpoint, {"checkpoint_dir": str(tmp_path)}),
+            (claimed.multi_process, {"num_processes": 2}),
+            *((name in claimed.precisions, {"mixed_precision": name}) for name in ("bf16", "fp16")),
+        ]
+        for able, fields in needs:
+            if not able:
+                trainer = self.trainer(self.bench.model(torch.float32), 1, **fields)
+                with pytest.raises(UserError, match=rf"'{re.escape(self.spec.label)}' cannot"):
+                    trainer.fit(self.bench.data(*problem(4, torch.float32)), max_steps=1)
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_a_claimed_precision_is_used_and_stays_close(self, precision: str) -> None:
+        """Half precision ends near float32, and not on it: that would be float32 by another name."""
+        if precision not in self.capabilities.precisions:
+            pytest.skip(f"does not claim {precision}")
+        given = {"mixed_precision": precision, "scaler_init_scale": 1024.0}
+        clip = 1.0 if self.capabilities.clipping else None
+        run = Run(1, 10, dtype=torch.float32, rate=0.1, max_norm=clip, given=given)
+        for ranks in {self.sizes[0], self.sizes[-1]}:
+            found = self.compare(ranks, problem(25, torch.float32), run)
+            assert 1e-7 < found.distance < _HALF_DIGITS
+            assert found.history.num_skipped_steps == 0
+
+    def test_c9_checkpoints_resume_on_any_number_of_ranks(self, tmp_path: Path) -> None:
+        """Saved in the middle of an epoch and resumed by more or fewer ranks, and (torch) by and
+        from plain PyTorch, a run holds the saved bits by name and ends where the oracle does."""
+        if not self.capabilities.checkpoint:
+            pytest.skip("does not claim checkpoints")
+        reference, _ = self.train_oracle(12, problem(25), Run(steps=11, optimizer="momentum"))
+        for index, (first, second) in enumerate(self._ways()):
+            folder, loaded = str(tmp_path / str(index)), str(tmp_path / f"loaded-{index}")
+            saved = self._train_part(first, 5, folder)[1].checkpoint or ""
+            model, _ = self._train_part(second, 11, folder, ExportOnLoad(loaded))
+            changed = state_differences(saved, str(Path(loaded, Path(saved).name)))
+            assert not changed, f"saved by {first}, loaded by {second}: {'; '.join(changed)}"
+            off = self.distance(model, reference)
+            assert off < EXACT, f"saved by {first}, resumed by {second}: {off:.1e}"
+
+    def _ways(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        few, many = (self.backend, self.sizes[0]), (self.backend, self.sizes[-1])
+        ways = [(many, few), (few, many)] if few != many else [(few, few)]
+        if self.spec.framework == "torch" and self.backend != "serial":
+            ways += [(many, ("serial", 1)), (("serial", 1), many)]
+        return ways
+
+    def _train_part(
+        self, who: tuple[str, int], until_step: int, folder: str, *callbacks: Callback
+    ) -> tuple[Any, History]:
+        """Train to `until_step`, from the newest checkpoint if there is one, and save."""
+        backend, ranks = who
+        model = self.bench.model(torch.float64)
+        trainer = self.trainer(
+            model,
+            ranks,
+            backend=backend,
+            global_batch_size=12,
+            gradient_accumulation_steps=1,
+            optimizer=self.bench.optimizer("momentum"),
+            learning_rate=0.3,
+            checkpoint_dir=folder,
+            checkpoint={"keep_last": None},
+            resume_from_checkpoint=True,
+        )
+        trainer.callbacks = list(callbacks)
+        return model, trainer.fit(self.bench.data(*problem(25)), max_steps=until_step)

@@ -1,0 +1,265 @@
+"""RankPool: ranks that stay alive between runs, so that many checks share one start.
+
+The parent hands over folders; each rank does with a folder exactly what a fresh rank does
+(`worker.run_folder`), except that torch's process group is there already. The ranks are a run
+of their own under the backend's launcher, which runs `serve` in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from distributed.errors import WorkerError
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.launch.rank_process import leave, run_folder, watch_parent
+from distributed.registry.catalog import load_target
+from distributed.resilience.failure_reports import GRACE, error_of
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["RankPool", "serve"]
+
+_Key = tuple[str, int, int]
+
+_SOCKET = "DISTRIBUTED_POOL_SOCKET"
+_POLL = 0.5
+"""Seconds between looks at whether the launcher still runs, while ranks start."""
+_IDLE = 60.0
+"""Seconds without a run after which ranks are ended: some (Horovod's) keep a core busy with waiting."""
+_END = 30.0
+"""Seconds that the launcher may take to end its ranks."""
+
+
+class RankPool(Launcher):
+    """A launcher whose ranks outlive a run. A failed run ends them, and the next starts afresh,
+    unless every rank refused it with the same words: then all stand at the same place.
+
+    They are started by the launcher of the first plan's backend, and shared by the backends
+    that name the same one.
+
+    Args:
+        timeout: seconds a run may take before the ranks are given up.
+    """
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        self.timeout = timeout
+        self._pools: dict[_Key, _Ranks] = {}
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        key = plan.spec.launcher, plan.world_size, plan.num_replicas
+        self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
+        ranks = self._pools.get(key)
+        if ranks is None:
+            ranks = self._pools[key] = _Ranks(plan)
+        try:
+            ranks.run(command.folder, self.timeout)
+        except BaseException:
+            if not ranks.refused:
+                self._end([key])
+            raise
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._end(self._pools)
+
+    def _end(self, keys: Iterable[_Key]) -> None:
+        ended = [self._pools.pop(key) for key in list(keys)]
+        for ranks in ended:
+            ranks.dismiss()
+        for ranks in ended:
+            ranks.close()
+
+
+class _Ranks:
+    """The live ranks of one world size, each at the other end of a private socket.
+
+    Attributes:
+        refused: all ranks ended the last run with one and the same `UserError`.
+    """
+
+    refused = False
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._stack = ExitStack()
+        self._error: BaseException | None = None
+        self._ended = time.monotonic()
+        self._ranks: dict[Connection, int] = {}
+        home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
+        (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
+        command = RankCommand(
+            [sys.executable, "-m", "distributed.testing.rank_pool"],
+            home,
+            {_SOCKET: str(home / "socket")},
+            "distributed.testing.rank_pool:serve",
+        )
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(command.env[_SOCKET])
+        listener.listen(plan.world_size)
+        listener.settimeout(_POLL)
+        self._thread = threading.Thread(target=self._launch, args=(plan, command), daemon=True)
+        self._thread.start()
+        self._stack.callback(self._thread.join, _END)
+        try:
+            while len(self._ranks) < plan.world_size:
+                self._accept(listener)
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, plan: RunPlan, command: RankCommand) -> None:
+        try:
+            load_target(plan.spec.launcher)().run(plan, command)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the ranks
+            self._error = error
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection = Connection(listener.accept()[0].detach())
+        except TimeoutError:
+            if not self._thread.is_alive():
+                raise self._error or RuntimeError("the ranks of a pool ended before they began") from None
+            return
+        self._ranks[self._stack.enter_context(connection)] = connection.recv()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last run ended."""
+        return time.monotonic() - self._ended
+
+    def run(self, folder: Path, timeout: float) -> None:
+        try:
+            self._run(folder, timeout)
+        finally:
+            self._ended = time.monotonic()
+
+    def _run(self, folder: Path, timeout: float) -> None:
+        for connection in self._ranks:
+            connection.send(str(folder))
+        waiting, deadline = dict(self._ranks), time.monotonic() + timeout
+        failed: dict[int, dict[str, Any] | None] = {}
+        while waiting and not any(map(_explains, failed.values())):
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for ended in ready:
+                assert isinstance(ended, Connection)
+                rank = waiting.pop(ended)
+                if not _succeeded(ended):
+                    failed[rank] = _report(folder, rank)
+                    # It may have lost another rank, which has a better cause.
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        self.refused = len(failed) == len(self._ranks) and _is_one_refusal(list(failed.values()))
+        if failed:
+            raise self._cause(failed)
+        if waiting:
+            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+            raise WorkerError(
+                f"rank {late} did not end within {timeout:g} s",
+                rank=min(waiting.values()),
+                host="localhost",
+                exc_type="Timeout",
+            )
+
+    def _cause(self, failed: dict[int, dict[str, Any] | None]) -> BaseException:
+        """The first that failed by itself; else what the launcher says of one that is gone."""
+        reports = [report for report in failed.values() if report]
+        first = min(reports, key=lambda r: (r["second_hand"], r["time"]), default=None)
+        if first is None or (first["second_hand"] and None in failed.values()):
+            self._thread.join(_END)
+            if self._error is not None:
+                return self._error
+        assert first is not None
+        return error_of(first, sorted(set(failed) - {first["rank"]}))
+
+    def dismiss(self) -> None:
+        """Tell the ranks to end: a process forked meanwhile may hold the sockets open."""
+        for connection in self._ranks:
+            with suppress(OSError):
+                connection.send(None)
+
+    def close(self) -> None:
+        """Wait for the launcher, which ends with its ranks."""
+        self._stack.close()
+
+
+def _succeeded(connection: Connection) -> bool:
+    try:
+        return bool(connection.recv() == 0)
+    except (EOFError, ConnectionError):
+        return False
+
+
+def _explains(report: dict[str, Any] | None) -> bool:
+    """Whether nothing more has to be heard: what one rank refuses, the others may be about to, too."""
+    return report is not None and not report["second_hand"] and report.get("user_error") is None
+
+
+def _is_one_refusal(reports: list[dict[str, Any] | None]) -> bool:
+    refusals = [report and report.get("user_error") for report in reports]
+    return refusals[0] is not None and all(refusal == refusals[0] for refusal in refusals)
+
+
+def _report(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank had to say; None for one that is gone."""
+    path = folder / f"error_{rank}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def serve(home: Path) -> int:
+    """Be a rank of a pool: take folders until the pool goes, and end at once when it does.
+
+    Args:
+        home: the pool's own folder; not needed.
+    """
+    # Runs share the group: taking one down is slow, and right after a collective unsafe.
+    dist.init_process_group("gloo")
+    folders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    busy = threading.Event()
+    with Client(os.environ[_SOCKET], "AF_UNIX") as connection:
+        connection.send(int(os.environ["RANK"]))
+        threading.Thread(target=_listen, args=(connection, folders, busy), daemon=True).start()
+        while (folder := folders.get()) is not None:
+            status = run_folder(Path(folder))
+            busy.clear()
+            connection.send(status)
+    return 0
+
+
+def _listen(connection: Connection, folders: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
+    while (folder := _next_folder(connection)) is not None:
+        busy.set()
+        folders.put(folder)
+    if busy.is_set():
+        os._exit(1)  # it may wait in a collective for a rank that failed
+    folders.put(None)
+
+
+def _next_folder(connection: Connection) -> str | None:
+    """None when the pool ends or is gone."""
+    try:
+        folder: str | None = connection.recv()
+    except (EOFError, OSError):
+        return None
+    return folder
+
+
+if __name__ == "__main__":
+    watch_parent()
+    from distributed.testing import rank_pool  # what a run pickles by name is then the same module
+
+    leave(rank_pool.serve(Path(os.environ["DISTRIBUTED_RUN_DIR"])))

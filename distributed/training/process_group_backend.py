@@ -1,0 +1,78 @@
+"""Ranks that meet in a torch process group: the base of DDP, FSDP2 and their like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.communication.process_group import GroupMixin, local_rank_of
+from distributed.errors import UserError
+from distributed.interfaces.placement import World
+from distributed.training.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from distributed.interfaces.plan import RunPlan
+
+__all__ = ["ProcessGroupBackend", "claim_device"]
+
+
+class ProcessGroupBackend(GroupMixin, TorchBackend):
+    """A torch backend whose ranks meet in the default process group, or use the one that is there.
+
+    Attributes:
+        store: where they met, None with a group that was there or without one.
+        counting_ends: with `add_count`: the next count is a window's last.
+    """
+
+    counting_ends = True
+    _seen: Any = None
+    _reduction: tuple[Any, Tensor] | None = None
+
+    def setup(self, plan: RunPlan) -> World:
+        self.adopt(plan)
+        device = claim_device(plan, local_rank_of(plan))
+        self.world = self.meet(plan, _group_kind(plan), device)
+        return self.world
+
+    def add_count(self, count: Any) -> None:
+        """Add one micro-batch's count of tokens (C2). The ranks add theirs in a small collective of
+        its own, under way while a window's last backward runs: for backends with gradients that
+        cannot carry it (`counts_with_gradients` false)."""
+        self._seen = count if self._seen is None else self._seen + count
+        if self.counting_ends:
+            tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
+            self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
+
+    def _count_ratio(self) -> Tensor | None:
+        if self._counts and self._reduction is not None:
+            work, count = self._reduction
+            work.wait()
+            # Gradients were averaged over the ranks: their count is too.
+            self._counts, self._reduction = [count / self.world.data_parallel_size], None
+        return super()._count_ratio()
+
+
+def _group_kind(plan: RunPlan) -> str:
+    kind = plan.communication_backend
+    if kind == "mpi" and not dist.is_mpi_available():
+        raise UserError(
+            "this torch was built without MPI",
+            field="communication_backend",
+            got="mpi",
+            allowed="auto, gloo, nccl",
+            remedy="mpirun can start the ranks all the same",
+        )
+    return "cpu:gloo,cuda:nccl" if kind == "nccl" else kind
+
+
+def claim_device(plan: RunPlan, local_rank: int) -> str:
+    """The device of this rank, made torch's current one."""
+    if plan.device == "cpu":
+        return "cpu"
+    # A launcher may show every rank one device of its own, which is then number 0.
+    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"

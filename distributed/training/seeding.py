@@ -1,0 +1,40 @@
+"""Random streams of a rank, and deterministic kernels."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from distributed.checkpoint.random_state import capture_rng, restore_rng
+
+__all__ = ["isolated_rng", "seed_streams"]
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Leave the caller's random streams and determinism as they were."""
+    state, strict = capture_rng(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+        torch.use_deterministic_algorithms(strict)
+
+
+def seed_streams(seed: int, deterministic: bool) -> None:
+    """Seed `random`, NumPy's global generator (when imported) and torch; under
+    `deterministic`, allow deterministic kernels only."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,392 @@
+"""The plain form of a torch backend: what DDP, FSDP2 and the like have in common.
+
+A backend built on this overrides `setup` (how ranks meet), `wrap` (what surrounds the
+model) and, where its engine fuses them, `run_window` and `optimizer_step`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.placement import World
+from distributed.training.objective import Objective
+from distributed.training.optimizers import (
+    build_model,
+    build_optimizer,
+    check_optimizer,
+    check_trainable,
+    follow_parameters,
+)
+from distributed.training.phase_timers import PhaseTimers
+from distributed.training.precision import PrecisionMixin
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.state import BackendState, StateReader
+    from distributed.interfaces.task import Task
+
+__all__ = ["AccumulationMixin", "StepModule", "TorchBackend", "alike"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class StepModule(nn.Module):
+    """Model and objective as one module, so that a wrapper such as DDP sees the whole step.
+
+    Args:
+        model: the user's module.
+        objective: its loss.
+        reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
+            then travels in the same buckets as the gradients: no collective is added (C2).
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        if reduce_count:
+            dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+            # Half-precision counts would round; a wider parameter costs a bucket of its own.
+            exact = dtypes & {torch.float32, torch.float64}
+            device = next(model.parameters()).device
+            self.count = nn.Parameter(
+                torch.zeros((), dtype=max(exact, key=_bits, default=torch.float32), device=device)
+            )
+        self.reduce_count = reduce_count
+
+    def forward(
+        self, batch: Any, num_samples: int, scale: float, known: float | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """(loss to differentiate, detached sum of losses, count) of one micro-batch.
+
+        Args:
+            batch: on this rank's device.
+            num_samples: samples that count; 0 for a stand-in.
+            scale: what the sum of losses is multiplied by; its inverse is the count of the
+                whole global batch wherever that is known.
+            known: how many samples or tokens count, where that is known before.
+        """
+        if known is not None and not self.reduce_count:
+            mean = self.objective.mean(self.model, batch)
+            factor = known * scale
+            return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
+        total, count = self.objective(self.model, batch, num_samples)
+        if num_samples == 0:
+            total, count = total * 0.0, count * 0
+        loss = total * scale
+        if self.reduce_count:
+            # In the parameter's own width: an integer count times a float would be float32.
+            number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
+            loss = loss + (self.count * (number * scale)).to(loss.dtype)
+        return loss, total.detach(), count
+
+
+class AccumulationMixin:
+    """Holds gradient communication back until a window's last micro-batch."""
+
+    model: Any
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro-batch: reduces gradients in its backward only if `last`."""
+        if last or not hasattr(self.model, "no_sync"):
+            return _NOTHING
+        held: AbstractContextManager[Any] = self.model.no_sync()
+        return held
+
+
+class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
+    """One rank of data-parallel training, alone unless a subclass adds collectives.
+
+    Attributes:
+        module: the user's module, unwrapped.
+        model: what is called: a `StepModule`, wrapped or not.
+        optimizer: the optimizer in use, whose groups hold the learning rates. The user's own
+            object when one was given, for a scheduler may drive it.
+        pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
+            takes it; empty unless a subclass shards the optimizer.
+        timers: where forward, backward and optimizer seconds go.
+        counts_with_gradients: a count that only the ranks together know travels as the gradient
+            of a parameter of `StepModule`; a subclass that shards reduces it by itself.
+    """
+
+    counts_with_gradients = True
+    config: DistributedConfig
+    module: nn.Module
+    model: Any
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+
+    def __init__(self) -> None:
+        self.timers = PhaseTimers()
+        self.pieces: dict[Tensor, tuple[str, int]] = {}
+        self._counts: list[Any] = []
+        self._count_scale = 1.0
+
+    # -- who and where ---------------------------------------------------------------
+
+    def setup(self, plan: RunPlan) -> World:
+        self.adopt(plan)
+        self.world = World(host=socket.gethostname(), device=plan.device_of(0))
+        return self.world
+
+    def adopt(self, plan: RunPlan) -> None:
+        """Take what the plan decided: configuration, batch and precision."""
+        self.config, self._batch = plan.config, plan.batch
+        self._learning_rate = plan.learning_rate
+        self.setup_precision(
+            plan.precision, plan.device, plan.config.scaler_init_scale, plan.config.scaler_growth_interval
+        )
+
+    def prepare(self, task: Task) -> None:
+        built = self.build(task.model)
+        check_trainable(built)
+        before = dict(built.named_parameters())
+        self.module = self.place(built)
+        if isinstance(task.optimizer, torch.optim.Optimizer):
+            follow_parameters(task.optimizer, before, self.module)
+        self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
+        check_optimizer(self.optimizer, self.module)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.objective = Objective(
+            task.loss_fn, task.training_step, task.metrics, task.validation_step, self.world.device
+        )
+        self._declare_counts(task)
+        parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
+        self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
+        wrapped = self.wrap(self.step_module)
+        # Unwrapped, it is called as a plain function: a module's __call__ would cost, and do nothing.
+        self.model = self.step_module.forward if wrapped is self.step_module else wrapped
+        if task.run_state and self.scaler is not None:
+            self.scaler.load_state_dict(task.run_state["scaler"])
+
+    def build(self, model: Any) -> nn.Module:
+        """The user's module, or what the user's factory builds; the same weights on every rank,
+        unless `place` sees to that."""
+        return build_model(model, self.config.seed)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move, shard or cut the model, before the optimizer is built. All names must stay:
+        what this rank does not hold (see `held`) goes to the meta device."""
+        return model.to(self.world.device)
+
+    def wrap(self, step: StepModule) -> Callable[..., Any]:
+        """Surround the step with what makes ranks cooperate. Alone there is nothing."""
+        return step
+
+    def _declare_counts(self, task: Task) -> None:
+        tensors = getattr(task.train_data, "tensors", None)
+        if tensors is not None and len(tensors) > 1:
+            self.objective.declare_unmasked(tensors[-1])
+
+    # -- one step --------------------------------------------------------------------
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
+        counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
+        if counted and self.world.data_parallel_size == 1:
+            known = self._known_counts(window)
+            if known is not None:
+                scale, counted = 1.0 / sum(known), False
+        total: Any = None
+        count: Any = None
+        for position, (batch, num_samples) in enumerate(micro_batches):
+            start = perf_counter()
+            if position:
+                enter("forward")
+            ready = known[position] if known else None if counted else num_samples
+            with self.sync_when(position == len(micro_batches) - 1):
+                with self.autocast():
+                    loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
+                middle = perf_counter()
+                enter("backward")
+                self.backward(loss)
+            end = perf_counter()
+            add("forward", middle - start)
+            add("backward", end - middle)
+            total = part if total is None else total + part
+            count = number if count is None else count + number
+        self._count_scale = scale
+        self._counts = [count] if counted else []
+        return total, count
+
+    def _loss_scale(self, window: Window) -> float:
+        """What sums of losses are multiplied by before backward (C2)."""
+        if not self.objective.counted:
+            return self.world.data_parallel_size / window.num_samples
+        # Any constant will do, for the reduced count carries it too; this one keeps
+        # half-precision gradients of ordinary size.
+        return 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
+
+    def _known_counts(self, window: Window) -> list[float] | None:
+        """Counts of a window that this rank has to itself, if its targets tell. A window
+        without a single unmasked token is left to the general way, whose mean is zero."""
+        found = [self.objective.known_count(batch) for batch, _ in window.micro_batches]
+        return None if None in found or not all(found) else found  # type: ignore[return-value]
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        start = perf_counter()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.share_overflow()
+        ratio = self._count_ratio()
+        check = self.config.on_nan == "skip" and self.scaler is None
+        norm = None
+        if max_norm is not None or want_norm or check:
+            norm = self.gradient_norm()
+            norm = norm if ratio is None else norm * ratio
+        self._rescale(ratio, norm, max_norm)
+        refused = check and norm is not None and not math.isfinite(float(norm))
+        skipped = refused or self.scaled_step(self.optimizer)
+        self.clear_gradients()
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(norm, skipped)
+
+    def gradient_norm(self) -> Tensor:
+        """Global L2 norm of the unscaled gradient. Sharded backends reduce it over ranks."""
+        return nn.utils.get_total_norm(self.gradients())
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of the gradients that the optimizer will use, live."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def share_overflow(self) -> None:
+        """Under fp16: make one rank's overflow everybody's, so that all skip alike (C8). Only
+        ranks that hold different gradients have something to tell."""
+
+    def clear_gradients(self) -> None:
+        """Forget this step's gradients, that of the count included."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.step_module.reduce_count:
+            self.step_module.count.grad = None
+
+    def _count_ratio(self) -> Tensor | None:
+        """What gradients have to be multiplied by because the true count was not known."""
+        if not self._counts:
+            return None
+        if self.step_module.reduce_count:
+            reduced = self.step_module.count.grad
+            assert reduced is not None
+            if self.scaler is not None:
+                reduced = reduced / self.scaler._get_scale_async().to(reduced.device)  # type: ignore[union-attr]
+            return _inverse(reduced)
+        count = torch.as_tensor(self._counts[0], dtype=torch.float64, device=self.world.device)
+        return _inverse(count * self._count_scale)
+
+    def _rescale(self, ratio: Tensor | None, norm: Tensor | None, max_norm: float | None) -> None:
+        """Fold the count's ratio and the clipping into one pass over the gradients (C6)."""
+        factor = ratio
+        if max_norm is not None:
+            assert norm is not None
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = clip if ratio is None else clip * ratio
+        if factor is not None:
+            for part in alike(self.gradients()):
+                torch._foreach_mul_(part, factor.to(part[0]))
+
+    # -- evaluation ------------------------------------------------------------------
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        found: dict[str, tuple[Any, Any]] = {}
+        with torch.no_grad(), self.autocast():
+            for batch, num_samples in window.micro_batches:
+                terms = self.evaluate(self.to_device(batch), num_samples)
+                for name, (total, count) in terms.items():
+                    weight = 1 if num_samples else 0
+                    before = found.get(name, (0, 0))
+                    found[name] = (before[0] + total * weight, before[1] + count * weight)
+        return found
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
+        return self.objective.evaluate(self.module, batch, num_samples)
+
+    def to_device(self, batch: Any) -> Any:
+        """`batch` with its tensors on this rank's device."""
+        return batch if self.world.device == "cpu" else move(batch, self.world.device)
+
+    # -- cooperation: alone, every collective is the identity ---------------------------
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    # -- state -----------------------------------------------------------------------
+
+    def held(self, name: str) -> bool:
+        """Whether this rank holds the tensor or module of that canonical name."""
+        return True
+
+    def export_state(self) -> BackendState:
+        world = self.world
+        return export_replicated(
+            self.module,
+            self.optimizer,
+            self.scaler_state(),
+            world.data_parallel_rank,
+            world.data_parallel_size,
+            pieces=self.pieces,
+            held=self.held,
+        )
+
+    def import_state(self, reader: StateReader) -> None:
+        import_replicated(reader, self.module, self.optimizer, pieces=self.pieces, held=self.held)
+        if self.scaler is not None and reader.scaler:
+            self.scaler.load_state_dict(reader.scaler)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        return self.scaler.state_dict() if self.scaler is not None else None
+
+    def teardown(self) -> None:
+        return None
+
+
+def move(batch: Any, device: str) -> Any:
+    """Tensors in nested tuples, lists and dicts, copied to `device` without waiting."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _inverse(count: Tensor) -> Tensor:
+    """1 / count; 0 where nothing counted, since the mean over nothing moves nothing."""
+    return torch.where(count > 0, count.reciprocal(), 0.0)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """`tensors` by dtype and device."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,51 @@
+"""TorchFramework: torch models, optimizers and data in the caller's process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed.checkpoint.torch_state import load_full_model
+from distributed.errors import UserError
+from distributed.interfaces.framework import Framework, refuse_foreign
+from distributed.system.devices import visible_gpus
+from distributed.training.optimizers import build_model, check_optimizer, check_trainable
+
+if TYPE_CHECKING:
+    from distributed.interfaces.state import StateReader
+    from distributed.interfaces.task import Task
+
+__all__ = ["TorchFramework"]
+
+
+class TorchFramework(Framework):
+    """What `Trainer` asks of torch."""
+
+    def is_model(self, model: Any) -> bool:
+        return not isinstance(model, type) and hasattr(model, "state_dict")
+
+    def check(self, model: Any, optimizer: Any) -> None:
+        refuse_foreign(model, "model", "torch")
+        refuse_foreign(optimizer, "optimizer", "torch")
+        if self.is_model(model):
+            check_trainable(model)
+            if hasattr(optimizer, "param_groups"):
+                check_optimizer(optimizer, model)
+        elif hasattr(optimizer, "param_groups"):
+            raise UserError(
+                "an optimizer object cannot belong to a model that is yet to be built",
+                field="optimizer",
+                got=type(optimizer).__name__,
+                remedy="Give its class, or a function from the model to an optimizer",
+            )
+
+    def carries_rate(self, model: Any, optimizer: Any) -> bool:
+        return hasattr(optimizer, "param_groups")
+
+    def num_gpus(self) -> int:
+        return visible_gpus()
+
+    def build(self, model: Any, seed: int, task: Task) -> Any:
+        return build_model(model, seed)
+
+    def load_weights(self, reader: StateReader, model: Any) -> None:
+        load_full_model(reader, model)

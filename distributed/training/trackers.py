@@ -1,0 +1,200 @@
+"""Trackers on rank 0: started once, fed at log steps, dropped when they fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.config import DistributedConfig, explain
+from distributed.config.script_overlay import active
+from distributed.interfaces.placement import World
+from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
+from distributed.registry.catalog import Catalog, load_target, require
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.history import History
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.task import Progress
+
+__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers", "start_tracker"]
+
+logger = logging.getLogger("distributed")
+
+FAILED = object()
+
+
+def enabled_trackers(config: DistributedConfig, catalog: Catalog) -> list[TrackerSpec]:
+    """The trackers that `config` asks for; one whose `enabled` raises is left out with a warning."""
+    return [spec for spec in catalog.trackers if _attempt(spec.name, "enabled", spec.enabled, config)]
+
+
+def check_trackers(config: DistributedConfig, catalog: Catalog) -> None:
+    """Check, before any process starts, that the trackers asked for can run.
+
+    Raises:
+        UserError: a requirement is not installed; holds the command that installs it.
+    """
+    for spec in enabled_trackers(config, catalog):
+        require(spec.requires, f"tracker '{spec.name}'", spec.install_hint)
+
+
+def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, dict[str, Any]]:
+    """What each tracker asked for wants to know of the caller's process, by tracker name, and what the
+    command or trial that runs this script adds.
+
+    Call it in the process that called `fit`; the result is picklable as far as the trackers
+    keep to plain values, and belongs into `TrackingMixin.tracker_contexts` on rank 0.
+    """
+    contexts = {}
+    for spec in enabled_trackers(config, catalog):
+        captured = _attempt(spec.name, "capture", _capture, spec)
+        if captured:
+            contexts[spec.name] = captured
+    script = active()
+    for name, context in (script.tracker_contexts if script else {}).items():
+        contexts[name] = {**contexts.get(name, {}), **context}
+    return contexts
+
+
+class TrackingMixin:
+    """Tracking for the training loop's per-rank class. On ranks other than 0 nothing happens.
+
+    Attributes:
+        config: the run's configuration.
+        world: this rank's place.
+        catalog: where the trackers are registered.
+        tracker_contexts: tracker name -> what `Tracker.capture` returned in the caller's process.
+    """
+
+    config: DistributedConfig
+    plan: RunPlan
+    backend: Backend
+    history: History
+    progress: Progress
+    total_steps: int | None
+    world: World
+    catalog: Catalog
+    tracker_contexts: Mapping[str, dict[str, Any]]
+    _trackers: dict[str, Tracker]
+
+    def tracked_place(self) -> Place:
+        """Where the run is and begins. Collective on several nodes."""
+        plan, world, progress = self.plan, self.world, self.progress
+        hosts = [world.host] if plan.num_nodes == 1 else self.backend.gather_objects(world.host)
+        return Place(
+            backend=plan.spec.name,
+            world_size=world.size,
+            num_nodes=plan.num_nodes,
+            hosts=tuple(dict.fromkeys(hosts)),
+            device=world.device,
+            precision=plan.precision,
+            batch=plan.batch.as_dict(),
+            step=progress.step,
+            epoch=progress.epoch,
+            samples=progress.samples,
+            total_steps=self.total_steps,
+            checkpoint=self.history.checkpoint,
+        )
+
+    def setup_tracking(self, params: Mapping[str, Any], place: Place | None = None) -> None:
+        """Start the trackers that the configuration asks for.
+
+        Args:
+            params: what the configuration alone does not know, such as the batch identity
+                (C1). Recorded beside every configuration value that is not None, and wins
+                over one of the same name.
+            place: where the run is and begins.
+
+        Raises:
+            UserError: a tracker was asked for whose requirements are not installed.
+        """
+        self._trackers = {}
+        if self.world.rank != 0:
+            return
+        check_trackers(self.config, self.catalog)
+        everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
+        recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
+        for spec in enabled_trackers(self.config, self.catalog):
+            context = self.tracker_contexts.get(spec.name, {})
+            tracker = start_tracker(spec, self.config, context, recorded, place)
+            if tracker is not None:
+                self._trackers[spec.name] = tracker
+
+    def track_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record `metrics` at optimizer step `step` with every tracker still alive."""
+        self._each_tracker("log_metrics", _without_step(metrics), step)
+
+    def track_epoch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the figures of an epoch that ended at optimizer step `step`."""
+        self._each_tracker("log_epoch", _without_step(metrics), step)
+
+    def track_checkpoint(self, path: str, step: int) -> None:
+        """Record that the state after optimizer step `step` is saved at `path`."""
+        self._each_tracker("log_checkpoint", path, step)
+
+    def track_artifact(self, path: str) -> None:
+        """Record the file or folder `path` with every tracker still alive."""
+        self._each_tracker("log_artifact", path)
+
+    def finish_tracking(self, status: str) -> None:
+        """Close every tracker: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""
+        self._each_tracker("finish", status)
+        self._trackers = {}
+
+    def _each_tracker(self, method: str, *args: Any) -> None:
+        """Call `method` of every tracker; one that raises is dropped."""
+        for name, tracker in list(getattr(self, "_trackers", {}).items()):
+            if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
+                del self._trackers[name]
+
+
+def start_tracker(
+    spec: TrackerSpec,
+    config: DistributedConfig,
+    context: Mapping[str, Any],
+    params: Mapping[str, Any],
+    place: Place | None = None,
+) -> Tracker | None:
+    """The tracker, started; None and one warning when it fails."""
+    made: Tracker | None = _attempt(spec.name, "start", _started, spec, config, dict(context), place, params)
+    return made
+
+
+def _started(
+    spec: TrackerSpec,
+    config: DistributedConfig,
+    context: dict[str, Any],
+    place: Place | None,
+    params: Mapping[str, Any],
+) -> Tracker:
+    tracker: Tracker = load_target(spec.target)(config)
+    # A trial's parameters are more than its trainer's configuration knows.
+    more = context.pop("params", {})
+    tracker.context, tracker.place = context, place or Place()
+    tracker.start({**params, **more})
+    return tracker
+
+
+def _capture(spec: TrackerSpec) -> dict[str, Any]:
+    return dict(load_target(spec.target).capture())
+
+
+def _attempt(name: str, method: str, call: Callable[..., Any], *args: Any, failed: Any = None) -> Any:
+    """`call(*args)`, or `failed` and one warning when it raises."""
+    try:
+        return call(*args)
+    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("tracker '%s' failed in %s and is dropped; training goes on. %s", name, method, what)
+        return failed
+
+
+def _without_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A record's own "step" says what every tracker has as the abscissa."""
+    return {name: value for name, value in metrics.items() if name != "step"}
+
+
+def _scalar(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)

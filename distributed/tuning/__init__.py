@@ -1,1 +1,0 @@
-"""What a search over hyperparameters is made of, whatever runs its trials."""

@@ -1,0 +1,206 @@
+"""The one place that computes a dense block of attention, and the choice of who computes it.
+
+A block is every query row of (b, h, m, D) against every key row of (b, h, n, D), or the top-left
+aligned causal part of it. The backward takes the (out, lse) of the *whole* softmax that the block is a
+part of: with P = exp(scores - lse) the gradients of all blocks then simply add up (FlashAttention,
+arXiv:2205.14135, appendix B.4, whose proof nowhere needs lse to be the block's own).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from distributed_kernels.attention import block_kernels_cpu, block_kernels_cuda, block_kernels_reference
+from distributed_kernels.errors import KernelError
+
+__all__ = ["block_backward", "block_forward", "chosen_blocks", "use_blocks"]
+
+_VARIABLE = "DISTRIBUTED_KERNELS"
+_MAX_FLASH_HEAD = 256
+"""Columns of a head that the CUDA flash kernel takes."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class _Forward(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Grads: ...
+
+
+class _Blocks(NamedTuple):
+    forward: _Forward
+    backward: _Backward
+    device: str | None
+    dtypes: tuple[torch.dtype, ...] | None
+    masks: bool
+
+
+_PLAIN = _Blocks(block_kernels_reference.forward, block_kernels_reference.backward, None, None, True)
+_IMPLEMENTATIONS = {
+    "plain": _PLAIN,
+    "cpu-flash": _Blocks(
+        block_kernels_cpu.forward,
+        block_kernels_cpu.backward,
+        "cpu",
+        (torch.float32, torch.float64, torch.bfloat16),
+        True,
+    ),
+    "cuda-flash": _Blocks(
+        block_kernels_cuda.flash_forward,
+        block_kernels_cuda.flash_backward,
+        "cuda",
+        (torch.float16, torch.bfloat16),
+        False,
+    ),
+    "cuda-efficient": _Blocks(
+        block_kernels_cuda.efficient_forward,
+        block_kernels_cuda.efficient_backward,
+        "cuda",
+        (torch.float16, torch.bfloat16, torch.float32),
+        False,
+    ),
+}
+_NAMES = ("auto", *_IMPLEMENTATIONS)
+_override: ContextVar[str | None] = ContextVar("blocks", default=None)
+
+
+@contextmanager
+def use_blocks(name: str) -> Iterator[None]:
+    """Compute every attention begun inside the ``with`` by the implementation `name`, backward included.
+
+    Args:
+        name: ``auto`` (the fastest that takes the tensors), ``plain`` (the reference), ``cpu-flash``,
+            ``cuda-flash`` or ``cuda-efficient``. The environment variable DISTRIBUTED_KERNELS does the
+            same for a whole process.
+
+    Raises:
+        KernelError: there is no implementation of that name.
+    """
+    token = _override.set(_known(name, "use_blocks"))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def chosen_blocks(q: Tensor) -> str:
+    """Return the name of the implementation that attention on tensors like `q` uses now.
+
+    Raises:
+        KernelError: the override names one that cannot take the device or dtype of `q`.
+    """
+    name = _override.get() or _known(os.environ.get(_VARIABLE, "auto"), _VARIABLE)
+    if name == "auto":
+        return next(each for each in reversed(_IMPLEMENTATIONS) if _auto_takes(each, q))
+    if not _takes(name, q):
+        kind = _IMPLEMENTATIONS[name]
+        raise KernelError(
+            f"blocks: {name} cannot compute {q.dtype} on {q.device.type}",
+            allowed=f"device {kind.device}, {', '.join(map(str, kind.dtypes or ()))}",
+            remedy="Choose 'auto' or 'plain'",
+        )
+    return name
+
+
+def _known(name: str, where: str) -> str:
+    if name not in _NAMES:
+        raise KernelError(f"{where}: no implementation of that name", got=name, allowed=", ".join(_NAMES))
+    return name
+
+
+def _takes(name: str, q: Tensor) -> bool:
+    kind = _IMPLEMENTATIONS[name]
+    fits = kind.device in (None, q.device.type) and (kind.dtypes is None or q.dtype in kind.dtypes)
+    return fits and not (name == "cuda-flash" and q.shape[-1] > _MAX_FLASH_HEAD)
+
+
+def _auto_takes(name: str, q: Tensor) -> bool:
+    # Half precision goes to flash where it fits; the other CUDA kernel is for float32 and wide heads.
+    return _takes(name, q) and not (name == "cuda-efficient" and _takes("cuda-flash", q))
+
+
+def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None) -> _Blocks:
+    kind = _IMPLEMENTATIONS[name]
+    # The native kernels divide by the number of keys or rows; an empty block is nobody's hot path.
+    empty = 0 in q.shape or 0 in k.shape
+    return _PLAIN if empty or (mask is not None and not kind.masks) else kind
+
+
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    blocks: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every row of `q` over the rows of `k`.
+
+    Args:
+        q: (b, h, m, D).
+        k: (b, h, n, D).
+        v: (b, h, n, D).
+        causal: row i sees keys 0..i; then m == n.
+        scale: factor on the scores.
+        mask: bool, broadcastable to (b, h, m, n), True where a key may be seen.
+        blocks: implementation; chosen by `chosen_blocks` when None.
+
+    Returns:
+        out (b, h, m, D), in q's dtype or wider, and lse (b, h, m), the logarithm of the softmax's
+        denominator in float32 (float64 for float64). A row with no key: out 0, lse -inf.
+    """
+    kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
+    return kind.forward(q, k, v, causal, scale, mask)
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    blocks: str | None = None,
+) -> Grads:
+    """The part that this block has in the gradients of a softmax over it and possibly others.
+
+    Args:
+        dout: (b, h, m, D), gradient of the whole output.
+        q, k, v, causal, scale, mask, blocks: as for `block_forward`.
+        out: (b, h, m, D), output of the whole softmax.
+        lse: (b, h, m), of the whole softmax, +inf (not -inf) for rows with no key.
+
+    Returns:
+        (dq, dk, dv), in q's dtype or wider.
+    """
+    kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
+    return kind.backward(dout, q, k, v, out, lse, causal, scale, mask)

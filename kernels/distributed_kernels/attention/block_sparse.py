@@ -1,0 +1,170 @@
+"""Block-sparse attention: one softmax over the keys of all blocks that a mask keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distributed_kernels.attention.engine import Branch, Piece, local, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, scale_of
+from distributed_kernels.attention.patterns import block_pattern
+from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
+from distributed_kernels.attention.row_views import EVERY_HEAD, Take
+from distributed_kernels.errors import KernelError
+
+__all__ = ["block_sparse_attention", "masked_pieces"]
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: str = "local",
+    block_size: int = 64,
+    sparsity_ratio: float = 0.1,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """softmax over the keys of the kept blocks; causal cuts only the blocks on the diagonal by a triangle.
+
+    Cost: that of dense attention times the share of blocks kept; memory linear in the length.
+
+    Args:
+        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence.
+        pattern: which blocks to keep (`block_pattern`); not read when `mask` is given.
+        block_size: positions of a block; the last one of the sequence may be short.
+        sparsity_ratio: share of blocks to keep; not read when `mask` is given.
+        causal: a query sees no later position; blocks of `mask` above the diagonal are not kept.
+        scale: factor on the scores; 1/sqrt(head_dim) when None.
+        mask: bool (blocks, blocks) or (heads, blocks, blocks), queries by keys of the whole sequence, True
+            where a block is kept. A query of whose blocks none is kept gives out 0.
+        group: the ranks that hold the sequence in equal contiguous slices, each a multiple of the block
+            size; keys and values go round them, and blocks that are not kept cost nothing.
+
+    Returns:
+        out, shaped and typed as q.
+
+    Raises:
+        KernelError: tensors or ranks that do not agree, an unknown pattern, a mask of another shape.
+    """
+    check_attention(q, k, v)
+    heads, length = q.shape[1:3]
+    ranks = 1 if group is None else group.size()
+    if mask is None:
+        mask = block_pattern(
+            pattern, length * ranks, block_size=block_size, sparsity_ratio=sparsity_ratio, causal=causal
+        )
+    _check_mask(mask, heads, length * ranks, block_size)
+    if group is None or ranks == 1:
+        take = Take.all(length)
+        branch = local(list(masked_pieces(take, take, mask, block_size, causal)))
+    else:
+        check_equal_slices(q, group)
+        branch = _ring_branch(length, mask, block_size, causal, group)
+    return piecewise_attention(q, k, v, [branch], scale_of(q, scale))[0]
+
+
+def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group: ProcessGroup) -> Branch:
+    if length % block_size:
+        raise KernelError(
+            f"block_size: {block_size} does not divide a rank's slice of {length}",
+            got=block_size,
+            allowed=f"divisors of {length}",
+            remedy="Choose slices of whole blocks",
+        )
+    ring, blocks = Ring.of(group), length // block_size
+    rank = ring.position
+    take, rows = Take.all(length), mask[..., rank * blocks : (rank + 1) * blocks, :]
+
+    def pieces(source: int) -> list[Piece]:
+        if causal and source > rank:
+            return []
+        part = rows[..., source * blocks : (source + 1) * blocks]
+        return list(masked_pieces(take, take, part, block_size, causal and source == rank))
+
+    return Branch([pieces(source) for source in range(ring.size)], ring)
+
+
+def masked_pieces(
+    queries: Take, keys: Take, mask: Tensor, block_size: int, causal: bool, block: int = 0
+) -> Iterator[Piece]:
+    """The kept blocks of `queries` against `keys`, both cut into blocks of `block_size` rows.
+
+    Args:
+        queries, keys: takes each of whose groups is one run.
+        mask: bool (query blocks, key blocks) or (heads, query blocks, key blocks); one for each head only
+            with takes of one group.
+        block_size: rows of a block.
+        causal: the diagonal is that of the sequence: blocks on it are cut by a triangle.
+        block: the branch's block that `keys` are rows of.
+    """
+    for heads, rows in _by_heads(mask.cpu()):
+        diagonal = [causal and place < len(row) and row[place] for place, row in enumerate(rows)]
+        kept = [
+            tuple(j for j, keep in enumerate(row) if keep and not (causal and j >= i))
+            for i, row in enumerate(rows)
+        ]
+        for key_blocks, places in _equal_rows(kept):
+            yield Piece(
+                queries.parts(_ranges(places, block_size, queries.length), heads),
+                keys.parts(_ranges(key_blocks, block_size, keys.length), heads),
+                block=block,
+            )
+        for place, on in enumerate(diagonal):
+            if on:
+                ranges = _ranges([place], block_size, queries.length)
+                yield Piece(queries.parts(ranges, heads), keys.parts(ranges, heads), True, block)
+
+
+def _by_heads(mask: Tensor) -> Iterator[tuple[slice, list[list[bool]]]]:
+    """(heads, rows): all heads at once, or runs of neighbouring heads with equal masks."""
+    if mask.dim() == 2:
+        yield EVERY_HEAD, mask.tolist()
+        return
+    for rows, group in groupby(enumerate(mask.tolist()), key=lambda pair: pair[1]):
+        places = [place for place, _ in group]
+        yield slice(places[0], places[-1] + 1), rows
+
+
+def _equal_rows(kept: Sequence[tuple[int, ...]]) -> Iterable[tuple[tuple[int, ...], list[int]]]:
+    """Query blocks that keep the same key blocks, together: one dense block for all of them."""
+    together: dict[tuple[int, ...], list[int]] = {}
+    for place, key_blocks in enumerate(kept):
+        if key_blocks:
+            together.setdefault(key_blocks, []).append(place)
+    return together.items()
+
+
+def _ranges(blocks: Sequence[int], block_size: int, length: int) -> list[tuple[int, int]]:
+    """Rows [first, end) of the blocks, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for place in blocks:
+        first, end = place * block_size, min((place + 1) * block_size, length)
+        if ranges and ranges[-1][1] == first:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((first, end))
+    return ranges
+
+
+def _check_mask(mask: Tensor, heads: int, length: int, block_size: int) -> None:
+    blocks = -(-length // block_size)
+    allowed = f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})"
+    if tuple(mask.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
+        raise KernelError(
+            f"mask: one entry for each block of {block_size} of {length} positions",
+            got=tuple(mask.shape),
+            allowed=allowed,
+            remedy="The last block may be short, but counts as one",
+        )
+    if mask.dtype != torch.bool:
+        raise KernelError(
+            "mask: must be boolean", got=mask.dtype, allowed="torch.bool", remedy="Give mask != 0"
+        )

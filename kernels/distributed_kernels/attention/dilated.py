@@ -1,0 +1,189 @@
+"""Dilated attention as LongNet defines it (arXiv:2307.02486), exact in values and gradients.
+
+A branch (w, r) cuts the sequence into segments of w and keeps, for head j, the positions j mod r, j mod r
++ r, ... of each; attention inside a segment is dense on what is kept. The branches' outputs are mixed by
+their softmax denominators, which is one softmax over all kept keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distributed_kernels.attention.engine import Branch, Piece, local, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
+from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
+from distributed_kernels.attention.row_views import EVERY_HEAD, Run, Take
+from distributed_kernels.errors import KernelError
+
+__all__ = ["Cut", "Meeting", "dilated_attention", "dilated_branches"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Which slices of a segment meet: the queries' and the keys', of how many, and the keys' block."""
+
+    position: int = 0
+    source: int = 0
+    slices: int = 1
+    block: int = 0
+
+
+Cut = Callable[[Take, Take, Meeting], Sequence[Piece]]
+"""What of the kept queries meets what of the kept keys: (queries, keys, meeting) to pieces."""
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    group: ProcessGroup | None = None,
+    first_head: int = 0,
+) -> Tensor:
+    """softmax(q k^T scale + log C) v, C_ij the number of branches that keep both i and j in one segment.
+
+    The last segment of a branch is shorter where its length does not divide the sequence's; nothing is
+    padded. A segment length above the sequence's is the sequence's. A position that no branch keeps for a
+    head gives out 0 for that head, so one rate should be 1.
+
+    Cost: 4 length heads head_dim sum(w / r^2) FLOPs forward, half when causal; memory linear in the length.
+
+    Args:
+        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence.
+        segment_lengths: w of each branch, in positions of the whole sequence.
+        dilation_rates: r of each branch.
+        causal: a query sees no later position.
+        scale: factor on the scores; 1/sqrt(head_dim) when None.
+        group: the ranks that hold the sequence in equal contiguous slices, in their order. Branches whose
+            segments lie within a slice stay local; of the others, only the kept keys and values travel.
+        first_head: number of the first of these heads where they are a part of more (`ulysses_attention`).
+
+    Returns:
+        out, shaped and typed as q.
+
+    Raises:
+        KernelError: tensors, lists or ranks that do not agree; or, with `group`, a segment length that is
+            neither a divisor nor a multiple of the slice.
+    """
+    check_attention(q, k, v)
+    check_segments(segment_lengths, dilation_rates)
+
+    def whole(queries: Take, keys: Take, meeting: Meeting) -> list[Piece]:
+        if causal and meeting.source > meeting.position:
+            return []
+        return [Piece(queries, keys, causal and meeting.source == meeting.position, meeting.block)]
+
+    pairs = list(zip(segment_lengths, dilation_rates, strict=True))
+    branches = dilated_branches(q, pairs, whole, group, first_head)
+    return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
+
+
+def dilated_branches(
+    q: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    cut: Cut,
+    group: ProcessGroup | None,
+    first_head: int = 0,
+) -> list[Branch]:
+    """One branch for each (segment length, rate): local, or round the ranks that a segment spans.
+
+    Raises:
+        KernelError: a segment length that is neither a divisor nor a multiple of the slice.
+    """
+    if group is None or group.size() == 1:
+        return [_local_branch(q, width, rate, cut, first_head) for width, rate in pairs]
+    check_equal_slices(q, group)
+    return [_branch_across(q, width, rate, cut, group, first_head) for width, rate in pairs]
+
+
+def _local_branch(q: Tensor, width: int, rate: int, cut: Cut, first_head: int) -> Branch:
+    heads, length = q.shape[1:3]
+    takes = _segment_takes(length, heads, min(width, length), rate, first_head) if length else ()
+    return local([piece for take in takes for piece in cut(take, take, Meeting())])
+
+
+def _segment_takes(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[Take]:
+    whole, rest = divmod(length, width)
+    yield from _equal_takes(_kept(0, width, whole, heads, rate, first_head))
+    if rest:
+        yield from _equal_takes(_kept(length - rest, rest, 1, heads, rate, first_head))
+
+
+def _kept(
+    start: int, width: int, segments: int, heads: int, rate: int, first_head: int
+) -> list[tuple[slice, tuple[Run, ...]]]:
+    """What the heads of each residue keep of the segments from row `start` on; possibly no rows."""
+    groups: list[tuple[slice, tuple[Run, ...]]] = []
+    for residue in range(min(rate, heads)):
+        offset = (residue + first_head) % rate
+        run = Run(start, width, len(range(offset, width, rate)), segments, min(offset, width - 1), rate)
+        groups.append((EVERY_HEAD if rate == 1 else slice(residue, None, rate), (run,)))
+    return groups
+
+
+def _equal_takes(groups: list[tuple[slice, tuple[Run, ...]]]) -> Iterator[Take]:
+    """One take for each number of rows kept, which differs by one where the rate divides no segment."""
+
+    def rows(group: tuple[slice, tuple[Run, ...]]) -> int:
+        return group[1][0].length
+
+    for kept, equal in groupby(sorted(groups, key=rows, reverse=True), key=rows):
+        if kept:
+            yield Take(tuple(equal))
+
+
+def _branch_across(
+    q: Tensor, width: int, rate: int, cut: Cut, group: ProcessGroup, first_head: int
+) -> Branch:
+    length, ranks, rank = q.shape[2], group.size(), dist.get_rank(group)
+    width = min(width, length * ranks)
+    if length % width == 0:
+        return _local_branch(q, width, rate, cut, first_head)
+    if width % length:
+        raise KernelError(
+            f"segment_lengths: {width} neither divides nor is a multiple of a rank's slice of {length}",
+            got=width,
+            allowed=f"divisors of {length}, or multiples of it",
+            remedy=f"Change the segment length, or the {ranks} slices of {length}",
+        )
+    span = width // length
+    first = rank // span * span
+    ring = Ring.of(group, range(first, min(first + span, ranks)))
+    if ring.size == 1:
+        # What is left of the sequence for the last segment is this one slice.
+        return _local_branch(q, length, rate, cut, first_head)
+    return _travelling_branch(length, q.shape[1], rate, cut, ring, first_head)
+
+
+def _travelling_branch(length: int, heads: int, rate: int, cut: Cut, ring: Ring, first_head: int) -> Branch:
+    """A branch whose segment is the ring's slices: what each keeps travels.
+
+    All heads in one block where the rate divides the slice, so that all keep equally many rows; else the
+    heads of each residue in a block of their own.
+    """
+
+    def takes(source: int) -> list[Take]:
+        # The segment began `source` slices before this row 0.
+        groups = _kept(0, length, 1, heads, rate, (first_head - source * length) % rate)
+        return [Take(tuple(groups))] if length % rate == 0 else [Take((group,)) for group in groups]
+
+    def pieces(source: int) -> list[Piece]:
+        found: list[Piece] = []
+        for block, (own, theirs) in enumerate(zip(takes(ring.position), takes(source), strict=True)):
+            meeting = Meeting(ring.position, source, ring.size, block)
+            if own.length and theirs.length:
+                found += cut(own, Take.all(theirs.length), meeting)
+        return found
+
+    everyone = range(ring.size)
+    return Branch([pieces(each) for each in everyone], ring, [takes(each) for each in everyone])

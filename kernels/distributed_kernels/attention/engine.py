@@ -1,0 +1,308 @@
+"""The engine of every attention in this room: one softmax over (query, key) pairs given in pieces.
+
+A piece is a dense block of pairs. A pair that lies in several pieces counts several times. Forward, the
+pieces' (out, lse) are merged as they come. Backward, each piece's gradients follow from the *whole*
+softmax's (out, lse) and are added up. What is kept between the two is q, k, v, out and lse: memory is
+linear in the sequence, whatever the pieces.
+
+Across ranks, keys and values travel round a ring (Ring Attention, arXiv:2310.01889), and in the backward
+their gradients travel with them and are home after as many hops as there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distributed_kernels.attention.block_kernels import block_backward, block_forward, chosen_blocks
+from distributed_kernels.attention.block_kernels_reference import accumulator
+from distributed_kernels.attention.ring_exchange import Ring
+from distributed_kernels.attention.row_views import Take
+
+__all__ = ["Branch", "Piece", "local", "piecewise_attention"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Every query of `queries` against every key of `keys` in the same segment and head.
+
+    Attributes:
+        queries: rows of this rank's q.
+        keys: rows of the travelling block, or of this rank's k and v.
+        causal: row i of a segment's queries sees keys 0..i; then there are as many keys as queries.
+        block: which of the branch's blocks `keys` are rows of.
+        mask: bool, broadcastable to (batch, heads, queries, keys), True where a key may be seen; only
+            for takes of one segment.
+    """
+
+    queries: Take
+    keys: Take
+    causal: bool = False
+    block: int = 0
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Pieces whose keys are on the ranks of one ring.
+
+    All is laid out before the first rank is spoken to, so that a mistake is raised while nobody waits.
+
+    Attributes:
+        pieces: for each position in the ring, the pieces over keys that came from there.
+        ring: the ring; of this rank alone by default.
+        blocks: for each position, the takes of that rank's k and v that travel; None for all of k and v
+            as they are, as it must be in a ring of one, where nothing travels.
+    """
+
+    pieces: Sequence[Sequence[Piece]]
+    ring: Ring = field(default_factory=Ring)
+    blocks: Sequence[Sequence[Take]] | None = None
+
+    def takes(self, source: int, x: Tensor) -> Sequence[Take]:
+        """What of `x` travels from the rank at `source`."""
+        return (Take.all(x.shape[2]),) if self.blocks is None else self.blocks[source % self.ring.size]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """This rank's blocks of `x`, each (B, heads, rows, D)."""
+        return [take.gather(x).squeeze(2) for take in self.takes(self.ring.position, x)]
+
+    def add_to(self, x: Tensor, blocks: Sequence[Tensor]) -> None:
+        """Add what `gather` would have made to the rows it comes from."""
+        for take, block in zip(self.takes(self.ring.position, x), blocks, strict=True):
+            take.add_to(x, block.unsqueeze(2))
+
+    def shapes(self, source: int, x: Tensor) -> list[tuple[int, ...]]:
+        """Shapes of the blocks that the rank at `source` gathers, whose tensors are shaped as `x`."""
+        shapes = [take.shape(x) for take in self.takes(source, x)]
+        return [(*shape[:2], *shape[3:]) for shape in shapes]
+
+
+def local(pieces: Sequence[Piece]) -> Branch:
+    """A branch whose keys are all on this rank."""
+    return Branch([pieces])
+
+
+def _fold(block: Tensor) -> Tensor:
+    """(B, h, S, m, ...) -> four dimensions as the kernels want them, a view where strides allow."""
+    return block.squeeze(2) if block.shape[2] == 1 else block.flatten(0, 1)
+
+
+class _Sum:
+    """A sum over blocks, kept in the accumulator's dtype; the first block that covers all is taken over."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._dtype = like, accumulator(like.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, take: Take, block: Tensor) -> None:
+        if self._total is None and take.covers(self._like.shape[2]):
+            self._total = block.reshape(self._like.shape).to(self._dtype)
+        else:
+            take.add_to(self.total, block.reshape(take.shape(self.total)))
+
+    @property
+    def total(self) -> Tensor:
+        if self._total is None:
+            self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+        return self._total
+
+
+class _Softmax:
+    """The (out, lse) of the pieces merged so far."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q, self._dtype = q, accumulator(q.dtype)
+        self._state: tuple[Tensor, Tensor] | None = None
+
+    def merge(self, take: Take, out: Tensor, lse: Tensor) -> None:
+        shape = self._q.shape
+        if self._state is None and take.covers(shape[2]):
+            self._state = out.reshape(shape).to(self._dtype), lse.reshape(shape[:3])
+            return
+        total, total_lse = self.state
+        out, lse = out.reshape(take.shape(total)), lse.reshape(take.shape(total_lse))
+        views = zip(take.views(total), take.views(total_lse), strict=True)
+        for (head, row, rows), (_, _, rows_lse) in views:
+            part = (
+                slice(None),
+                slice(head, head + rows.shape[1]),
+                slice(None),
+                slice(row, row + rows.shape[3]),
+            )
+            _merge_rows(rows, rows_lse, out[part], lse[part])
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        if self._state is None:
+            shape, dtype = self._q.shape, self._dtype
+            lse = self._q.new_full(shape[:3], -torch.inf, dtype=dtype)
+            self._state = self._q.new_zeros(shape, dtype=dtype), lse
+        return self._state
+
+
+def _merge_rows(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge into (out, lse) in place. Where neither has a key, -inf minus -inf must not come out."""
+    share = torch.sigmoid(new_lse - lse).masked_fill(new_lse == -torch.inf, 0.0)
+    out.lerp_(new_out.to(out.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def _forward_piece(
+    piece: Piece, q: Tensor, k: Tensor, v: Tensor, softmax: _Softmax, scale: float, blocks: str
+) -> None:
+    queries = _fold(piece.queries.gather(q))
+    keys, values = _fold(piece.keys.gather(k)), _fold(piece.keys.gather(v))
+    out, lse = block_forward(queries, keys, values, piece.causal, scale, mask=piece.mask, blocks=blocks)
+    softmax.merge(piece.queries, out, lse)
+
+
+def _forward_branch(
+    branch: Branch, qkv: Sequence[Tensor], softmax: _Softmax, scale: float, blocks: str
+) -> None:
+    q, k, v = qkv
+    ring = branch.ring
+    travelling = branch.gather(k) + branch.gather(v)
+    for hop in range(ring.size):
+        source = (ring.position - hop) % ring.size
+        last = hop + 1 == ring.size
+        shift = None if last else ring.shift(travelling, branch.shapes(source - 1, k) * 2)
+        half = len(travelling) // 2
+        for piece in branch.pieces[source]:
+            keys, values = travelling[piece.block], travelling[half + piece.block]
+            _forward_piece(piece, q, keys, values, softmax, scale, blocks)
+        travelling = travelling if shift is None else shift.wait()
+
+
+@dataclass
+class _Whole:
+    """What the backward of a piece needs of the whole softmax, and where its dq goes."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dq: _Sum
+    scale: float
+    blocks: str
+
+
+def _backward_piece(piece: Piece, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
+    dout, q, out, lse = (_fold(piece.queries.gather(x)) for x in (whole.dout, whole.q, whole.out, whole.lse))
+    keys, values = _fold(piece.keys.gather(k)), _fold(piece.keys.gather(v))
+    grads = block_backward(
+        dout, q, keys, values, out, lse, piece.causal, whole.scale, mask=piece.mask, blocks=whole.blocks
+    )
+    whole.dq.add(piece.queries, grads[0])
+    dk.add(piece.keys, grads[1])
+    dv.add(piece.keys, grads[2])
+
+
+def _backward_branch(branch: Branch, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
+    if branch.ring.size == 1:
+        # Nothing travels: gradients go straight into the totals.
+        for piece in branch.pieces[0]:
+            _backward_piece(piece, whole, k, v, dk, dv)
+        return
+    home = _ring_gradients(branch, whole, k, v)
+    half = len(home) // 2
+    branch.add_to(dk.total, home[:half])
+    branch.add_to(dv.total, home[half:])
+
+
+def _ring_gradients(branch: Branch, whole: _Whole, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Gradients of this rank's blocks of k and v, after they went round."""
+    ring = branch.ring
+    travelling, arriving_sums = branch.gather(k) + branch.gather(v), None
+    for hop in range(ring.size):
+        source = (ring.position - hop) % ring.size
+        shapes = branch.shapes(source - 1, k) * 2
+        shift = ring.shift(travelling, shapes) if hop + 1 < ring.size else None
+        sums = [_Sum(x) for x in travelling]
+        half = len(travelling) // 2
+        for piece in branch.pieces[source]:
+            first, second = piece.block, half + piece.block
+            _backward_piece(piece, whole, travelling[first], travelling[second], sums[first], sums[second])
+        totals = [each.total for each in sums]
+        if arriving_sums is not None:
+            totals = [own + earlier for own, earlier in zip(totals, arriving_sums.wait(), strict=True)]
+        travelling = travelling if shift is None else shift.wait()
+        arriving_sums = ring.shift(totals, shapes)
+    return arriving_sums.wait() if arriving_sums is not None else []
+
+
+class _PiecewiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.branches, ctx.scale, ctx.blocks = branches, scale, chosen_blocks(q)
+        softmax = _Softmax(q)
+        with torch.autocast(q.device.type, enabled=False):
+            for branch in branches:
+                _forward_branch(branch, (q, k, v), softmax, scale, ctx.blocks)
+        out, lse = softmax.state
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        width, dead = q.shape[-1], lse == -torch.inf
+        if dlse is not None:
+            q, k, v, out, dout = _with_lse_gradient(q, k, v, out, dout, dlse.masked_fill(dead, 0.0))
+        # A row with no key would see exp(-inf + inf); with +inf every weight of it is 0.
+        lse = lse.masked_fill(dead, torch.inf)
+        dq, dk, dv = _Sum(q), _Sum(k), _Sum(v)
+        whole = _Whole(q, out, lse, dout, dq, ctx.scale, ctx.blocks)
+        with torch.autocast(q.device.type, enabled=False):
+            for branch in ctx.branches:
+                _backward_branch(branch, whole, k, v, dk, dv)
+        grads = (total.total[..., :width].to(q.dtype) for total in (dq, dk, dv))
+        return *grads, None, None
+
+
+def _with_lse_gradient(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Add a column that carries `dlse` through the kernels as they are.
+
+    The scores' gradient is P (dout v^T + dlse - sum(dout out)): a column of ones in v and of dlse in
+    dout adds dlse to the product, and zeros in out, q and k keep the rest as it was.
+    """
+    nothing, one = q.new_zeros(1), v.new_ones(1)
+    dlse = dlse.to(dout.dtype).unsqueeze(-1)
+    columns = (nothing.expand(*q.shape[:3], 1), nothing.expand(*k.shape[:3], 1), one.expand(*v.shape[:3], 1))
+    q, k, v = (torch.cat((x, column), -1) for x, column in zip((q, k, v), columns, strict=True))
+    return q, k, v, torch.cat((out, torch.zeros_like(dlse)), -1), torch.cat((dout, dlse), -1)
+
+
+def piecewise_attention(
+    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], scale: float
+) -> tuple[Tensor, Tensor]:
+    """One softmax over all pairs of all pieces of all branches, differentiable in both outputs.
+
+    Every rank of a branch's ring must call this with that branch at the same place in `branches`.
+
+    Args:
+        q: (B, H, N, D), this rank's rows.
+        k: (B, H, M, D); M == N where several ranks take part.
+        v: (B, H, M, D).
+        branches: see `Branch`.
+        scale: factor on the scores.
+
+    Returns:
+        out (B, H, N, D) in q's dtype and lse (B, H, N) in float32 (float64 for float64); a row with no
+        key has out 0 and lse -inf, and gives no gradient.
+    """
+    apply: Callable[..., tuple[Tensor, Tensor]] = _PiecewiseAttention.apply
+    return apply(q, k, v, branches, scale)

@@ -1,0 +1,99 @@
+"""Dilated attention of which, inside every segment, only some blocks are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distributed_kernels.attention.block_sparse import masked_pieces
+from distributed_kernels.attention.dilated import Meeting, dilated_branches
+from distributed_kernels.attention.engine import Piece, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
+from distributed_kernels.attention.patterns import block_pattern
+from distributed_kernels.attention.row_views import Take
+from distributed_kernels.errors import KernelError
+
+__all__ = ["block_sparse_dilated_attention"]
+
+
+def block_sparse_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    pattern: str = "local",
+    block_size: int = 64,
+    sparsity_ratio: float = 0.1,
+    causal: bool = False,
+    scale: float | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """One softmax over the pairs of all dilated branches that lie in kept blocks of their segment.
+
+    A segment of w positions keeps w/r rows for a head; these are cut into blocks, and the pattern says
+    which blocks of rows see which. With one branch (length, 1) it is `block_sparse_attention`, with a ratio
+    of 1 `dilated_attention`.
+
+    Args:
+        q, k, v, segment_lengths, dilation_rates, causal, scale, group: as for `dilated_attention`.
+        pattern, block_size, sparsity_ratio: as for `block_pattern`, with the rows that a segment keeps as
+            the length.
+
+    Returns:
+        out, shaped and typed as q.
+
+    Raises:
+        KernelError: as `dilated_attention` and `block_pattern`; or, where a segment spans ranks, a block
+            size that does not divide the rows that a slice keeps.
+    """
+    check_attention(q, k, v)
+    check_segments(segment_lengths, dilation_rates)
+
+    def cut(queries: Take, keys: Take, meeting: Meeting) -> list[Piece]:
+        if causal and meeting.source > meeting.position:
+            return []
+        rows, slices = queries.length, meeting.slices
+        if slices > 1:
+            _check_slices(rows, block_size, q.shape[2], dilation_rates)
+        mask = block_pattern(
+            pattern, rows * slices, block_size=block_size, sparsity_ratio=sparsity_ratio, causal=causal
+        )
+        if slices > 1:
+            own, theirs = (
+                _blocks_of(place, rows, block_size) for place in (meeting.position, meeting.source)
+            )
+            mask = mask[own, theirs]
+        diagonal = causal and meeting.source == meeting.position
+        return list(masked_pieces(queries, keys, mask, block_size, diagonal, meeting.block))
+
+    pairs = list(zip(segment_lengths, dilation_rates, strict=True))
+    branches = dilated_branches(q, pairs, cut, group)
+    return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
+
+
+def _blocks_of(place: int, rows: int, block_size: int) -> slice:
+    blocks = rows // block_size
+    return slice(place * blocks, (place + 1) * blocks)
+
+
+def _check_slices(rows: int, block_size: int, length: int, rates: Sequence[int]) -> None:
+    # Where a rate does not divide the slice, ranks keep unequally many rows, and no block size fits all.
+    uneven = [rate for rate in rates if length % rate]
+    if uneven:
+        raise KernelError(
+            f"dilation_rates: {uneven[0]} does not divide a rank's slice of {length}",
+            got=list(rates),
+            allowed=f"divisors of {length}",
+            remedy="With a block pattern across ranks, every slice must keep equally many rows",
+        )
+    if rows % block_size:
+        raise KernelError(
+            f"block_size: {block_size} does not divide the {rows} rows that a slice keeps",
+            got=block_size,
+            allowed=f"divisors of {rows}",
+            remedy="Choose slices that keep whole blocks",
+        )

@@ -1,0 +1,117 @@
+"""Ulysses attention (arXiv:2309.14509): for the time of the attention, ranks hold heads instead of rows.
+
+An all-to-all turns slices of the sequence with all heads into the whole sequence with a share of the
+heads, and another one turns the result back. It moves less than a ring, and takes any attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from distributed_kernels.attention.dense import attention_with_lse
+from distributed_kernels.attention.input_checks import check_attention
+from distributed_kernels.attention.ring_exchange import all_to_all, check_equal_slices, default_group
+from distributed_kernels.errors import KernelError
+
+__all__ = ["ulysses_attention"]
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None,
+    causal: bool = False,
+    scale: float | None = None,
+    attention: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Attention over the whole sequence, of which each rank of `group` holds a contiguous slice.
+
+    Received per rank: 4 batch heads head_dim length (P - 1) / P elements forward and as many backward.
+
+    Args:
+        q, k, v: (batch, heads, length, head_dim), this rank's slice, of one length on all ranks.
+        group: the ranks that hold the sequence, in its order; torch's default group when None.
+        causal: a query sees no later position.
+        scale: factor on the scores; 1/sqrt(head_dim) when None.
+        attention: called as ``attention(q, k, v, causal=, scale=)`` on the whole sequence of this rank's
+            share of the heads, neighbouring ones; dense attention when None. One that treats heads
+            differently takes ``first_head=`` as well, as `dilated_attention` does:
+            ``functools.partial(dilated_attention, segment_lengths=..., dilation_rates=...)``.
+
+    Returns:
+        out, shaped and typed as q.
+
+    Raises:
+        KernelError: tensors or ranks that do not agree, or heads that the group's size does not divide.
+    """
+    check_attention(q, k, v)
+    group = default_group(group)
+    check_equal_slices(q, group)
+    heads, size = q.shape[1], group.size()
+    if heads % size:
+        raise KernelError(
+            f"q: {heads} heads cannot be shared by {size} ranks",
+            got=heads,
+            allowed=f"multiples of {size}",
+            remedy="Choose another number of heads or a smaller group, or use ring_attention",
+        )
+    to_heads: Callable[..., Tensor] = _ToHeads.apply
+    to_rows: Callable[..., Tensor] = _ToRows.apply
+    attention = _dense if attention is None else attention
+    keywords: dict[str, Any] = {"causal": causal, "scale": scale}
+    if "first_head" in inspect.signature(attention).parameters:
+        keywords["first_head"] = dist.get_rank(group) * (heads // size)
+    q, k, v = (to_heads(x, group) for x in (q, k, v))
+    return to_rows(attention(q, k, v, **keywords), group)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    return attention_with_lse(q, k, v, causal=causal, scale=scale)[0]
+
+
+def _to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(B, H, n, D) -> (B, H / P, P n, D)."""
+    shares: Tensor = x.unflatten(1, (group.size(), -1))
+    arrived = all_to_all(shares.movedim(1, 0), group)
+    return arrived.movedim(0, 2).flatten(2, 3)
+
+
+def _to_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(B, H / P, P n, D) -> (B, H, n, D): undoes `_to_heads`."""
+    shares: Tensor = x.unflatten(2, (group.size(), -1))
+    arrived = all_to_all(shares.movedim(2, 0), group)
+    return arrived.movedim(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_rows(grad, ctx.group), None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_rows(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.group), None

@@ -1,0 +1,1 @@
+"""Sketched and factorized layers."""

@@ -1,0 +1,136 @@
+"""Which test of the kit catches which broken backend.
+
+::
+
+    python -m tests.campaigns.matrix > docs/mutants.md
+
+runs every test against every mutant (about ten minutes on two idle cores; on busy ones a slow run is
+taken for a hang) and prints a page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from contextlib import redirect_stdout
+from itertools import product
+from typing import Any
+
+import pytest
+
+from distributed.testing.conformance import BackendConformance
+from tests.campaigns.mutant_suite import ROWS
+from tests.campaigns.mutants import Mutant, Sound
+
+__all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "render"]
+
+MEANT, FAILS, PASSES, MISSED = "●", "x", "·", "MISSED"
+"""A cell: failed as meant; failed besides; passed; passed although the test is meant to catch it."""
+
+_PAGE = """# Mutants
+
+Backends broken on purpose, each by the mistake in its row, and the conformance tests that fail on
+them: that is how we know that the tests can fail. {meant} is the test meant to catch the mutant, {fails}
+another that does too, {passes} one that passes. `Sound` is what they are all made of. Two ranks.
+
+Made by `python -m tests.campaigns.matrix > docs/mutants.md`; the classes are in
+`tests/campaigns/mutants.py`.
+
+{table}
+
+The tests:
+
+{legend}
+"""
+
+
+def main() -> int:
+    """Run everything and print the page; 1 when a mutant escapes its test or `Sound` fails."""
+    cells = _run()
+    print(render(cells))
+    escaped = any(MISSED in row.values() for row in cells.values())
+    return int(escaped or set(cells[Sound.__name__].values()) != {PASSES})
+
+
+def kit_tests() -> list[str]:
+    """Every test of the kit with its parameters, in pytest's words, in the order of the contracts."""
+    found = []
+    for name in dir(BackendConformance):
+        if name.startswith("test_"):
+            marks = getattr(getattr(BackendConformance, name), "pytestmark", [])
+            values = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+            found += [column_of(name, row) for row in product(*values)]
+    return sorted(found, key=lambda test: (_contract(test), test.split("[")[0]))
+
+
+def _contract(test: str) -> float:
+    number = re.match(r"test_c(\d+)_", test)
+    return int(number[1]) if number else math.inf
+
+
+def column_of(test: str, values: Any) -> str:
+    """``test[a-b]`` for the parameters' values, nested tuples taken apart."""
+    flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    return f"{test}[{'-'.join(map(str, flat))}]" if flat else test
+
+
+def render(cells: dict[str, dict[str, str]]) -> str:
+    """The page for ``{mutant: {test: cell}}``."""
+    tests = kit_tests()
+    head = ["mutant", "breaks", *(str(number) for number in range(1, len(tests) + 1))]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for mutant in ROWS:
+        row = cells[mutant.kind.__name__]
+        lines.append(_line([f"`{mutant.kind.__name__}`", _fault(mutant), *(row[test] for test in tests)]))
+    legend = "\n".join(f"{number}. `{test}`" for number, test in enumerate(tests, start=1))
+    return _PAGE.format(
+        table="\n".join(lines), legend=legend, meant=MEANT, fails=FAILS, passes=PASSES
+    ).rstrip()
+
+
+def _fault(mutant: Mutant) -> str:
+    return " ".join((mutant.kind.__doc__ or "").split()).rstrip(".")
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+class _Collector:
+    """A pytest plugin that keeps what became of every test of every mutant."""
+
+    def __init__(self) -> None:
+        self.cells: dict[str, dict[str, str]] = {}
+        self._params: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Remember the parameters by name: a report has none."""
+        for item in items:
+            callspec = getattr(item, "callspec", None)
+            self._params[item.nodeid] = dict(callspec.params) if callspec else {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A row's cell."""
+        *_, kind, test = report.nodeid.split("::")
+        name = kind.removeprefix("Test")
+        mutant = next(row for row in ROWS if row.kind.__name__ == name)
+        meant = mutant.caught_by == test.split("[")[0] and self._params[report.nodeid] == mutant.arguments
+        row = self.cells.setdefault(name, {})
+        if report.failed:
+            row[test] = MEANT if meant else FAILS
+        elif report.when == "call":
+            row.setdefault(test, MISSED if meant else PASSES)
+            print(f"{name} {test}: {report.outcome}", file=sys.stderr)
+
+
+def _run() -> dict[str, dict[str, str]]:
+    collector = _Collector()
+    arguments = ["--pyargs", "tests.campaigns.mutant_suite", "-q", "--tb=no", "--no-header", "-p"]
+    with redirect_stdout(sys.stderr):
+        pytest.main([*arguments, "no:cacheprovider"], plugins=[collector])
+    return collector.cells
+
+
+if __name__ == "__main__":
+    sys.exit(main())

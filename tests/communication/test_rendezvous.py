@@ -1,0 +1,173 @@
+"""Where ranks meet: who waits for whom, what is said meanwhile, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from distributed import UserError
+from distributed.communication.environment import detect
+from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
+from tests.communication.test_joined import TORCHRUN, free_port
+
+
+def test_the_waiting_names_the_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
+    store = dist.HashStore()
+    store.set("here/2", "host")
+    with pytest.raises(UserError, match=r"ranks 1, 3 of 4 did not come within \d+ s"):
+        await_ranks(store, 0, 4, 0.2)
+    assert "waiting for rank 1, 3 of 4" in capsys.readouterr().out
+    late = threading.Thread(target=lambda: [store.set(f"here/{rank}", "host") for rank in (3, 1)])
+    late.start()
+    await_ranks(store, 0, 4, 60.0)
+    late.join()
+
+
+def test_a_rank_without_a_rendezvous_says_where_it_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
+    joined = detect({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert joined is not None
+    with pytest.raises(
+        UserError, match=f"MASTER_ADDR: rank 1 cannot reach .*{joined.master_port}.*Check that rank 0"
+    ):
+        open_store(joined, 1, 4, timedelta(seconds=0.4))
+    assert f"rank 1 waits for the rendezvous at 127.0.0.1:{joined.master_port}" in capsys.readouterr().out
+
+
+def test_a_store_named_by_loopback_listens_there_alone() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        with Rendezvous(host, 0, 1) as meeting:
+            client = dist.TCPStore("127.0.0.1", meeting.port, is_master=False, timeout=timedelta(seconds=5))
+            client.set("key", "value")
+            assert meeting.store.get("key") == b"value"
+            outward = Path("/proc/net/tcp").read_text()
+            assert f"00000000:{meeting.port:04X}" not in outward
+            assert f"0100007F:{meeting.port:04X}" in outward
+
+
+def test_a_run_that_does_not_leave_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a rank that comes again before all were there wait: nobody has called on it yet."""
+    monkeypatch.setattr("distributed.communication.rendezvous._meetings", repeat(0))
+    monkeypatch.setattr("distributed.communication.rendezvous._stores", {})
+    with Rendezvous("127.0.0.1", 0, 2) as meeting:
+        place = {**TORCHRUN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
+        joined = detect(place)
+        first = open_store(joined, 1, 2, timedelta(seconds=5))
+        with pytest.raises(UserError, match="ranks 0 of 2 did not come"):
+            await_ranks(first, 1, 2, 0.1)
+        again = open_store(joined, 1, 2, timedelta(seconds=5))
+        again.set("here/0", "host")
+        await_ranks(again, 1, 2, 5.0)
+        with pytest.raises(UserError, match=f"MASTER_ADDR: rank 1 finds an earlier run .*{meeting.port}"):
+            open_store(joined, 1, 2, timedelta(seconds=0.3))
+        assert "rank 1 waits for an earlier run to leave 127.0.0.1" in capsys.readouterr().out
+        # torch's agents let ranks meet again in one store.
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        open_store(joined, 1, 2, timedelta(seconds=5))
+
+
+def test_node_0_on_another_host_than_the_address_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.1)
+    monkeypatch.setattr("distributed.communication.rendezvous._PATIENCE", 0.3)
+    meeting = Rendezvous("203.0.113.1", 0, 2)  # an address for documents
+    with pytest.raises(UserError, match=r"rdzv_endpoint: node 0 has to run where.*Start node rank 0 on"):
+        meeting.__enter__()
+    listen("127.0.0.1", meeting.port).close()
+
+
+# Two runs, one after the other; the first one's rank 0 has something left to do when it ends.
+TWICE = """
+import atexit, json, os, time
+import torch
+from torch import nn
+from distributed import Callback, Trainer
+
+def upload():
+    while not os.path.exists("uploaded"):
+        time.sleep(0.05)
+
+class Upload(Callback):
+    def on_run_start(self, context):
+        atexit.register(upload)
+
+data = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+options = json.loads(os.environ["OPTIONS"])
+for callbacks in ([Upload()], []):
+    trainer = Trainer(nn.Linear(4, 2), batch_size=2, device="cpu", callbacks=callbacks, **options)
+    print("TRAINED", trainer.fit(data, epochs=1).world_size, flush=True)
+"""
+
+
+def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
+    """On node 1 the first is over while node 0 still serves its store."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    shared: dict[str, Any] = {"num_gpus": 2, "num_nodes": 2, "collective_timeout": 20}
+    shared["rdzv_endpoint"] = f"127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "twice.py"],
+            env={**os.environ, "OPTIONS": json.dumps({**shared, "node_rank": node})},
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        assert nodes[1].stdout is not None
+        until = f"rank 1 waits for an earlier run to leave {shared['rdzv_endpoint']}"
+        heard = []
+        while (line := nodes[1].stdout.readline()) and until not in line:
+            heard.append(line)
+        assert until in line, "".join(heard)
+        (tmp_path / "uploaded").touch()
+        outputs = [node.communicate(timeout=120)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], outputs
+        assert outputs[1].count("TRAINED 2") == 1
+    finally:
+        (tmp_path / "uploaded").touch()
+        for node in nodes:
+            node.kill()
+
+
+@pytest.mark.parametrize("where", ["rdzv_endpoint", "MASTER_PORT"])
+def test_a_port_in_use(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import nn
+
+    from distributed import Trainer
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        given: dict[str, Any] = {}
+        if where == "rdzv_endpoint":
+            given = {"num_gpus": 2, "num_nodes": 2, "node_rank": 0, "rdzv_endpoint": f"127.0.0.1:{port}"}
+        else:
+            env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            for name, value in env.items():
+                monkeypatch.setenv(name, value)
+        with pytest.raises(
+            UserError, match=f"{where}: .*[Aa]ddress already in use.*{port}.*Choose another"
+        ) as caught:
+            Trainer(nn.Linear(1, 1), device="cpu", batch_size=1, **given).fit([(0, 0), (1, 1)])
+        assert caught.value.field == where

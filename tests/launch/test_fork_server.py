@@ -1,0 +1,184 @@
+"""A forked process is what a fresh one would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed.launch.child_process import ForkedProcess
+from distributed.launch.fork_server import ADDRESS, ForkRequest, ForkServer
+from distributed.launch.run import child_process
+from tests.support import commands
+
+STATE = """
+import gc, json, os, resource, signal, sys, threading
+json.dump({
+    "argv": sys.argv, "name": __name__, "cwd": os.getcwd(), "path": [p for p in sys.path if p != "@"],
+    "env": dict(os.environ), "session": os.getsid(0) == os.getpid(), "threads": threading.active_count(),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "handlers": [str(signal.getsignal(n)) for n in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)],
+    "wakeup": signal.set_wakeup_fd(-1), "cpus": sorted(os.sched_getaffinity(0)), "gc": gc.get_threshold(),
+    "files": sorted(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")),
+    "limit": resource.getrlimit(resource.RLIMIT_NOFILE), "main": "STATE" in vars(sys.modules["__main__"]),
+    "threads_of_torch": __import__("torch").get_num_threads(),
+}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(["torch"]) as server:
+        yield server
+
+
+def state(words: list[str], env: dict[str, str], folder: Path) -> dict[str, object]:
+    done = commands.run([sys.executable, *words], env=env, cwd=folder, capture_output=True, check=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("threads", [None, "1"])
+@pytest.mark.parametrize("form", ["code", "safe code", "module", "script"])
+def test_a_fork_has_the_state_of_a_fresh_process(
+    server: ForkServer, tmp_path: Path, form: str, threads: str | None
+) -> None:
+    (tmp_path / "its_state.py").write_text(STATE)
+    words = {
+        "code": ["-c", STATE, "a", "b c"],
+        "safe code": ["-P", "-c", STATE],
+        "module": ["-m", "its_state", "x"],
+        "script": [str(tmp_path / "its_state.py"), "--flag"],
+    }[form]
+    env = {
+        "PATH": os.environ["PATH"],
+        "LC_ALL": "C.UTF-8",
+        "WORD": "säge",
+        "PYTHONPATH": str(tmp_path / "other"),
+    }
+    if threads:
+        env["OMP_NUM_THREADS"] = threads
+    fresh = state(words, env, tmp_path)
+    forked = state(words, {**env, ADDRESS: server.address}, tmp_path)
+    assert forked["env"].pop(ADDRESS) == server.address  # type: ignore[attr-defined]
+    assert forked == fresh
+
+
+def test_signals_that_are_blocked_here_are_blocked_there(server: ForkServer, tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        blocked = state(["-c", STATE], {**os.environ, ADDRESS: server.address}, tmp_path)["blocked"]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert blocked == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(75)", 75),
+        ("import os; os._exit(3)", 3),
+        ("1 / 0", 1),
+        ("import sys; sys.exit('words')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("raise KeyboardInterrupt", -2),
+    ],
+)
+def test_the_end_of_a_fork_is_that_of_a_fresh_process(server: ForkServer, code: str, status: int) -> None:
+    words = [sys.executable, "-c", code]
+    forked = commands.run(words, env={**os.environ, ADDRESS: server.address}, capture_output=True)
+    fresh = subprocess.run(words, capture_output=True, text=True)
+    assert forked.returncode == fresh.returncode == status
+    assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
+
+
+def test_input_output_and_errors_are_connected(server: ForkServer) -> None:
+    code = "import sys; print(input()[::-1]); print('bad', file=sys.stderr)"
+    env = {**os.environ, ADDRESS: server.address}
+    done = commands.run([sys.executable, "-c", code], env=env, input="drawer", capture_output=True)
+    assert (done.stdout, done.stderr) == ("reward\n", "bad\n")
+
+
+def test_a_pid_is_kept_until_it_is_given_up(server: ForkServer) -> None:
+    process = ForkedProcess(server.address, ForkRequest(["-c", "pass"], dict(os.environ), []), [])
+    assert process.wait_end() == 0
+    assert process.wait_end() == 0
+    zombie = psutil.Process(process.pid)
+    assert zombie.status() == psutil.STATUS_ZOMBIE
+    process.reap()
+    gone, _ = psutil.wait_procs([zombie], timeout=10)
+    assert gone == [zombie]
+
+
+def test_a_process_whose_client_is_gone_is_reaped(server: ForkServer) -> None:
+    read, write = os.pipe()
+    request = ForkRequest(["-c", "import os; os.read(0, 1)"], dict(os.environ), [0])
+    process = ForkedProcess(server.address, request, [read])
+    child = psutil.Process(process.pid)
+    process.reap()
+    os.close(read)
+    os.close(write)
+    gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone == [child]
+
+
+def test_further_modules_are_imported_once(server: ForkServer) -> None:
+    code = "import os, sys; print('imaplib' in sys.modules, os.getppid())"
+    env = {**os.environ, ADDRESS: server.address}
+    words = [sys.executable, "-c", code]
+    (first, branch), (second, again), (plain, parent) = (
+        commands.run(words, env=env, capture_output=True, preload=preload).stdout.split()
+        for preload in (["torch", "imaplib"], ["torch", "imaplib"], ["torch"])
+    )
+    assert (first, second, plain) == ("True", "True", "False")
+    assert branch == again != parent == str(server.pid)
+
+
+def test_what_cannot_be_imported_fails_where_it_is_needed(server: ForkServer) -> None:
+    env = {**os.environ, ADDRESS: server.address}
+    words = [sys.executable, "-c", "import no_such_module"]
+    done = commands.run(words, env=env, capture_output=True, preload=["no_such_module"])
+    assert done.returncode == 1
+    assert "No module named 'no_such_module'" in done.stderr
+
+
+def test_a_server_with_threads_refuses_and_the_process_is_a_fresh_one(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    env = dict(os.environ)
+    with ForkServer(["threaded"]) as threaded:
+        env[ADDRESS] = threaded.address
+        with pytest.raises(ConnectionError, match="an import started 1 thread"):
+            ForkedProcess(threaded.address, ForkRequest(["-c", "pass"], env, []), [])
+        words = [sys.executable, "-c", "import os; print(os.getppid())"]
+        process = child_process.start(words, env, piped=True)
+        assert process.stdout is not None
+        assert int(process.stdout.read()) == os.getpid()
+        assert process.wait_end() == 0
+        process.reap()
+
+
+def test_a_server_that_is_gone_costs_nothing(tmp_path: Path) -> None:
+    env = {**os.environ, ADDRESS: str(tmp_path / "no socket")}
+    process = child_process.start([sys.executable, "-c", "print('here')"], env, piped=True)
+    assert process.stdout is not None
+    assert process.stdout.read() == b"here\n"
+    assert process.wait_end() == 0
+    process.reap()
+
+
+def test_the_server_ends_with_its_owner() -> None:
+    with ForkServer([]) as server:
+        process = psutil.Process(server.pid)
+        assert process.is_running()
+    assert not psutil.pid_exists(server.pid)

@@ -1,0 +1,153 @@
+"""Under ``deterministic`` a run that goes on does so with the same bits (C10), on three ranks: two
+would hide in which order gradients are added."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from distributed import Callback, Trainer
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.diff import differences
+from distributed.checkpoint.reader import PortableReader
+from distributed.interfaces.callback import Context
+from distributed.testing.rank_pool import RankPool
+
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+Y = X[:, :3].argmax(dim=1)
+
+
+class Net(nn.Module):
+    """Counts its training forwards where no checkpoint looks, in a buffer and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(4), nn.Linear(16, 3)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.forwards += 1
+        hidden = self.norm(self.first(x).view(-1, 4, 4)).flatten(1)
+        result: Tensor = self.last(self.drop(hidden.tanh()))
+        return result
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X, Y, strict=True)
+
+
+class AsIfNothingHadHappened(Callback):
+    """Raises where a trace of the warm-up is left, or there was none."""
+
+    all_ranks = True
+
+    def __init__(self, forwards: int) -> None:
+        self.forwards = forwards
+
+    def on_run_start(self, context: Context) -> None:
+        model = context.model
+        found = model.forwards, float(model.calls), [p.grad for p in model.parameters()]
+        if found != (self.forwards, 0.0, [None] * 6):
+            raise RuntimeError(f"the warm-up left {found}")
+
+
+def fit(pool: RankPool, folder: Path, steps: int, data: Any = (X, Y), **given: Any) -> None:
+    fields = {"num_processes": 3, "deterministic": True, "momentum": 0.9, "optimizer": "sgd"}
+    trainer = Trainer(
+        Net, global_batch_size=12, device="cpu", learning_rate=0.1, gradient_accumulation_steps=2,
+        checkpoint_dir=folder, resume_from_checkpoint=True, **{**fields, **given},
+    )  # fmt: skip
+    trainer.launcher = pool
+    trainer.fit(data, max_steps=steps)
+
+
+def newest(folder: Path) -> PortableReader:
+    path = PortableCheckpointer(str(folder), keep_last=None).latest()
+    assert path is not None
+    return PortableReader(path)
+
+
+@pytest.mark.parametrize("data", [(X, Y), Stream()], ids=["tensors", "stream"])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    data: Any, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    fit(rank_pool, tmp_path / "whole", 9, data, callbacks=[AsIfNothingHadHappened(0)])
+    # Within an epoch; the step goes by while the schedule is constant.
+    fit(rank_pool, tmp_path / "parts", 6, data)
+    fit(rank_pool, tmp_path / "parts", 9, data, callbacks=[AsIfNothingHadHappened(1)])
+    assert list(differences(newest(tmp_path / "whole"), newest(tmp_path / "parts"))) == []
+
+
+def test_nothing_is_warmed_up_where_nobody_asked_for_bits(rank_pool: RankPool, tmp_path: Path) -> None:
+    for folder, given in (("two", {"num_processes": 2}), ("loose", {"deterministic": False})):
+        fit(rank_pool, tmp_path / folder, 3, **given)
+        fit(rank_pool, tmp_path / folder, 4, callbacks=[AsIfNothingHadHappened(0)], **given)
+
+
+TWICE = """
+import os, sys, torch
+from torch import nn
+from distributed import Trainer
+
+def trained(*parts):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    trainer = Trainer(model, global_batch_size=12, device="cpu", deterministic=True, learning_rate=0.1)
+    for steps in parts:
+        trainer.fit((x, y), max_steps=steps)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+y = x[:, :3].argmax(dim=1)
+torch.distributed.init_process_group("gloo")
+whole, parts = trained(9), trained(6, 3)
+print("same" if torch.equal(whole, parts) else f"differ by {float((whole - parts).abs().max())}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_second_fit_in_ranks_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    command = f"train --script {tmp_path / 'twice.py'} --launch per-rank --num-processes 3 --device cpu"
+    done = subprocess.run(
+        [sys.executable, "-m", "distributed.cli", *command.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.removeprefix(f"[rank {rank}] ") for rank in range(3) for line in done.stdout.splitlines()]
+    assert "same" in said
+    assert "differ" not in done.stdout
+
+
+class Draws(Callback):
+    """As a library does that is imported when a run begins."""
+
+    def on_run_start(self, context: Context) -> None:
+        random.random()
+        torch.rand(())
+
+
+def test_what_a_callback_draws_at_the_start_is_no_part_of_the_run() -> None:
+    found = []
+    for callbacks in ([], [Draws()]):
+        model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
+        nn.init.ones_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        Trainer(
+            model, num_processes=1, batch_size=8, deterministic=True, device="cpu", callbacks=callbacks
+        ).fit((X, Y))  # fmt: skip
+        found.append(model[0].weight.detach().clone())
+    assert torch.equal(*found)
