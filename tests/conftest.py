@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.fork_server import ADDRESS, ForkServer
+from distributed.launch.fork_request import ADDRESS
+from distributed.launch.fork_server import ForkServer
 
 MakeDistribution = Callable[..., Path]
 

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Protocol
 
-from distributed.launch.fork_server import ADDRESS, ForkRequest, status_of
+from distributed.launch.fork_request import ADDRESS, ForkRequest
+from distributed.launch.fork_server import status_of
 
 __all__ = ["ChildProcess", "ForkedProcess", "start"]
 

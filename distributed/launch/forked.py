@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distributed.launch.fork_server import ForkRequest
+    from distributed.launch.fork_request import ForkRequest
 
 __all__ = ["run_forked"]
 

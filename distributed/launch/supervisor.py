@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from distributed.launch.child_process import ChildProcess
 from distributed.launch import child_process
+from distributed.launch.child_process import ChildProcess
 from distributed.resilience.failure_reports import GRACE, error_of
 from distributed.resilience.preemption import hearing, held_back
 from distributed.resilience.rank_monitor import WATCHED, Watch

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distributed.launch import child_process
 from distributed.launch.child_process import ForkedProcess
-from distributed.launch.fork_server import ADDRESS, ForkRequest, ForkServer
-from distributed.launch.run import child_process
+from distributed.launch.fork_request import ADDRESS, ForkRequest
+from distributed.launch.fork_server import ForkServer
 from tests.support import commands
 
 STATE = """
