@@ -34,9 +34,9 @@ demo: $(VENV)/.for-demo
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# A machine with GPUs has a torch of its own, which no environment of ours replaces: see tests/gpu/README.md.
-GPU_PYTHON ?= $(PYTHON)
-GPU_PACKAGES := pluggy pydantic pyyaml cloudpickle psutil rich safetensors pytest
+# Another torch than the environment's, such as one that the machine came with: GPU_PYTHON. See tests/gpu/README.md.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PACKAGES := pluggy pydantic cloudpickle psutil pytest rich
 test-gpu:
 	$(GPU_PYTHON) -m tests.gpu $(GPU_FLAGS)
 

@@ -32,7 +32,7 @@ def _training(group: str, target: str, unit: str, limit: float, meaning: str, se
         where = _SHARED if transport == "gloo" else "one process" if backend == "serial" else _ALL
         row = Row(f"{group}/{suffix}", unit, limit, f"{meaning}; {where}")
         options = {"backend": backend, "transport": transport}
-        modules = (*_needs(backend), *(("pytest",) if group == "kit" else ()))
+        modules = (*_needs(backend), *(("pytest", "rich") if group == "kit" else ()))
         checks.append(Check(row.name, target, (row,), options, modules, seconds, _is_dry(group, suffix)))
     return checks
 

@@ -6,7 +6,6 @@ from distributed import Callback, Trainer, WorkerError
 from distributed.checkpoint.compare import differences
 from distributed.checkpoint.layout import PortableCheckpointer
 from distributed.checkpoint.reader import PortableReader
-from distributed.plugin_manager import missing_modules
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.pool import RankPool
 from distributed.testing.problem import distance, problem
@@ -20,7 +19,6 @@ __all__ = [
     "WorkerError",
     "differences",
     "distance",
-    "missing_modules",
     "oracle_fit",
     "problem",
 ]

@@ -23,12 +23,12 @@ from tests.gpu.report import page, table
 
 __all__ = ["main"]
 
-OUTPUT = ROOT / "build" / "gpu" / "results.json"
+OUTPUT = ROOT / "build" / "gpu"
 PAGE = ROOT / "docs" / "benchmarks-gpu.md"
 _LEAST = 20.0
 """Seconds of the budget under which no further check is started."""
-_DRY_SECONDS = 20.0
-"""Time limit of a check in a dry run."""
+_DRY_SECONDS = 60.0, 20.0
+"""Time limit of a dry run: to begin with, and for each check."""
 
 Result = dict[str, Any]
 
@@ -159,8 +159,9 @@ def _selected(only: Sequence[str], done: Sequence[str]) -> list[Check]:
 def run_all(checks: list[Check], setting: Settings, results: Results, budget: float) -> None:
     """Run every check while the budget lasts. A dry run takes one process for all: it saves starts."""
     deadline = time.monotonic() + budget
-    if setting.dry_run:
-        run_checks(checks, setting, results, min(budget, _DRY_SECONDS * len(checks)))
+    if setting.dry_run and checks:
+        limit = _DRY_SECONDS[0] + _DRY_SECONDS[1] * len(checks)
+        run_checks(checks, setting, results, min(budget, limit))
         results.write()
         return
     for check in checks:
@@ -190,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="GLOB", help="rows to run; repeatable")
     add("--budget", type=float, default=3600.0, metavar="SECONDS", help="for the whole run")
     add("--resume", action="store_true", help="keep the rows that --output already has")
-    add("--output", type=Path, default=OUTPUT, metavar="PATH", help="JSON file")
+    add("--output", type=Path, metavar="PATH", help="JSON file; build/gpu/results.json or dry-run.json")
     add("--scratch", metavar="FOLDER", help="for checkpoints; a temporary folder when left out")
     add("--markdown", type=Path, nargs="?", const=PAGE, metavar="PATH", help="page; docs/benchmarks-gpu.md")
     add("--list", action="store_true", help="print the rows and end")
@@ -207,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.dry_run and not facts["gpus"]:
         print("no CUDA device is visible; --dry-run runs small sizes on the CPU", file=sys.stderr)
         return 2
-    results = Results(args.output.resolve(), args.resume)
+    output = args.output or OUTPUT / ("dry-run.json" if args.dry_run else "results.json")
+    results = Results(output.resolve(), args.resume)
     results.facts = facts
     with tempfile.TemporaryDirectory(prefix="gpu-scratch-") as temporary:
         device = "cpu" if args.dry_run else "cuda"

@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
+import pytest
+
 from tests.gpu import bootstrap, probes, report
 from tests.gpu.bootstrap import ROOT
 from tests.gpu.catalog import CHECKS
@@ -24,6 +26,7 @@ def run(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.timeout(900)  # one to three minutes where other programs run beside it
 def test_every_row_passes_but_those_that_need_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path / "results.json", "--dry-run", "--scratch", str(tmp_path / "scratch"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,12 +77,12 @@ def test_what_becomes_of_rows(tmp_path: Path) -> None:
 def test_a_process_that_dies_or_hangs_takes_only_its_own_rows(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json", resume=False)
     setting = Settings("cpu", 0, True, str(tmp_path))
-    for check, seconds in zip(probes.CHECKS, (60.0, 30.0), strict=True):
+    for check, seconds in zip(probes.CHECKS, (60.0, 8.0), strict=True):
         run_checks([check], setting, results, seconds)
     found = {name: (row["status"], row["detail"]) for name, row in results.rows.items()}
     assert found["probe/dies/0"][0] == found["probe/hangs/0"][0] == "pass"
     assert found["probe/dies/1"] == ("error", "the process was ended by SIGABRT")
-    assert found["probe/hangs/1"] == ("error", "no result within 30 s")
+    assert found["probe/hangs/1"] == ("error", "no result within 8 s")
 
 
 def test_a_resumed_run_keeps_what_was_done(tmp_path: Path) -> None:
