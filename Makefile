@@ -13,11 +13,13 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-cluster cluster-tools check clean help horovod docs docs-serve deploy-templates
+.PHONY: demo test test-gpu gpu-wheels test-cluster cluster-tools check clean help horovod docs docs-serve deploy-templates
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test"
+	@echo "make test-gpu      correctness and cost on this machine's GPUs: tests/gpu/README.md"
+	@echo "make gpu-wheels    what test-gpu needs beyond torch, as wheels in build/gpu/wheels"
 	@echo "make test-cluster   real Slurm, hosts in network namespaces: as root (make cluster-tools installs what it needs)"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
@@ -31,6 +33,18 @@ demo: $(VENV)/.for-demo
 
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Another torch than the environment's, such as one that the machine came with: GPU_PYTHON. See tests/gpu/README.md.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PACKAGES := pluggy pydantic cloudpickle psutil pytest rich
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu $(GPU_FLAGS)
+
+# For a machine without a network, of that version of Python.
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels: | $(BIN)/pip
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt -d build/gpu/wheels \
+		--only-binary=:all: --python-version $(GPU_PYTHON_VERSION) $(GPU_PACKAGES)
 
 cluster-tools:
 	tests/cluster/install.sh

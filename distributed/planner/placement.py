@@ -41,13 +41,17 @@ def choose_device(
         return "cpu"
     where, per = ("on this host", "per host") if joined or not spec.remote else ("there",) * 2
     if resources.num_gpus < here and not _one_visible_each(resources, joined):
+        if _may_share(config, spec, resources):
+            notes.append(f"{here} ranks share {resources.num_gpus} GPU(s) over gloo")
+            return "cuda"
         raise UserError(
             f"{here} ranks {where} need {here} GPUs and {resources.num_gpus} are visible",
             field="num_gpus",
             got=config.num_ranks,
             allowed=f"at most {resources.num_gpus} {per}",
             remedy="Use fewer ranks, or say device=cpu to run them as CPU processes;"
-            " CUDA_VISIBLE_DEVICES may hide some",
+            " CUDA_VISIBLE_DEVICES may hide some; device=cuda with communication_backend=gloo lets ranks"
+            " share a GPU",
         )
     return "cuda"
 
@@ -55,6 +59,13 @@ def choose_device(
 def _one_visible_each(resources: Resources, joined: Joined | None) -> bool:
     # Slurm and others may show every task a single device of its own.
     return joined is not None and resources.num_gpus == 1
+
+
+def _may_share(config: DistributedConfig, spec: BackendSpec, resources: Resources) -> bool:
+    """Whether several ranks may compute on one GPU: NCCL refuses that, gloo does not. Both fields have to
+    be explicit, so that a mistaken number of ranks stays an error."""
+    asked = config.device == "cuda" and config.communication_backend == "gloo"
+    return asked and resources.num_gpus > 0 and not spec.remote
 
 
 def count_ranks(

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPool", "serve"]
 
-_Key = tuple[str, int, int]
+_Key = tuple[str, int, int, str]
 
 _SOCKET = "DISTRIBUTED_POOL_SOCKET"
+_GROUP = "DISTRIBUTED_POOL_GROUP"
 _POLL = 0.5
 """Seconds between looks at whether the launcher still runs, while ranks start."""
 _IDLE = 60.0
@@ -61,7 +62,7 @@ class RankPool(Launcher):
         self._pools: dict[_Key, _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        key = plan.spec.launcher, plan.world_size, plan.num_replicas
+        key = plan.spec.launcher, plan.world_size, plan.num_replicas, _group_kind(plan)
         self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
         ranks = self._pools.get(key)
         if ranks is None:
@@ -104,7 +105,7 @@ class _Ranks:
         command = RankCommand(
             [sys.executable, "-m", "distributed.testing.rank_pool"],
             home,
-            {_SOCKET: str(home / "socket")},
+            {_SOCKET: str(home / "socket"), _GROUP: _group_kind(plan)},
             "distributed.testing.rank_pool:serve",
         )
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -197,6 +198,12 @@ class _Ranks:
         self._stack.close()
 
 
+def _group_kind(plan: RunPlan) -> str:
+    """The group that the ranks of a pool share, as torch names it: as a run of `plan` would open it, and gloo
+    where the backend has a transport of its own."""
+    return "cpu:gloo,cuda:nccl" if plan.communication_backend == "nccl" else "gloo"
+
+
 def _succeeded(connection: Connection) -> bool:
     try:
         return bool(connection.recv() == 0)
@@ -227,7 +234,7 @@ def serve(home: Path) -> int:
         home: the pool's own folder; not needed.
     """
     # Runs share the group: taking one down is slow, and right after a collective unsafe.
-    dist.init_process_group("gloo")
+    dist.init_process_group(os.environ[_GROUP])
     folders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     busy = threading.Event()
     with Client(os.environ[_SOCKET], "AF_UNIX") as connection:

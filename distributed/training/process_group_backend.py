@@ -72,7 +72,8 @@ def claim_device(plan: RunPlan, local_rank: int) -> str:
     """The device of this rank, made torch's current one."""
     if plan.device == "cpu":
         return "cpu"
-    # A launcher may show every rank one device of its own, which is then number 0.
-    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    # A launcher may show every rank one device of its own, which is then number 0; and over gloo ranks may
+    # share devices (see `plan`).
+    index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return f"cuda:{index}"

@@ -40,6 +40,17 @@ def test_too_few_gpus_are_refused(device: str) -> None:
         plan(2, num_gpus=4, device=device)
 
 
+def test_ranks_share_a_gpu_over_gloo_where_both_are_asked_for() -> None:
+    found = plan(1, num_processes=2, device="cuda", communication_backend="gloo")
+    assert (found.device, found.world_size, found.communication_backend) == ("cuda", 2, "gloo")
+    assert "note: 2 ranks share 1 GPU(s) over gloo" in found.summary()
+    for fields in ({"device": "cuda"}, {"communication_backend": "gloo"}):
+        with pytest.raises(UserError, match=r"2 ranks on this host need 2 GPUs and 1 are visible"):
+            plan(1, num_processes=2, **fields)
+    with pytest.raises(UserError, match=r"0 are visible"):
+        plan(0, num_processes=2, device="cuda", communication_backend="gloo")
+
+
 def test_a_launcher_may_show_each_rank_one_gpu() -> None:
     place = Joined("srun", 1, 4, 1, 4, 0, 1, "127.0.0.1", 29500)
     assert plan(1, place).device == "cuda"

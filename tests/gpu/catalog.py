@@ -1,0 +1,145 @@
+"""Every check, the most important first; times never pass or fail."""
+
+from __future__ import annotations
+
+from tests.gpu.checks import Check, Row
+
+__all__ = ["CHECKS"]
+
+_BACKENDS = ("serial", "pytorch-ddp", "fsdp", "deepspeed")
+_KERNELS = ("dilated", "block-sparse", "ring", "sketched", "sketched-frozen", "triton")
+_SHARED = "two ranks over gloo, sharing the GPU where there is one"
+_ALL = "as many ranks as GPUs, over the default transport"
+
+
+def _needs(backend: str) -> tuple[str, ...]:
+    return ("deepspeed",) if backend == "deepspeed" else ()
+
+
+def _layouts() -> list[tuple[str, str, str]]:
+    """(row suffix, backend, transport) of everything that trains."""
+    found = []
+    for backend in _BACKENDS:
+        found.append((backend, backend, "default"))
+        if backend != "serial":
+            found.append((f"{backend}/gloo", backend, "gloo"))
+    return found
+
+
+def _training(group: str, target: str, unit: str, limit: float, meaning: str, seconds: float) -> list[Check]:
+    checks = []
+    for suffix, backend, transport in _layouts():
+        where = _SHARED if transport == "gloo" else "one process" if backend == "serial" else _ALL
+        row = Row(f"{group}/{suffix}", unit, limit, f"{meaning}; {where}")
+        options = {"backend": backend, "transport": transport}
+        modules = (*_needs(backend), *(("pytest", "rich") if group == "kit" else ()))
+        checks.append(Check(row.name, target, (row,), options, modules, seconds, _is_dry(group, suffix)))
+    return checks
+
+
+def _is_dry(group: str, suffix: str) -> bool:
+    """Ranks that have to be started, which takes most of the time, are few in a dry run."""
+    if group == "resume":
+        return suffix in ("serial", "pytorch-ddp/gloo")
+    return suffix != "deepspeed/gloo"
+
+
+def _precision() -> list[Check]:
+    checks = []
+    for name in ("bf16", "fp16"):
+        meaning = f"relative distance of the last losses in {name} from those in fp32; the loss has to fall"
+        row = Row(f"precision/{name}", "of fp32", 0.05, meaning)
+        checks.append(
+            Check(row.name, "tests.gpu.precision:half", (row,), {"precision": name, "transport": "gloo"})
+        )
+    row = Row(
+        "precision/scaler",
+        "steps",
+        0,
+        "fp16: distance of the number of skipped steps from 1, the one whose gradient is infinite;"
+        " NaN if a weight is not finite",
+    )
+    checks.append(Check(row.name, "tests.gpu.precision:scaler", (row,), {"transport": "gloo"}))
+    return checks
+
+
+def _kernel(name: str) -> Check:
+    other = "nn.Linear" if name in ("sketched", "sketched-frozen", "triton") else "SDPA"
+    rows = (
+        Row(
+            f"kernel/{name}/error",
+            "of bound",
+            1.0,
+            "largest error against the float64 oracle over the dtype's bound (outputs and gradients)",
+            gpu_only=name == "triton",
+        ),
+        Row(
+            f"kernel/{name}/time",
+            f"of {other}",
+            None,
+            f"median time over that of {other}, in turns",
+            gpu_only=name == "triton",
+        ),
+        Row(f"kernel/{name}/memory", f"of {other}", None, f"peak memory over that of {other}", gpu_only=True),
+    )
+    requires = ("triton",) if name == "triton" else ()
+    return Check(f"kernel/{name}", "tests.gpu.kernels:kernel", rows, {"name": name}, requires)
+
+
+def _overhead() -> list[Check]:
+    checks = []
+    for milliseconds in (1, 5, 20):
+        meaning = (
+            f"time of a Trainer step over that of the hand-written loop, at about {milliseconds} ms a step:"
+            " median over interleaved pairs of blocks, with a 95 % interval"
+        )
+        row = Row(f"overhead/{milliseconds}ms", "ratio", None, meaning)
+        checks.append(Check(row.name, "tests.gpu.speed:overhead", (row,), {"milliseconds": milliseconds}))
+    return checks
+
+
+def _save(gigabytes: int) -> Check:
+    meaning = f"time training stands still for an asynchronous save of {gigabytes} GB over a synchronous one"
+    row = Row(f"save/{gigabytes}gb", "ratio", None, meaning)
+    options = {"gigabytes": float(gigabytes)}
+    return Check(row.name, "tests.gpu.speed:save_stall", (row,), options, seconds=60 + 24.0 * gigabytes)
+
+
+def _memory() -> list[Check]:
+    meaning = "peak memory of rank 0 in a training run; on one GPU two ranks over gloo share it"
+    checks = []
+    for backend in _BACKENDS:
+        row = Row(f"memory/{backend}", "MiB", None, meaning, gpu_only=True)
+        checks.append(
+            Check(row.name, "tests.gpu.speed:peak_memory", (row,), {"backend": backend}, _needs(backend))
+        )
+    return checks
+
+
+CHECKS: list[Check] = [
+    *_training(
+        "parity",
+        "tests.gpu.training:parity",
+        "max abs",
+        1e-9,
+        "largest distance between trained weights and those of the CPU oracle, float64",
+        90,
+    ),
+    *_training(
+        "resume",
+        "tests.gpu.training:resume",
+        "differences",
+        0,
+        "kill -9 in the middle of an epoch and resume: differences between the last checkpoint and that of"
+        " the run left alone, compared by bits",
+        150,
+    ),
+    *_precision(),
+    *[_kernel(name) for name in _KERNELS],
+    *_training("kit", "tests.gpu.kit:conformance", "failed", 0, "failed tests of the conformance kit", 300),
+    *_overhead(),
+    _save(1),
+    *_memory(),
+    _save(10),
+]
+"""In the order in which they run."""

@@ -1,0 +1,24 @@
+"""Every import from the product but the kit's tests, which need pytest (`kit_cases`), and the kernels."""
+
+from __future__ import annotations
+
+from distributed import Callback, Trainer, WorkerError
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.diff import differences
+from distributed.checkpoint.reader import PortableReader
+from distributed.testing.oracle import oracle_fit
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.reference_problem import distance, problem
+
+__all__ = [
+    "Callback",
+    "PortableCheckpointer",
+    "PortableReader",
+    "RankPool",
+    "Trainer",
+    "WorkerError",
+    "differences",
+    "distance",
+    "oracle_fit",
+    "problem",
+]
