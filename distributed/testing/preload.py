@@ -12,6 +12,7 @@ _MODULES = (
     "distributed.launch",
     "distributed.loop",
     "distributed.testing.pool",
+    "distributed.torchrun",
     "distributed.trainers",
     "distributed.tuning.relay",
     "distributed.worker",
@@ -27,6 +28,7 @@ _MODULES = (
     "stringprep",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.run",
     "torch.utils.serialization",
     "torch.utils.tensorboard",
 )

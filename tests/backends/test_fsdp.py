@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from math import prod
 from typing import Any
@@ -23,6 +22,7 @@ from distributed.plugin_manager import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.pool import RankPool
 from tests.backends.fsdp_model import Block, TinyLM, own_loss, tiny, trainer_of, words
+from tests.support import commands
 
 EXACT = 1e-9
 STEPS = 9
@@ -346,8 +346,8 @@ def test_what_the_model_does_not_allow(
 
 def test_the_demo_learns_digits(tmp_path: Any) -> None:
     command = "-m distributed.cli train --backend fsdp --num-processes 2 --epochs 8 --set data.verify=false"
-    done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    done = commands.run(
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from distributed import TensorFlowDistributedTrainer, Trainer
+from distributed.network import free_port
 from distributed.report.lines import NAME
 from distributed.report.stitch import read_runs
 from distributed.testing.pool import RankPool
 from distributed.testing.problem import masked_mean, problem
 from distributed.testing.saved_state import ExportOnLoad, state_differences
 from distributed.testing.suite import EXACT, Run, Suite
+from tests.support import commands
+from tests.support.forking_python import PRELOAD
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -290,14 +293,15 @@ os.write(1, f"LOSS {history.world_size} {history.epochs[-1]['val_loss']:.6f}\\n"
 
 
 @pytest.mark.parametrize("model", ["build", "build()"])
-def test_ranks_of_torchrun_join(model: str, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_join(model: str, tmp_path: Path, forking_python: Path) -> None:
     """A factory trains; a model that started TensorFlow before the ranks met is refused with the way out."""
     script = tmp_path / "train.py"
     script.write_text(JOINED.replace("MODEL", f"model = {model}"))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHON_EXEC": str(forking_python), PRELOAD: "tensorflow keras"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = commands.run(
+        [*command, "--master-port", str(free_port()), str(script)], env=env, capture_output=True, timeout=200
+    )
     if model == "build":
         assert done.returncode == 0, done.stderr[-2000:]
         lines = re.findall(r"LOSS (\d) ([\d.]+)", done.stdout)
@@ -310,12 +314,12 @@ def test_ranks_of_torchrun_join(model: str, tmp_path: Path) -> None:
 
 
 def test_the_command_line_trains_the_bundled_example() -> None:
-    done = subprocess.run(
+    done = commands.run(
         [
             sys.executable, "-m", "distributed.cli", "train", "--backend", "tensorflow",
             "--num-processes", "2", "--epochs", "15",
         ],
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(r"best validation accuracy ([\d.]+)", done.stdout)

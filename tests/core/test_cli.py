@@ -20,6 +20,7 @@ from distributed.commands.flags import collect_layers
 from distributed.commands.parser import flags_of
 from distributed.config import DistributedConfig, load_layers
 from distributed.config.problems import field_names
+from tests.support import commands
 
 # What a script does when it calls `fit`, as far as the command line can tell.
 FIT = "from distributed.config.command_line import active\nrun = active()\nrun.num_fits += 1\n"
@@ -169,7 +170,7 @@ def test_a_script_sees_what_python_would_show_it(script: WriteScript, tmp_path: 
     for command in ([path], ["-m", "distributed.cli", "train", "--script", path, "--epochs", "2"]):
         environment = {**os.environ, "FACTS": str(tmp_path / f"facts-{len(facts)}")}
         words = [sys.executable, *command, "--data", "here", "more"]
-        subprocess.run(words, env=environment, check=True, timeout=120)
+        commands.run(words, env=environment, check=True, timeout=120)
         facts.append(json.loads(Path(environment["FACTS"]).read_text()))
     assert facts[0] == facts[1]
     assert facts[0][0][1:] == ["--data", "here", "more"]
@@ -407,11 +408,10 @@ def test_plugins_add_verbs_and_backends_and_a_broken_one_breaks_nothing(
     make_distribution: Callable[..., Path],
 ) -> None:
     site = make_distribution("acme-tools", {"acme": PLUGIN, "acme_raises": RAISES}, ENTRY_POINTS)
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-c", SESSION],
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     )

@@ -25,6 +25,7 @@ from distributed.elastic import Alone
 from distributed.interfaces.callback import Context
 from distributed.plan import Facts, Resources, RunPlan, resolve
 from distributed.plugin_manager import get_catalog
+from tests.support import commands
 
 SAMPLES, BATCH = 240, 12
 
@@ -180,13 +181,14 @@ class Fate(Callback):
         mark = folder / f"fate_{size}"
         if size in FATE and not mark.exists() and step == self.first + 5 and rank == FATE[size][0]:
             mark.touch()
-            os.kill(os.getppid(), getattr(signal, FATE[size][1]))
+            os.kill(int(os.environ["STARTED_BY"]), getattr(signal, FATE[size][1]))
         if size == 2:
             if rank == 0 and step == self.first + 3:
                 (folder / "two").write_text("two ranks are at work")
             select.select([], [], [], 0.25)  # others are to come before the end
 
 if __name__ == "__main__":
+    os.environ["STARTED_BY"] = str(os.getpid())
     model = Tally()
     history = trainer(
         model, folder, num_processes=4, num_nodes=4, batch_size=3, epochs=6, callbacks=[Fate()],
@@ -214,7 +216,7 @@ def wait_until_served(port: int) -> None:
             time.sleep(0.05)
 
 
-def two_are_left(two: int, hosts: list[subprocess.Popen[str]]) -> bool:
+def two_are_left(two: int, hosts: list[Any]) -> bool:
     """Wait until two ranks say that they are at work; False when a third host ended before."""
     ends = {os.pidfd_open(host.pid) for host in hosts}
     ready: set[int] = set()
@@ -242,14 +244,13 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "two")
     two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
-    def start(number: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(number: int) -> Any:
+        return commands.start(
             [sys.executable, str(script), str(tmp_path), str(port), str(tmp_path / f"report_{number}")],
             env=env,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
 
     # The first serves the meeting, and has rank 0, which nobody ends: ranks follow the process ids.

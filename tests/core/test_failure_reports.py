@@ -21,10 +21,12 @@ from distributed import Trainer, WorkerError, journal
 from distributed.blame import Seen, judge
 from distributed.divergence import checksum, trained
 from distributed.journal import FAILED, RUNNING, Entry, Journal
+from distributed.network import free_port
 from distributed.stacks import Frame, parse
 from distributed.testing.failure_reports import CASES, RANK, Case, fail, shorten
 from distributed.watch import Limits, Watch, write_report
 from tests.core.process_support import children, started_since
+from tests.support import commands
 
 HOST = os.uname().nodename
 SOON = 30.0
@@ -72,12 +74,22 @@ fail(CASES[sys.argv[1]], "mark", num_processes=None, checkpoint_dir="checkpoints
 
 
 @pytest.mark.parametrize("name", ["callback", "killed", "raised"])
-def test_ranks_that_torchrun_started(name: str, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_started(name: str, tmp_path: Path, forking_python: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "script.py", name], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    if name == "callback":
+        command.append("--standalone")
+    else:
+        command += ["--master-port", str(free_port())]
+        env["PYTHON_EXEC"] = str(forking_python)
+    done = commands.run(
+        [*command, "script.py", name],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        fresh=name == "callback",
     )
     pid = int((tmp_path / "rank-1").read_text())
     where = "forward of step 3" if name == "raised" else "a callback after step 3"

@@ -27,6 +27,7 @@ from distributed.interfaces.callback import Context
 from distributed.network import loopback_interface
 from distributed.testing.pool import RankPool
 from tests.core.process_support import children, started_since
+from tests.support import commands
 
 HOST = os.uname().nodename
 
@@ -297,6 +298,7 @@ Trainer(nn.Linear(4, 2), epochs=10**6, callbacks=[Endless()]).fit(loader)
 """
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("victim", ["rank", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
     pipe = pipes(tmp_path)
@@ -360,7 +362,7 @@ def test_a_script_on_every_rank_ends_with_its_parent(tmp_path: Path) -> None:
         "--",
         "--x",
     ]
-    with subprocess.Popen(command) as train:
+    with commands.start(command) as train:
         ranks = await_ranks(pipe)
         train.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(ranks, timeout=10)[1] == []

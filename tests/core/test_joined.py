@@ -17,6 +17,7 @@ from distributed import DistributedConfig, UserError
 from distributed.joined import detect, expand_nodelist
 from distributed.plan import Facts, Resources, resolve
 from distributed.plugin_manager import get_catalog
+from tests.support import commands
 
 TORCHRUN = {
     "RANK": "1",
@@ -188,19 +189,19 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def together(
-    commands: list[list[str]], envs: list[dict[str, str]], options: list[dict[str, Any]]
+    words: list[list[str]], envs: list[dict[str, str]], options: list[dict[str, Any]], fresh: bool = False
 ) -> list[Any]:
     """Run the commands side by side: (exit code, stdout, stderr) of each."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     running = [
-        subprocess.Popen(
+        commands.start(
             command,
             env={**base, **env, "OPTIONS": json.dumps(option)},
-            text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            fresh=fresh,
         )
-        for command, env, option in zip(commands, envs, options, strict=True)
+        for command, env, option in zip(words, envs, options, strict=True)
     ]
     outputs: list[Any] = [None] * len(running)
 
@@ -246,7 +247,7 @@ def under_torchrun(script: str) -> tuple[dict[str, Any], str]:
         str(free_port()),
         script,
     ]
-    ((code, out, err),) = together([command], [{}], [{}])
+    ((code, out, err),) = together([command], [{}], [{}], fresh=True)
     assert code == 1, err
     return check_equal_ranks(said(out)), err
 

@@ -21,6 +21,7 @@ from distributed.preflight.facts import Facts, Link
 from distributed.preflight.links import measure_links
 from distributed.preflight.measure import AllReduce, Survey
 from distributed.rendezvous import listen
+from tests.support import commands
 
 
 def host(node: int, **given: object) -> Facts:
@@ -128,7 +129,7 @@ def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "distributed.cli", "preflight", "--device", "cpu", *place]
     words += ["--checkpoint-dir", str(tmp_path), "--json", "--node-rank"]
     both = [
-        subprocess.Popen([*words, number], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        commands.start([*words, number], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for number in ("0", "1")
     ]
     first, second = [process.communicate(timeout=120) for process in both]

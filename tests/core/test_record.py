@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from distributed.errors import WorkerError
 from distributed.report.lines import NAME, append, without_passwords
 from distributed.report.stitch import read_runs
 from tests.core.record_support import lines, one_run, train
+from tests.support import commands
 
 SCRIPT = """
     import os, signal, sys, torch
@@ -54,15 +56,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(script: Path, *flags: str, how: str = "") -> subprocess.Popen[str]:
+def start(script: Path, *flags: str, how: str = "") -> Any:
     words = ["train", "--script", script.name, "--num-processes", "2", "--checkpoint-dir", "run", *flags]
-    return subprocess.Popen(
+    return commands.start(
         [sys.executable, "-m", "distributed.cli", *words],
         cwd=script.parent,
         env={**os.environ, "HOW": how, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 

@@ -20,6 +20,7 @@ from distributed import UserError
 from distributed.joined import detect
 from distributed.rendezvous import Rendezvous, await_ranks, listen, open_store
 from tests.core.test_joined import TORCHRUN, free_port
+from tests.support import commands
 
 
 def test_the_waiting_names_the_missing(
@@ -122,11 +123,10 @@ def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
     shared: dict[str, Any] = {"num_gpus": 2, "num_nodes": 2, "collective_timeout": 20}
     shared["rdzv_endpoint"] = f"127.0.0.1:{free_port()}"
     nodes = [
-        subprocess.Popen(
+        commands.start(
             [sys.executable, "twice.py"],
             env={**os.environ, "OPTIONS": json.dumps({**shared, "node_rank": node})},
             cwd=tmp_path,
-            text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -19,6 +19,7 @@ from distributed import WorkerError
 from distributed.journal import ENDED, Journal
 from distributed.watch import Limits, Watch
 from distributed.watcher import _BOOT, _nodes, _watch, found_by_watcher
+from tests.support import commands
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
 HOST = """
@@ -73,10 +74,10 @@ def test_ranks_that_share_a_number_and_no_files(
         (own := tmp_path / f"{rank}").mkdir()
         env = {**os.environ, **given, "RANK": str(rank), "HOST": name, "TMPDIR": str(own)}
         command = [sys.executable, str(tmp_path / "train.py")]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        ranks.append(commands.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    said = [[line for line in out.decode().splitlines() if "watched" in line] for out, _ in outputs]
+    said = [[line for line in out.splitlines() if "watched" in line] for out, _ in outputs]
     assert said == [[expected[0]], [expected[1]]]
 
 

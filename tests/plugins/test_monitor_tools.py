@@ -13,6 +13,7 @@ import pytest
 from distributed_plugins.monitor import DistributedMetricsCollector, PerformanceMonitor, monitor_memory
 
 from distributed.errors import UserError
+from tests.support import commands
 
 RANK = """
     import json, sys
@@ -47,10 +48,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     script.write_text(dedent(RANK))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        commands.start(
             [sys.executable, script, str(rank), str(folder / "store")],
             stdout=subprocess.PIPE,
-            text=True,
             env=environment,
         )
         for rank in range(2)
