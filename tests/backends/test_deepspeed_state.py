@@ -184,6 +184,7 @@ def our_environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if "TORCH" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"])
 def test_one_rank_leaves_the_callers_objects_as_they_were(place: str, uninterrupted: nn.Module) -> None:
     """Model, optimizer, scheduler, torch and the process group, between two fits and after them."""
@@ -279,6 +280,7 @@ def check_weights(folder: Path, uninterrupted: nn.Module) -> None:
             assert torch.allclose(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=EXACT)
 
 
+@pytest.mark.starts_processes
 def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
     tmp_path: Path, uninterrupted: nn.Module
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_training_step_may_reach_past_forward(ranks: int, expected: Any, rank_
     check(trainer, trainer.fit(words(), words(5), max_steps=STEPS), expected)
 
 
+@pytest.mark.slow
 def test_a_rank_alone_needs_no_group_and_gets_its_model_back(expected: Any) -> None:
     model = tiny()
     Block.calls = 0
@@ -344,6 +345,7 @@ def test_what_the_model_does_not_allow(
 # -- from the command line -------------------------------------------------------------------------
 
 
+@pytest.mark.starts_processes
 def test_the_demo_learns_digits(tmp_path: Any) -> None:
     command = "-m distributed.cli train --backend fsdp --num-processes 2 --epochs 8 --set data.verify=false"
     done = commands.run(

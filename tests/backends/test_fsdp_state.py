@@ -202,6 +202,7 @@ def test_joined_ranks_get_their_own_model_back_whole(
     check_weights(tmp_path, uninterrupted)
 
 
+@pytest.mark.starts_processes
 def test_every_node_gets_the_whole_model(script: str, tmp_path: Path, uninterrupted: nn.Module) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     nodes = [{"num_gpus": 2, "num_nodes": 2, "node_rank": node, "rdzv_endpoint": endpoint} for node in (0, 1)]

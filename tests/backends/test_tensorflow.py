@@ -119,6 +119,7 @@ class TestMirrored(Suite):
 # -- the same configuration in another framework ------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -149,6 +150,7 @@ def test_a_named_optimizer_means_what_it_means_under_torch(fields: dict[str, Any
     assert max(float((a - b).abs().max()) for a, b in zip(*models, strict=True)) < EXACT
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_keras_trains_it() -> None:
     """Keras's own fit is the oracle: optimizer, loss, sample weights and a penalty on the weights."""
     x, y = (part.numpy() for part in problem(24, torch.float32))
@@ -182,6 +184,7 @@ def test_a_compiled_model_trains_as_keras_trains_it() -> None:
     assert history.epochs[-1]["val_accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_a_model_under_a_strategy_of_the_users_own_is_trained() -> None:
     """As in the README of many a project: strategy, scope, compile; then our fit, twice."""
     x, y = (part.numpy() for part in problem(40, torch.float32))
@@ -313,6 +316,7 @@ def test_ranks_of_torchrun_join(model: str, tmp_path: Path, forking_python: Path
         assert "give functions that build the model" in " ".join(done.stderr.split())
 
 
+@pytest.mark.starts_processes
 def test_the_command_line_trains_the_bundled_example() -> None:
     done = commands.run(
         [

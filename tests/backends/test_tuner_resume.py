@@ -18,6 +18,8 @@ import pytest
 
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 # Trials 1 and 2 stand in their second epoch until the file `go` is there.
 SEARCH = """
 import pathlib, sys, time

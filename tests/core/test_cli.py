@@ -162,6 +162,7 @@ def test_set_is_stronger_than_a_flag_and_a_flag_than_the_file(tmp_path: Path) ->
 # Running a script
 
 
+@pytest.mark.starts_processes
 def test_a_script_sees_what_python_would_show_it(script: WriteScript, tmp_path: Path) -> None:
     source = "import json, os, sys\nfacts = [sys.argv, sys.path[0], __name__, __file__]\n"
     source += "open(os.environ['FACTS'], 'w').write(json.dumps(facts))\n"
@@ -260,6 +261,7 @@ def test_a_dry_run_per_rank_says_what_it_would_start(
     assert "train_it.py --lr 1 on every rank; ranks: 3" in capsys.readouterr().out
 
 
+@pytest.mark.starts_processes
 def test_per_rank_starts_the_script_itself_on_every_rank(
     script: WriteScript, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +320,7 @@ def test_failures_have_words_and_codes(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     "source", ["def f():\n    return 1 / 0\n\nf()\n", "x = (\n", "import a_module_nobody_has\n"]
 )
@@ -404,6 +407,7 @@ print("json:", main(["backends", "--json"]))
 """
 
 
+@pytest.mark.starts_processes
 def test_plugins_add_verbs_and_backends_and_a_broken_one_breaks_nothing(
     make_distribution: Callable[..., Path],
 ) -> None:

@@ -71,6 +71,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         mlflow.set_tracking_uri(None)  # a page's own store goes with its folder
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("page", [p for p in tried(PAGES) if blocks(p, "python")], ids=label)
 def test_python_blocks_run_as_written(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__page__"}
@@ -80,6 +81,7 @@ def test_python_blocks_run_as_written(page: Path) -> None:
             exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
+@pytest.mark.starts_processes
 def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
     """The script and each verb start as a user starts them, the first time that the page has them."""
     outputs, forms = {}, set()
@@ -112,6 +114,7 @@ def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_start
+@pytest.mark.starts_processes
 def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
     (script,) = [text for _, text, _ in blocks(ROOT / "README.md", "bash") if "kill -9" in text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -205,6 +208,7 @@ def test_every_page_is_in_the_index() -> None:
         assert page.name in ("index.md", *UNMANAGED) or f"({page.name})" in index, page.name
 
 
+@pytest.mark.slow
 def test_the_table_of_fields_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     written = page[page.index("<!-- fields -->\n") : page.index("<!-- end of fields -->")]

@@ -99,6 +99,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Tally:
     return model
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
 def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
     backend: str, whole: Tally, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -125,6 +126,7 @@ def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
     assert re.search(rf"going on with 2 ranks from {saved}/step_\d{{8}}; global batch 12 = ", out)
 
 
+@pytest.mark.starts_processes
 def test_restarts_run_out(tmp_path: Path) -> None:
     dies = Die(tmp_path, {3: 1}, times=9)
     with pytest.raises(WorkerError, match=r"rank 1 .* was ended by SIGKILL"):
@@ -132,6 +134,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("died_*"))) == 2
 
 
+@pytest.mark.starts_processes
 def test_a_rank_that_keeps_failing_is_done_without(
     whole: Tally, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +237,7 @@ def two_are_left(two: int, hosts: list[Any]) -> bool:
     return two in ready
 
 
+@pytest.mark.starts_processes
 @pytest.mark.timeout(600)
 def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     """One host is killed, one is told to go and exits with 75, two new ones come: all in one run, whose

@@ -14,6 +14,8 @@ import pytest
 from distributed.cli import main
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TRAIN = ["-m", "distributed.cli", "train"]

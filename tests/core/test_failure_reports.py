@@ -33,6 +33,7 @@ SOON = 30.0
 """Seconds from the fault until it is told."""
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = children()
@@ -118,6 +119,7 @@ def _await(condition) -> bool:  # type: ignore[no-untyped-def]
     return bool(condition())
 
 
+@pytest.mark.starts_processes
 def test_a_slow_rank_is_reported_and_not_ended(capfd: pytest.CaptureFixture[str]) -> None:
     """It computes and nobody waits in vain: the run goes on, and so does the account of it."""
     trainer = Trainer(

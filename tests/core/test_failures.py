@@ -29,6 +29,8 @@ from distributed.testing.pool import RankPool
 from tests.core.process_support import children, started_since
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 HOST = os.uname().nodename
 
 
@@ -245,6 +247,7 @@ def check_private(folder: Path, ranks: list[psutil.Process], before: set[tuple[s
     assert {rank.environ()["GLOO_SOCKET_IFNAME"] for rank in ranks} == {loopback_interface()}
 
 
+@pytest.mark.real_start
 def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) -> None:
     pipe, seen, killed, killed_at = pipes(tmp_path), [], [], []
     before = listening(psutil.Process())

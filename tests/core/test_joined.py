@@ -252,6 +252,7 @@ def under_torchrun(script: str) -> tuple[dict[str, Any], str]:
     return check_equal_ranks(said(out)), err
 
 
+@pytest.mark.starts_processes
 def test_torchrun(under_torchrun: tuple[dict[str, Any], str]) -> None:
     """Both ranks fit, fit again; then rank 1 raises, and rank 0 says that it did."""
     err = under_torchrun[1]
@@ -259,6 +260,7 @@ def test_torchrun(under_torchrun: tuple[dict[str, Any], str]) -> None:
     assert "raised ZeroDivisionError: only here" in err
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_other_launchers_train_alike(
     launcher: str, script: str, under_torchrun: tuple[dict[str, Any], str]
@@ -289,6 +291,7 @@ def test_other_launchers_train_alike(
     assert "WorkerError" not in second[2]
 
 
+@pytest.mark.starts_processes
 def test_two_nodes_each_get_the_whole_result(script: str, under_torchrun: tuple[dict[str, Any], str]) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = [

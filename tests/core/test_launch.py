@@ -18,6 +18,8 @@ from distributed import Trainer, UserError
 from distributed.testing.pool import RankPool
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 HELPER = """
 import torch
 from torch import nn

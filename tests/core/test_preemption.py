@@ -153,6 +153,7 @@ def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bit
     assert figures(tmp_path) == figures(left_alone[ranks])
 
 
+@pytest.mark.starts_processes
 def test_another_number_of_ranks_goes_on_with_the_epochs_figures(
     left_alone: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest
         agent._start_workers(None)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(("code", "seen"), [(3, 1), (2, 2)])
 def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     code: int, seen: int, tmp_path: Path
@@ -271,6 +273,7 @@ def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     assert (tmp_path / "1").exists() == (code == 3)
 
 
+@pytest.mark.starts_processes
 def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:
     gone = train(
         tmp_path, 1, SIGNAL="SIGTERM", SIGNAL_TO="self", SIGNAL_AT="2", CHECKPOINT='{"on_signal": false}'
@@ -330,6 +333,7 @@ def test_the_caller_hears_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixt
     assert trainer.history.stop_reason == "SIGUSR1"
 
 
+@pytest.mark.starts_processes
 def test_the_same_signal_later_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which ends by it."""
     program = (

@@ -122,6 +122,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("meeting", ["127.0.0.1", socket.gethostname()])
 def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
     """Under its own name, too, which many a host has on loopback: to others that is no address."""

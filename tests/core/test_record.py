@@ -194,6 +194,7 @@ def test_a_line_that_cannot_be_written_leaves_a_gap(tmp_path: Path, caplog: pyte
 # -- failures ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.starts_processes
 def test_ranks_that_are_started_again_are_one_run_and_the_reason_is_told(script: Path) -> None:
     done = start(script, "--max-restarts", "1", "--set", "checkpoint.every_n_steps=5", how="kill:18")
     out, _ = done.communicate(timeout=120)
@@ -210,6 +211,7 @@ def test_ranks_that_are_started_again_are_one_run_and_the_reason_is_told(script:
     assert "restart" in kinds(script.parent / "run")
 
 
+@pytest.mark.starts_processes
 def test_a_run_that_fails_says_who_and_why(script: Path) -> None:
     done = start(script, how="raise:13")
     out, _ = done.communicate(timeout=120)
@@ -224,6 +226,7 @@ def test_a_run_that_fails_says_who_and_why(script: Path) -> None:
     assert run.steps >= 10
 
 
+@pytest.mark.starts_processes
 def test_a_killed_run_is_interrupted_until_it_is_resumed(script: Path) -> None:
     folder = script.parent / "run"
     # A stopped rank holds the others up, so that the run cannot end before it is killed.
@@ -263,6 +266,7 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.starts_processes
 def test_a_run_whose_ranks_never_start_is_on_record(tmp_path: Path) -> None:
     from distributed import Trainer
 

@@ -117,6 +117,7 @@ for callbacks in ([Upload()], []):
 """
 
 
+@pytest.mark.starts_processes
 def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
     """On node 1 the first is over while node 0 still serves its store."""
     (tmp_path / "twice.py").write_text(TWICE)

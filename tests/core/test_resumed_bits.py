@@ -120,6 +120,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.starts_processes
 def test_a_second_fit_in_ranks_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(TWICE)
     command = f"train --script {tmp_path / 'twice.py'} --launch per-rank --num-processes 3 --device cpu"

@@ -22,6 +22,8 @@ from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
 from distributed.testing.pool import RankPool
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 NUM_TRAIN, NUM_VAL = 48, 20
 
 

@@ -18,6 +18,8 @@ from distributed.errors import UserError, WorkerError
 from distributed.failures import error_of, is_second_hand, report_of
 from distributed.supervisor import Supervisor
 
+pytestmark = pytest.mark.starts_processes
+
 Start = Callable[..., Supervisor]
 
 # A rank that runs the program of its number, given as RANK_<n>; `report` is what a rank leaves.

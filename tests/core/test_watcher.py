@@ -56,6 +56,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.starts_processes
+
 ROOT = Path(__file__).parents[2]
 OURS = {"distributed", "distributed_backends", "distributed_kernels", "distributed_plugins"}
 

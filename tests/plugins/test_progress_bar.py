@@ -14,6 +14,8 @@ from distributed_plugins.progress import ProgressBar, register_callbacks
 from distributed.config import DistributedConfig
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 RUN = """
     import sys
     from distributed.config import DistributedConfig

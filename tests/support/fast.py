@@ -1,7 +1,8 @@
-"""``pytest --fast``: tests that start no process, and the contracts on `serial` and `pytorch-ddp`.
+"""``pytest --fast``: quick tests that start no process, and the contracts on `serial` and `pytorch-ddp`.
 
 A test starts processes if it is marked ``starts_processes``, as a function, a class or a file, or if it uses
-a fixture that does. Where the mark is missing, a test of ``--fast`` that starts Python fails and says so.
+a fixture that does. One that computes for seconds is marked ``slow``. A test without a mark that starts
+Python all the same fails with ``--fast``, and its message asks for the mark.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Fast:
         sys.addaudithook(self._see)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what starts processes."""
-        left_out = [item for item in items if _starts_processes(item) and not _is_kept(item)]
+        """Leave out what starts processes or is slow."""
+        left_out = [item for item in items if _is_dear(item) and not _is_kept(item)]
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
 
@@ -59,9 +60,9 @@ def _is_python(executable: Any, words: Any) -> bool:
     return "python" in os.path.basename(os.fsdecode(executable)) and not served
 
 
-def _starts_processes(item: pytest.Item) -> bool:
-    names = set(getattr(item, "fixturenames", ()))
-    return item.get_closest_marker("starts_processes") is not None or bool(names & FIXTURES)
+def _is_dear(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(name) is not None for name in ("starts_processes", "slow"))
+    return marked or bool(FIXTURES & set(getattr(item, "fixturenames", ())))
 
 
 def _is_kept(item: pytest.Item) -> bool:
