@@ -13,11 +13,12 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-gpu gpu-wheels test-cluster cluster-tools check clean help horovod docs docs-serve deploy-templates
+.PHONY: demo test test-fast test-gpu gpu-wheels test-cluster test-tools cluster-tools check clean help horovod docs docs-serve deploy-templates
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
-	@echo "make test    every test"
+	@echo "make test    every test (make test-tools installs what it needs of the system: Chromium, a C++ compiler)"
+	@echo "make test-fast  tests that start no process, and the contracts on serial and pytorch-ddp: minutes"
 	@echo "make test-gpu      correctness and cost on this machine's GPUs: tests/gpu/README.md"
 	@echo "make gpu-wheels    what test-gpu needs beyond torch, as wheels in build/gpu/wheels"
 	@echo "make test-cluster   real Slurm, hosts in network namespaces: as root (make cluster-tools installs what it needs)"
@@ -46,8 +47,14 @@ gpu-wheels: | $(BIN)/pip
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt -d build/gpu/wheels \
 		--only-binary=:all: --python-version $(GPU_PYTHON_VERSION) $(GPU_PACKAGES)
 
+test-fast: $(VENV)/.for-dev
+	$(BIN)/python -m pytest --fast $(PYTEST_FLAGS)
+
+test-tools:
+	tests/support/install.sh test
+
 cluster-tools:
-	tests/cluster/install.sh
+	tests/support/install.sh cluster
 
 # The two groups wait for daemons and time limits most of the time, so they run side by side.
 test-cluster: $(VENV)/.for-dev

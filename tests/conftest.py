@@ -10,8 +10,21 @@ import pytest
 
 from distributed.launch.fork_request import ADDRESS
 from distributed.launch.fork_server import ForkServer
+from tests.support.fast import Fast
+from tests.support.forking_python import write_forking_python
 
 MakeDistribution = Callable[..., Path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--fast``."""
+    parser.addoption("--fast", action="store_true", help="Leave out most tests that start processes.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Do as the options say."""
+    if config.getoption("--fast"):
+        config.pluginmanager.register(Fast())
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +34,28 @@ def fork_server() -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An executable that forks, for programs that start Python themselves, in a folder for PATH."""
+    return write_forking_python(tmp_path_factory.mktemp("forking"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _address_of_the_fork_server(fork_server: ForkServer) -> Iterator[None]:
+    """Fixtures of modules, which start processes before a test's own environment is made, find it, too."""
+    os.environ[ADDRESS] = fork_server.address
+    yield
+    del os.environ[ADDRESS]
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[None]:
     """Put the environment back: MLflow, for one, exports the store it was last pointed at."""
     before = dict(os.environ)
     if request.node.get_closest_marker("real_start") is None:
         os.environ[ADDRESS] = fork_server.address
+    else:
+        os.environ.pop(ADDRESS, None)
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -22,6 +22,7 @@ from distributed.cli import build_parser, main
 from distributed.commands.flags import collect_layers
 from distributed.commands.script import find_script
 from distributed.config import load_layers
+from tests.support.commands import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
@@ -70,6 +71,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         mlflow.set_tracking_uri(None)  # a page's own store goes with its folder
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("page", [p for p in tried(PAGES) if blocks(p, "python")], ids=label)
 def test_python_blocks_run_as_written(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__page__"}
@@ -79,8 +81,10 @@ def test_python_blocks_run_as_written(page: Path) -> None:
             exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
+@pytest.mark.starts_processes
 def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
-    outputs = {}
+    """The script and each verb start as a user starts them, the first time that the page has them."""
+    outputs, forms = {}, set()
     for language, source, line in blocks(ROOT / "docs" / "getting-started.md", "python", "yaml", "bash"):
         name = re.match(r"# (\w+\.(?:py|yaml))\n", source)
         if name:
@@ -90,7 +94,9 @@ def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
         for command in source.splitlines():
             # `doctor` judges the machine, not the page.
             if command.startswith("python ") and not command.endswith(" doctor"):
-                outputs[command] = run_as_a_user(command, f"line {line}")
+                form = command.removeprefix(OURS).split()[0]
+                outputs[command] = run_as_a_user(command, f"line {line}", fresh=form not in forms)
+                forms.add(form)
     plain, two_ranks, _, sharded, resumed, watched, planned, explained = outputs.values()
     assert "pytorch-ddp: 1 rank on CPU" in plain
     assert "global batch 64 = 32 samples x 2 ranks" in two_ranks
@@ -107,6 +113,8 @@ def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert re.search(r"^ *gradient_clipping +1.0 +file run.yaml", explained, re.MULTILINE)
 
 
+@pytest.mark.real_start
+@pytest.mark.starts_processes
 def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
     (script,) = [text for _, text, _ in blocks(ROOT / "README.md", "bash") if "kill -9" in text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -123,16 +131,16 @@ def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
     assert "\nequal, bit for bit\n" in done.stdout
 
 
-def run_as_a_user(command: str, where: str) -> str:
+def run_as_a_user(command: str, where: str, fresh: bool) -> str:
     _, *words = shlex.split(command)
-    done = subprocess.run(
+    done = run(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=120,
         # On a machine with GPUs the page's first lines would read differently.
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        fresh=fresh,
     )
     assert done.returncode == 0, f"{where}: {command}\n{done.stdout}"
     return done.stdout
@@ -200,6 +208,7 @@ def test_every_page_is_in_the_index() -> None:
         assert page.name in ("index.md", *UNMANAGED) or f"({page.name})" in index, page.name
 
 
+@pytest.mark.slow
 def test_the_table_of_fields_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     written = page[page.index("<!-- fields -->\n") : page.index("<!-- end of fields -->")]

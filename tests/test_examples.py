@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
 from distributed.cli import main
+from tests.support import commands
+
+pytestmark = pytest.mark.starts_processes
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -19,15 +22,14 @@ TRAIN = ["-m", "distributed.cli", "train"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def run(tmp_path: Path, *words: str) -> str:
-    done = subprocess.run(
+def run(tmp_path: Path, *words: str, **env: str) -> str:
+    done = commands.run(
         [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=PIPE,
+        stderr=STDOUT,
         timeout=180,
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env},
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -74,9 +76,9 @@ def test_sketched_digits_on_two_backends(tmp_path: Path) -> None:
         assert figure(out, r"best validation accuracy (\S+) on 2 rank") > 0.95
 
 
-def test_own_loop_under_torchrun_and_alone(tmp_path: Path) -> None:
+def test_own_loop_under_torchrun_and_alone(tmp_path: Path, forking_python: Path) -> None:
     for launch, ranks in ((TORCHRUN, 2), ([], 1)):
-        out = run(tmp_path, *launch, str(EXAMPLES / "own_loop.py"))
+        out = run(tmp_path, *launch, str(EXAMPLES / "own_loop.py"), PYTHON_EXEC=str(forking_python))
         assert figure(out, rf"validation accuracy (\S+) on {ranks} rank") > 0.93
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import distributed
 
+pytestmark = pytest.mark.starts_processes
+
 HEAVY = {
     "deepspeed",
     "horovod",

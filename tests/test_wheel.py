@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.starts_processes
+
+ROOT = Path(__file__).parents[2]
 OURS = {"distributed", "distributed_backends", "distributed_kernels", "distributed_plugins"}
 
 

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import IO, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 from distributed.launch.fork_request import ADDRESS, ForkRequest
 from distributed.launch.fork_server import status_of
@@ -30,6 +31,9 @@ class ChildProcess(Protocol):
     pid: int
     stdout: IO[bytes] | None
 
+    def has_ended(self, timeout: float | None) -> bool:
+        """Wait at most `timeout` seconds, None without limit; whether it has ended."""
+
     def wait_end(self) -> int:
         """Block until it has ended, without giving its pid up: its exit code, or minus the signal."""
 
@@ -41,6 +45,13 @@ class _FreshProcess:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid, self.stdout = process.pid, process.stdout
+
+    def has_ended(self, timeout: float | None) -> bool:
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            return bool(select.select([descriptor], [], [], timeout)[0])
+        finally:
+            os.close(descriptor)
 
     def wait_end(self) -> int:
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -85,7 +96,7 @@ class ForkedProcess:
         return answer
 
     def has_ended(self, timeout: float | None) -> bool:
-        """Wait at most `timeout` seconds, None without limit; whether it has ended."""
+        """As `ChildProcess.has_ended`."""
         if self._status is not None:
             return True
         return bool(select.select([self._server], [], [], timeout)[0])
@@ -109,22 +120,31 @@ def start(
     argv: Sequence[str],
     env: Mapping[str, str],
     *,
-    piped: bool,
+    piped: bool = False,
     pass_fds: Sequence[int] = (),
     preload: Sequence[str] = (),
+    cwd: Path | None = None,
+    output: IO[Any] | None = None,
 ) -> ChildProcess:
     """Start `argv` as the leader of a session, with no input.
 
     Args:
         argv: a command line; only one of this interpreter can be forked.
         env: its whole environment. `ADDRESS` in it names the fork server, if there is one.
-        piped: output and errors go to `ChildProcess.stdout`, else where this process's go.
+        piped: output and errors go to `ChildProcess.stdout`, else to `output`.
         pass_fds: descriptors that it gets under the same numbers.
         preload: modules that a fork server imports before it forks.
+        cwd: its working directory, None for this process's.
+        output: an open file; None for where this process's output and errors go.
     """
     if ADDRESS in env and argv[0] == sys.executable:
         try:
-            return _fork(argv, env, piped, pass_fds, preload)
+            request = ForkRequest(
+                list(argv[1:]), dict(env), [1, 2, *pass_fds], preload=list(preload), new_session=True
+            )
+            if cwd is not None:
+                request.cwd = str(cwd)
+            return _fork(request, env[ADDRESS], piped, pass_fds, output)
         except ConnectionError:
             pass  # an ordinary process is slower and otherwise the same
     return _FreshProcess(
@@ -133,23 +153,22 @@ def start(
             env=dict(env),
             pass_fds=list(pass_fds),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if piped else None,
-            stderr=subprocess.STDOUT if piped else None,
+            stdout=subprocess.PIPE if piped else output,
+            stderr=subprocess.STDOUT if piped else output,
             start_new_session=True,
+            cwd=cwd,
         )
     )
 
 
 def _fork(
-    argv: Sequence[str], env: Mapping[str, str], piped: bool, pass_fds: Sequence[int], preload: Sequence[str]
+    request: ForkRequest, address: str, piped: bool, pass_fds: Sequence[int], output: IO[Any] | None
 ) -> ForkedProcess:
     read, write = os.pipe() if piped else (-1, -1)
     try:
-        output, errors = (write, write) if piped else (1, 2)
-        request = ForkRequest(
-            list(argv[1:]), dict(env), [1, 2, *pass_fds], preload=list(preload), new_session=True
-        )
-        process = ForkedProcess(env[ADDRESS], request, [output, errors, *pass_fds])
+        here = [1, 2] if output is None else [output.fileno()] * 2
+        streams = [write, write] if piped else here
+        process = ForkedProcess(address, request, [*streams, *pass_fds])
     except BaseException:
         if piped:
             os.close(read)

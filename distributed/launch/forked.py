@@ -8,6 +8,8 @@ import resource
 import runpy
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -62,12 +64,17 @@ def _take_environment(env: dict[str, str]) -> None:
     sys.path[:] = [*own, *(entry for entry in sys.path if entry not in {*servers, *own})]
     os.environ.clear()
     os.environ.update(env)
+    time.tzset()
+    tempfile.tempdir = None  # the server's, if something has asked for it there
     unbuffered = bool(env.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream.isatty(), write_through=unbuffered)  # type: ignore[union-attr]
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # as when it is imported; Python's own generator does so at every fork
 
 
 def _search_path(env: Mapping[str, str]) -> list[str]:

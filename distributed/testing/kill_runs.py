@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import psutil
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader, verify
+from distributed.launch import child_process
 from distributed.testing.kill_points import JOB, LENGTH
 from distributed.testing.oracle import sample_order
 
@@ -182,15 +182,14 @@ class Attempt:
         }
         command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(home / "train.py")]
         with (self.folder / "output.txt").open("w") as output:
-            self.process = subprocess.Popen(
-                command, env=env, cwd=home, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-            try:
-                self.code: int | None = self.process.wait(_HANGS)
-            except subprocess.TimeoutExpired:
-                self.code = None
-                self.process.kill()
-                self.process.wait()
+            process = child_process.start(command, env, cwd=home, output=output)
+            self.code: int | None = None
+            if process.has_ended(_HANGS):
+                self.code = process.wait_end()
+            else:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait_end()
+            process.reap()
         self.output = (self.folder / "output.txt").read_text(errors="replace")
 
     @cached_property

@@ -12,6 +12,7 @@ _MODULES = (
     "distributed.launch",
     "distributed.training.loop",
     "distributed.testing.rank_pool",
+    "distributed.torchrun",
     "distributed.trainers",
     "distributed.operations.tuning.trial_channel",
     "distributed.launch.rank_process",
@@ -27,6 +28,7 @@ _MODULES = (
     "stringprep",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.run",
     "torch.utils.serialization",
     "torch.utils.tensorboard",
 )

@@ -204,6 +204,7 @@ class Shows(Callback):
         assert {name: group[name] for name in self.expected} == self.expected
 
 
+@pytest.mark.slow
 def test_its_optimizer_is_built_as_it_says() -> None:
     trainer = Trainer(
         small_model(), device="cpu", num_processes=1, deepspeed_config=native(optimizer=OPTIMIZER)
@@ -339,6 +340,7 @@ def test_weights_of_several_dtypes() -> None:
         trainer.fit(problem(8), max_steps=1)
 
 
+@pytest.mark.starts_processes
 def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
     """DeepSpeed's autotuner would import it into every rank, for longer than DeepSpeed itself takes."""
     code = (

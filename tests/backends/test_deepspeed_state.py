@@ -19,9 +19,12 @@ from distributed import Trainer, UserError
 from distributed.checkpoint.reader import PortableReader
 from distributed.communication.environment import detect
 from distributed.interfaces.placement import Joined
+from distributed.registry import catalog
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, two_groups, words
+from tests.support import commands
+from tests.support.forking_python import PRELOAD
 
 EXACT = 1e-9
 BEFORE, AFTER = 6, 10
@@ -183,6 +186,7 @@ def our_environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if "TORCH" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"])
 def test_one_rank_leaves_the_callers_objects_as_they_were(place: str, uninterrupted: nn.Module) -> None:
     """Model, optimizer, scheduler, torch and the process group, between two fits and after them."""
@@ -243,15 +247,27 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def together(folder: Path, *commands: list[str]) -> None:
-    """Run the commands side by side in `folder`."""
+ENGINE = catalog.get_catalog().backends["deepspeed"].preload
+"""What a rank imports."""
+
+
+def together(folder: Path, *words: list[str], python: Path | None = None) -> None:
+    """Run the commands side by side in `folder`, as a user starts them, or with `python` as their Python."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    if python is not None:
+        base |= {"PYTHON_EXEC": str(python), PRELOAD: " ".join(["deepspeed", *ENGINE])}
     base["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), base.get("PYTHONPATH", "")])
     running = [
-        subprocess.Popen(
-            command, env=base, text=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        commands.start(
+            command,
+            env=base,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preload=["deepspeed.launcher.runner"],
+            fresh=python is None,
         )
-        for command in commands
+        for command in words
     ]
     outputs = [process.communicate(timeout=200)[0] for process in running]
     for process, output in zip(running, outputs, strict=True):
@@ -266,6 +282,7 @@ def check_weights(folder: Path, uninterrupted: nn.Module) -> None:
             assert torch.allclose(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=EXACT)
 
 
+@pytest.mark.starts_processes
 def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
     tmp_path: Path, uninterrupted: nn.Module
 ) -> None:
@@ -278,20 +295,30 @@ def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
     check_weights(tmp_path, uninterrupted)
 
 
-def test_ranks_of_torchrun_are_joined(tmp_path: Path, uninterrupted: nn.Module) -> None:
+def test_ranks_of_torchrun_are_joined(tmp_path: Path, uninterrupted: nn.Module, forking_python: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    together(tmp_path, [*torchrun, "--master-port", free_port(), "train.py", "1"])
+    together(tmp_path, [*torchrun, "--master-port", free_port(), "train.py", "1"], python=forking_python)
     check_weights(tmp_path, uninterrupted)
 
 
+# DeepSpeed's command, which starts its own launcher and that the ranks by this Python.
+RUNNER = """
+import sys
+from runpy import run_module
+sys.executable = sys.argv.pop(1)
+run_module("deepspeed.launcher.runner", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("flags", [[], ["--no_local_rank"]])
-def test_the_command_line_under_deepspeed(flags: list[str], tmp_path: Path) -> None:
+def test_the_command_line_under_deepspeed(flags: list[str], tmp_path: Path, forking_python: Path) -> None:
     """Its launcher puts --local_rank before our words, unless told not to."""
     launcher = [
         sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
+        "-c",
+        RUNNER,
+        str(forking_python),
         "--num_gpus",
         "2",
         "--master_port",
@@ -308,7 +335,8 @@ def test_the_command_line_under_deepspeed(flags: list[str], tmp_path: Path) -> N
         "--epochs",
         "1",
     ]
-    together(tmp_path, [*launcher, *flags, "--module", "distributed.cli", *words])
+    command = [*launcher, *flags, "--module", "distributed.cli", *words]
+    together(tmp_path, command, python=forking_python)
     (manifest,) = tmp_path.glob("saved/step_*/manifest.json")
     assert len(list(manifest.parent.glob("rank_*.json"))) == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from math import prod
 from typing import Any
@@ -24,6 +23,7 @@ from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import Block, TinyLM, own_loss, tiny, trainer_of, words
+from tests.support import commands
 
 EXACT = 1e-9
 STEPS = 9
@@ -123,6 +123,7 @@ def test_a_training_step_may_reach_past_forward(ranks: int, expected: Any, rank_
     check(trainer, trainer.fit(words(), words(5), max_steps=STEPS), expected)
 
 
+@pytest.mark.slow
 def test_a_rank_alone_needs_no_group_and_gets_its_model_back(expected: Any) -> None:
     model = tiny()
     Block.calls = 0
@@ -345,10 +346,11 @@ def test_what_the_model_does_not_allow(
 # -- from the command line -------------------------------------------------------------------------
 
 
+@pytest.mark.starts_processes
 def test_the_demo_learns_digits(tmp_path: Any) -> None:
     command = "-m distributed.cli train --backend fsdp --num-processes 2 --epochs 8 --set data.verify=false"
-    done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    done = commands.run(
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -146,11 +146,12 @@ with open(f"weights_{os.getpid()}.json", "w") as file:
 """
 
 
-def test_joined_ranks_get_the_model_whole(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_joined_ranks_get_the_model_whole(rank_pool: RankPool, tmp_path: Path, forking_python: Path) -> None:
     whole = trainer_of("fsdp", 2, rank_pool, rotated)
     whole.fit(words(), max_steps=6)
     script = tmp_path / "train.py"
     script.write_text(JOINED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    together(tmp_path, [[*torchrun, "--master-port", str(free_port()), str(script)]], [{}])
+    command = [*torchrun, "--master-port", str(free_port()), str(script)]
+    together(tmp_path, [command], [{}], PYTHON_EXEC=str(forking_python))
     check_weights(tmp_path, whole.model)

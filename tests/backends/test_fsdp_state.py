@@ -18,6 +18,7 @@ from distributed import Trainer, UserError
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, words
+from tests.support import commands
 
 EXACT = 1e-9
 HYBRID = "hybrid"
@@ -158,15 +159,20 @@ def free_port() -> int:
         return port
 
 
-def together(folder: Path, commands: list[list[str]], options: list[dict[str, Any]]) -> None:
+def together(folder: Path, words: list[list[str]], options: list[dict[str, Any]], **env: str) -> None:
     """Run the commands side by side in `folder`."""
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     base["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), base.get("PYTHONPATH", "")])
     running = [
-        subprocess.Popen(command, env={**base, "OPTIONS": json.dumps(option)}, text=True, cwd=folder,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for command, option in zip(commands, options, strict=True)
-    ]  # fmt: skip
+        commands.start(
+            command,
+            env={**base, "OPTIONS": json.dumps(option)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for command, option in zip(words, options, strict=True)
+    ]
     outputs = [process.communicate(timeout=120) for process in running]
     for process, (out, err) in zip(running, outputs, strict=True):
         assert process.returncode == 0, out + err
@@ -188,13 +194,15 @@ def script(tmp_path: Path) -> str:
 
 
 def test_joined_ranks_get_their_own_model_back_whole(
-    script: str, tmp_path: Path, uninterrupted: nn.Module
+    script: str, tmp_path: Path, uninterrupted: nn.Module, forking_python: Path
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    together(tmp_path, [[*torchrun, "--master-port", str(free_port()), script]], [{}])
+    command = [*torchrun, "--master-port", str(free_port()), script]
+    together(tmp_path, [command], [{}], PYTHON_EXEC=str(forking_python))
     check_weights(tmp_path, uninterrupted)
 
 
+@pytest.mark.starts_processes
 def test_every_node_gets_the_whole_model(script: str, tmp_path: Path, uninterrupted: nn.Module) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     nodes = [{"num_gpus": 2, "num_nodes": 2, "node_rank": node, "rdzv_endpoint": endpoint} for node in (0, 1)]

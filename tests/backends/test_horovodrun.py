@@ -16,6 +16,8 @@ import pytest
 from distributed import UserError
 from distributed.communication.environment import detect
 
+pytestmark = pytest.mark.starts_processes
+
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
 RANK_1_OF_4 = {
     "HOROVOD_RANK": "3",

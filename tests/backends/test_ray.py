@@ -289,6 +289,7 @@ def test_a_sample_holds_one_learning_rate() -> None:
         RayTrainer(small_model(), {"batch_size": "many"})
 
 
+@pytest.mark.starts_processes
 def test_without_ray_the_command_that_installs_it_is_named() -> None:
     code = """
 import sys

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.starts_processes
+
 TRAIN = [sys.executable, "-m", "distributed.cli", "train", "--backend", "ray", "--num-processes", "2"]
 
 # Says where it is, then waits in a step for a signal that ends its run.

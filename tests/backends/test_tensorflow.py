@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ import torch
 from distributed import TensorFlowDistributedTrainer, Trainer
 from distributed.operations.report.record_format import NAME
 from distributed.operations.report.stitch import read_runs
+from distributed.system.addresses import free_port
 from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import masked_mean, problem
 from distributed.testing.suite import EXACT, Run, Suite
+from tests.support import commands
+from tests.support.forking_python import PRELOAD
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -116,6 +119,7 @@ class TestMirrored(Suite):
 # -- the same configuration in another framework ------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -146,6 +150,7 @@ def test_a_named_optimizer_means_what_it_means_under_torch(fields: dict[str, Any
     assert max(float((a - b).abs().max()) for a, b in zip(*models, strict=True)) < EXACT
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_keras_trains_it() -> None:
     """Keras's own fit is the oracle: optimizer, loss, sample weights and a penalty on the weights."""
     x, y = (part.numpy() for part in problem(24, torch.float32))
@@ -179,6 +184,7 @@ def test_a_compiled_model_trains_as_keras_trains_it() -> None:
     assert history.epochs[-1]["val_accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_a_model_under_a_strategy_of_the_users_own_is_trained() -> None:
     """As in the README of many a project: strategy, scope, compile; then our fit, twice."""
     x, y = (part.numpy() for part in problem(40, torch.float32))
@@ -290,14 +296,15 @@ os.write(1, f"LOSS {history.world_size} {history.epochs[-1]['val_loss']:.6f}\\n"
 
 
 @pytest.mark.parametrize("model", ["build", "build()"])
-def test_ranks_of_torchrun_join(model: str, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_join(model: str, tmp_path: Path, forking_python: Path) -> None:
     """A factory trains; a model that started TensorFlow before the ranks met is refused with the way out."""
     script = tmp_path / "train.py"
     script.write_text(JOINED.replace("MODEL", f"model = {model}"))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHON_EXEC": str(forking_python), PRELOAD: "tensorflow keras"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = commands.run(
+        [*command, "--master-port", str(free_port()), str(script)], env=env, capture_output=True, timeout=200
+    )
     if model == "build":
         assert done.returncode == 0, done.stderr[-2000:]
         lines = re.findall(r"LOSS (\d) ([\d.]+)", done.stdout)
@@ -309,13 +316,14 @@ def test_ranks_of_torchrun_join(model: str, tmp_path: Path) -> None:
         assert "give functions that build the model" in " ".join(done.stderr.split())
 
 
+@pytest.mark.starts_processes
 def test_the_command_line_trains_the_bundled_example() -> None:
-    done = subprocess.run(
+    done = commands.run(
         [
             sys.executable, "-m", "distributed.cli", "train", "--backend", "tensorflow",
             "--num-processes", "2", "--epochs", "15",
         ],
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(r"best validation accuracy ([\d.]+)", done.stdout)

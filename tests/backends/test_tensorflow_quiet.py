@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.starts_processes
+
 SCRIPT = """
 import os, sys
 from distributed_backends.tensorflow.import_tensorflow import quiet_stderr

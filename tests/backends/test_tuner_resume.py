@@ -11,9 +11,14 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from tests.support import commands
+
+pytestmark = pytest.mark.starts_processes
 
 # Trials 1 and 2 stand in their second epoch until the file `go` is there.
 SEARCH = """
@@ -54,13 +59,13 @@ print("trials", sorted(trial.parameters["n"] for trial in tuner.results), {t.sta
 """
 
 
-def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, *words: str) -> Any:
     (tmp_path / "search.py").write_text(SEARCH)
     # No pipe that a process of Ray's could keep open.
     log = (tmp_path / f"{'_'.join(['log', *words])}.txt").open("w")
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = (sys.executable, "search.py", *words)
-    return subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
+    return commands.start(words, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 def epochs(tmp_path: Path) -> Counter[tuple[int, int]]:

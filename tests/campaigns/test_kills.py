@@ -107,6 +107,7 @@ SHOWN_BY = {
 }
 
 
+@pytest.mark.starts_processes
 def test_what_is_broken_is_found(
     references: Mapping[int, Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_what_is_broken_is_found(
         assert getattr(outcomes[form], where), f"{form}: {outcomes[form]}"
 
 
+@pytest.mark.starts_processes
 def test_the_seed_decides_the_points(references: Mapping[int, Reference]) -> None:
     def chosen(seed: int) -> list[Scenario]:
         draw = random.Random(seed)

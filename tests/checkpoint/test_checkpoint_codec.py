@@ -49,6 +49,7 @@ def fingerprint(value: Any) -> Any:
     return kind, repr(value)
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_any_nesting_comes_back_with_its_types(value: Any) -> None:
     assert fingerprint(through_json(value)) == fingerprint(value)

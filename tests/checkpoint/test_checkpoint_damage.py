@@ -88,6 +88,7 @@ def test_a_store_that_fails_at_any_operation_keeps_a_good_checkpoint() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_cut_at_any_operation_loses_nothing_committed(tmp_path: Path) -> None:
     """``kill -9`` and lost power on a disk, silence of a store; the next save finds its way."""
     rows = torn_saves(tmp_path)

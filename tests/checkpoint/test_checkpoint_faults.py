@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.starts_processes
+
 SCRIPT = '''
 import json, os, resource, shutil, subprocess, sys
 from pathlib import Path

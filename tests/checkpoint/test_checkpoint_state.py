@@ -104,6 +104,7 @@ OPTIMIZERS = [make_sgd, make_adamw, make_adafactor, make_nadam]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
 def test_resumed_training_is_bit_identical(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def trained(backend: str, ranks: int, steps: int, **given: Any) -> tuple[Any, An
     return model, trainer.fit(problem(64), max_steps=steps)
 
 
+@pytest.mark.starts_processes
 def test_a_run_saves_to_a_store_and_another_backend_goes_on_from_it(bucket: str) -> None:
     url = f"{bucket}/runs/a"
     given = {"checkpoint_dir": url, "checkpoint": {"every_n_steps": 2, "keep_last": 2, "keep_best": False}}
@@ -81,6 +82,7 @@ def test_a_run_saves_to_a_store_and_another_backend_goes_on_from_it(bucket: str)
     assert PortableCheckpointer(url, keep_last=None).steps() == [10, 8]
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_store(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"{bucket}/runs/command"
     model, _ = trained("serial", 1, 6, checkpoint_dir=url, checkpoint={"every_n_steps": 2, "keep_last": None})

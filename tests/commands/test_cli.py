@@ -20,6 +20,7 @@ from distributed.commands.flags import collect_layers
 from distributed.commands.parser import flags_of
 from distributed.config import DistributedConfig, load_layers
 from distributed.config.validation_errors import field_names
+from tests.support import commands
 
 # What a script does when it calls `fit`, as far as the command line can tell.
 FIT = "from distributed.config.script_overlay import active\nrun = active()\nrun.num_fits += 1\n"
@@ -161,6 +162,7 @@ def test_set_is_stronger_than_a_flag_and_a_flag_than_the_file(tmp_path: Path) ->
 # Running a script
 
 
+@pytest.mark.starts_processes
 def test_a_script_sees_what_python_would_show_it(script: WriteScript, tmp_path: Path) -> None:
     source = "import json, os, sys\nfacts = [sys.argv, sys.path[0], __name__, __file__]\n"
     source += "open(os.environ['FACTS'], 'w').write(json.dumps(facts))\n"
@@ -169,7 +171,7 @@ def test_a_script_sees_what_python_would_show_it(script: WriteScript, tmp_path: 
     for command in ([path], ["-m", "distributed.cli", "train", "--script", path, "--epochs", "2"]):
         environment = {**os.environ, "FACTS": str(tmp_path / f"facts-{len(facts)}")}
         words = [sys.executable, *command, "--data", "here", "more"]
-        subprocess.run(words, env=environment, check=True, timeout=120)
+        commands.run(words, env=environment, check=True, timeout=120)
         facts.append(json.loads(Path(environment["FACTS"]).read_text()))
     assert facts[0] == facts[1]
     assert facts[0][0][1:] == ["--data", "here", "more"]
@@ -259,6 +261,7 @@ def test_a_dry_run_per_rank_says_what_it_would_start(
     assert "train_it.py --lr 1 on every rank; ranks: 3" in capsys.readouterr().out
 
 
+@pytest.mark.starts_processes
 def test_per_rank_starts_the_script_itself_on_every_rank(
     script: WriteScript, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +320,7 @@ def test_failures_have_words_and_codes(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     "source", ["def f():\n    return 1 / 0\n\nf()\n", "x = (\n", "import a_module_nobody_has\n"]
 )
@@ -403,15 +407,15 @@ print("json:", main(["backends", "--json"]))
 """
 
 
+@pytest.mark.starts_processes
 def test_plugins_add_verbs_and_backends_and_a_broken_one_breaks_nothing(
     make_distribution: Callable[..., Path],
 ) -> None:
     site = make_distribution("acme-tools", {"acme": PLUGIN, "acme_raises": RAISES}, ENTRY_POINTS)
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-c", SESSION],
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     )

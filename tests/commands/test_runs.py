@@ -74,6 +74,7 @@ def test_a_record_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str
     assert rows["good"]["status"] == "finished"
 
 
+@pytest.mark.starts_processes
 def test_a_run_without_an_end_runs_as_long_as_its_process_lives(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     write_attempt(Path("run"), finish=None, process=process(child.pid))

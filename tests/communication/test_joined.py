@@ -18,6 +18,7 @@ from distributed.communication.environment import detect, expand_nodelist
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from tests.support import commands
 
 TORCHRUN = {
     "RANK": "1",
@@ -189,19 +190,19 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def together(
-    commands: list[list[str]], envs: list[dict[str, str]], options: list[dict[str, Any]]
+    words: list[list[str]], envs: list[dict[str, str]], options: list[dict[str, Any]], fresh: bool = False
 ) -> list[Any]:
     """Run the commands side by side: (exit code, stdout, stderr) of each."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     running = [
-        subprocess.Popen(
+        commands.start(
             command,
             env={**base, **env, "OPTIONS": json.dumps(option)},
-            text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            fresh=fresh,
         )
-        for command, env, option in zip(commands, envs, options, strict=True)
+        for command, env, option in zip(words, envs, options, strict=True)
     ]
     outputs: list[Any] = [None] * len(running)
 
@@ -247,11 +248,12 @@ def under_torchrun(script: str) -> tuple[dict[str, Any], str]:
         str(free_port()),
         script,
     ]
-    ((code, out, err),) = together([command], [{}], [{}])
+    ((code, out, err),) = together([command], [{}], [{}], fresh=True)
     assert code == 1, err
     return check_equal_ranks(said(out)), err
 
 
+@pytest.mark.starts_processes
 def test_torchrun(under_torchrun: tuple[dict[str, Any], str]) -> None:
     """Both ranks fit, fit again; then rank 1 raises, and rank 0 says that it did."""
     err = under_torchrun[1]
@@ -259,6 +261,7 @@ def test_torchrun(under_torchrun: tuple[dict[str, Any], str]) -> None:
     assert "raised ZeroDivisionError: only here" in err
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_other_launchers_train_alike(
     launcher: str, script: str, under_torchrun: tuple[dict[str, Any], str]
@@ -289,6 +292,7 @@ def test_other_launchers_train_alike(
     assert "WorkerError" not in second[2]
 
 
+@pytest.mark.starts_processes
 def test_two_nodes_each_get_the_whole_result(script: str, under_torchrun: tuple[dict[str, Any], str]) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = [

@@ -20,6 +20,7 @@ from distributed import UserError
 from distributed.communication.environment import detect
 from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
 from tests.communication.test_joined import TORCHRUN, free_port
+from tests.support import commands
 
 
 def test_the_waiting_names_the_missing(
@@ -116,17 +117,17 @@ for callbacks in ([Upload()], []):
 """
 
 
+@pytest.mark.starts_processes
 def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
     """On node 1 the first is over while node 0 still serves its store."""
     (tmp_path / "twice.py").write_text(TWICE)
     shared: dict[str, Any] = {"num_gpus": 2, "num_nodes": 2, "collective_timeout": 20}
     shared["rdzv_endpoint"] = f"127.0.0.1:{free_port()}"
     nodes = [
-        subprocess.Popen(
+        commands.start(
             [sys.executable, "twice.py"],
             env={**os.environ, "OPTIONS": json.dumps({**shared, "node_rank": node})},
             cwd=tmp_path,
-            text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -231,6 +231,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(values=st.fixed_dictionaries({}, optional=VALUES))
 def test_shown_yaml_loads_back_to_the_same_configuration(values: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ def kit(folder: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.starts_processes
 def test_without_a_backend_one_sentence_says_so(tmp_path: Path) -> None:
     code, output = kit(tmp_path)
     assert code == pytest.ExitCode.USAGE_ERROR
@@ -32,6 +33,7 @@ def test_without_a_backend_one_sentence_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -46,6 +48,7 @@ def test_a_mistake_is_told_once(tmp_path: Path, arguments: list[str], complaint:
     assert output.count(complaint) == 1
 
 
+@pytest.mark.starts_processes
 def test_runs_the_backend_named_with_ranks_and_fields(tmp_path: Path) -> None:
     fields = ["--distributed-ranks", "2", "--distributed-set", "bucket_cap_mb=0.001"]
     code, output = kit(
@@ -58,6 +61,7 @@ def test_runs_the_backend_named_with_ranks_and_fields(tmp_path: Path) -> None:
     assert "3 ranks" not in output
 
 
+@pytest.mark.starts_processes
 def test_ranks_of_its_own_launcher(tmp_path: Path) -> None:
     own = ["--distributed-own-launcher", "--distributed-ranks", "2", "-k", "c8"]
     code, output = kit(tmp_path, "--distributed-backend", "pytorch-ddp", *own)

@@ -134,6 +134,7 @@ def test_a_side_may_carry_fields_of_its_own() -> None:
 # -- the command -----------------------------------------------------------------------
 
 
+@pytest.mark.starts_processes
 def test_the_command_says_that_two_backends_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "serial", "pytorch-ddp", "--ranks", "2", "--steps", "6"]) == 0
     output = capsys.readouterr().out
@@ -172,6 +173,7 @@ def test_a_mistake_in_the_command_is_told(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.starts_processes
 def test_the_table_states_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parity", "--table", "pytorch-ddp", "--ranks", "1,2", "--steps", "3"]
     assert main(words) == 0

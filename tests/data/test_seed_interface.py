@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
 from distributed.testing.rank_pool import RankPool
+from tests.support import commands
+
+pytestmark = pytest.mark.starts_processes
 
 NUM_TRAIN, NUM_VAL = 48, 20
 
@@ -334,11 +336,10 @@ print(f"{history.world_size} ranks, {len(history.epochs)} epochs")
     ],
     ids=["cli", "torch.distributed.launch"],
 )  # fmt: skip
-def test_a_script_starts_both_ways(launch: list[str], times: int) -> None:
+def test_a_script_starts_both_ways(launch: list[str], times: int, forking_python: Path) -> None:
     Path("train.py").write_text(SCRIPT)
     words = [word.replace("PORT", str(free_port())) for word in launch]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, env=dict(os.environ)
-    )
+    environment = {**os.environ, "PYTHON_EXEC": str(forking_python)}
+    done = commands.run([sys.executable, *words], capture_output=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks, 2 epochs") == times

@@ -152,6 +152,7 @@ def windows(ranks: list[Feed], start: int, state: Any, limit: int | None) -> tup
 KINDS = [Plain, Knows, GoesOn, Shuffles, ByIterator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 3), (3, 2), (1, 1, 4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

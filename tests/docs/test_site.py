@@ -125,6 +125,7 @@ def test_a_link_in_code_is_no_link(tmp_path: Path) -> None:
     assert "[c](source/examples/own_loop.py.md)" in changed
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [("[x](#nowhere)", "anchor does not exist"), ("[x](gone.md)", "page does not exist")],

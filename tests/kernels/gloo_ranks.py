@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.support import commands
+
 SIZE = 4
 START, ANSWER, GRACE = 120.0, 60.0, 5.0
 """Seconds that ranks may take to start, a check to answer, and ranks to end."""
@@ -27,7 +29,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._connections: dict[int, Connection] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Any] = []
 
     def _start(self) -> None:
         self._folder = TemporaryDirectory()
@@ -36,7 +38,7 @@ class Ranks:
         with Listener(address, "AF_UNIX") as listener:
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             self._processes = [
-                subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(SIZE)
+                commands.start([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(SIZE)
             ]
             self._accept(listener)
 

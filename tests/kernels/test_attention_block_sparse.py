@@ -63,6 +63,7 @@ def test_any_mask_against_the_oracle(
         )
 
 
+@pytest.mark.slow
 @causal_or_not
 @pytest.mark.parametrize("pattern", NAMES)
 def test_patterns_against_the_oracle(pattern: str, causal: bool) -> None:
@@ -116,6 +117,7 @@ def test_the_future_moves_the_past_by_exactly_nothing() -> None:
         assert torch.equal(after[:, :, :now], before[:, :, :now])
 
 
+@pytest.mark.slow
 def test_gradcheck() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return block_sparse_attention(q, k, v, block_size=3, sparsity_ratio=0.5, causal=True)

@@ -29,6 +29,7 @@ def rectangle(queries: int, keys: int, causal: bool) -> Tensor:
     return count.tril() if causal else count
 
 
+@pytest.mark.slow
 @blocks
 @precisions
 @pytest.mark.parametrize("causal", [False, True])

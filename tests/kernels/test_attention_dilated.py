@@ -32,6 +32,7 @@ def lists(branches: Branches) -> tuple[list[int], list[int]]:
     return [w for w, _ in branches], [r for _, r in branches]
 
 
+@pytest.mark.slow
 @bounded
 @given(
     length=st.integers(1, 24),
@@ -55,6 +56,7 @@ def test_against_the_oracle(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(BOUNDS))
 @pytest.mark.parametrize("causal", [False, True])
 def test_segments_long_enough_to_be_halved(dtype: torch.dtype, causal: bool) -> None:
@@ -66,6 +68,7 @@ def test_segments_long_enough_to_be_halved(dtype: torch.dtype, causal: bool) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal: bool) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ def test_flops_are_those_that_torch_counts(mode: dict[str, Any], units: int) -> 
 # -- initial values --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(("into", "out", "rank"), [(1024, 4096, 64), (4096, 1024, 8), (64, 1000, 20)])
 def test_outputs_start_as_large_as_those_of_a_linear_layer(
@@ -328,6 +329,7 @@ def test_break_even(into: int, out: int) -> None:
     assert rank * (into + out) < into * out <= (rank + 1) * (into + out)
 
 
+@pytest.mark.slow
 def test_what_saves_nothing_is_refused() -> None:
     with pytest.raises(KernelError, match=r"above break-even, which is rank 341 for 1024 -> 512.*Got 342"):
         SKLinear(1024, 512, 342)

@@ -21,6 +21,7 @@ def test_layers() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.slow
 def test_the_seeds_call() -> None:
     """Its four ratios for three hidden layers; the last is the output layer's. Two save nothing."""
     given: dict[str, Any] = {"input_size": 1024, "hidden_sizes": [512, 256, 128], "output_size": 10}

@@ -62,6 +62,7 @@ def test_a_part_of_what_is_made_in_pieces() -> None:
     assert torch.equal(sketch_signs(3, (5, 700), offset=(1122, 0)), whole[1122:1127])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2**62 + 5])
 def test_coins(seed: int) -> None:
     """Mean, rows, columns, shifted rows and another seed: nothing beyond what chance gives."""
@@ -80,6 +81,7 @@ def test_coins(seed: int) -> None:
     assert abs(torch.linalg.matrix_norm(signs, 2) / SIDE**0.5 - 2) < 0.1  # random matrices' edge
 
 
+@pytest.mark.slow
 def test_panther_variance() -> None:
     """(W U1^T U1 + U2 U2^T W) / 2 is right on average, by E||W^ - W||^2 = (d + o - 2) / (4 k) ||W||^2."""
     d, o, k, seeds = 40, 24, 8, 400

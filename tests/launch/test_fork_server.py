@@ -19,6 +19,8 @@ from distributed.launch.fork_request import ADDRESS, ForkRequest
 from distributed.launch.fork_server import ForkServer
 from tests.support import commands
 
+pytestmark = pytest.mark.starts_processes
+
 STATE = """
 import gc, json, os, resource, signal, sys, threading
 json.dump({
@@ -28,15 +30,17 @@ json.dump({
     "handlers": [str(signal.getsignal(n)) for n in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)],
     "wakeup": signal.set_wakeup_fd(-1), "cpus": sorted(os.sched_getaffinity(0)), "gc": gc.get_threshold(),
     "files": sorted(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")),
+    "scratch": __import__("tempfile").gettempdir(), "zone": __import__("time").tzname,
     "limit": resource.getrlimit(resource.RLIMIT_NOFILE), "main": "STATE" in vars(sys.modules["__main__"]),
     "threads_of_torch": __import__("torch").get_num_threads(),
 }, sys.stdout)
 """
+TORCH = '    "threads_of_torch": __import__("torch").get_num_threads(),\n'
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(["torch"]) as server:
+    with ForkServer(["torch", "numpy.random", "tempfile:gettempdir"]) as server:
         yield server
 
 
@@ -51,10 +55,12 @@ def state(words: list[str], env: dict[str, str], folder: Path) -> dict[str, obje
 def test_a_fork_has_the_state_of_a_fresh_process(
     server: ForkServer, tmp_path: Path, form: str, threads: str | None
 ) -> None:
-    (tmp_path / "its_state.py").write_text(STATE)
+    # Threads of torch, whose import takes seconds, are the same however the code is given.
+    program = STATE if form == "code" else STATE.replace(TORCH, "")
+    (tmp_path / "its_state.py").write_text(program)
     words = {
-        "code": ["-c", STATE, "a", "b c"],
-        "safe code": ["-P", "-c", STATE],
+        "code": ["-c", program, "a", "b c"],
+        "safe code": ["-P", "-c", program],
         "module": ["-m", "its_state", "x"],
         "script": [str(tmp_path / "its_state.py"), "--flag"],
     }[form]
@@ -62,6 +68,8 @@ def test_a_fork_has_the_state_of_a_fresh_process(
         "PATH": os.environ["PATH"],
         "LC_ALL": "C.UTF-8",
         "WORD": "säge",
+        "TMPDIR": str(tmp_path),
+        "TZ": "EST5",
         "PYTHONPATH": str(tmp_path / "other"),
     }
     if threads:
@@ -101,11 +109,50 @@ def test_the_end_of_a_fork_is_that_of_a_fresh_process(server: ForkServer, code: 
     assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
+def test_random_numbers_that_nobody_seeded_differ(server: ForkServer) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.random())"
+    env = {**os.environ, ADDRESS: server.address}
+    first, second = (
+        commands.run([sys.executable, "-c", code], env=env, capture_output=True).stdout.split() for _ in "12"
+    )
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
 def test_input_output_and_errors_are_connected(server: ForkServer) -> None:
     code = "import sys; print(input()[::-1]); print('bad', file=sys.stderr)"
     env = {**os.environ, ADDRESS: server.address}
     done = commands.run([sys.executable, "-c", code], env=env, input="drawer", capture_output=True)
     assert (done.stdout, done.stderr) == ("reward\n", "bad\n")
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_a_forking_python_ends_as_its_fork_ends(
+    server: ForkServer, forking_python: Path, end: str, status: int
+) -> None:
+    """What torchrun and shells start instead of Python."""
+    env = {**os.environ, ADDRESS: server.address, "PYTHONUNBUFFERED": "1"}
+    words = [forking_python, "-u", "-c", f"import os, sys; print(os.getppid()); {end}"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert (int(done.stdout), done.returncode) == (server.pid, status)
+
+
+def test_a_forking_python_passes_signals_on(server: ForkServer, forking_python: Path) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print(1, flush=True)"
+    env = {**os.environ, ADDRESS: server.address}
+    words = [forking_python, "-c", f"{code}; signal.pause()"]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 5
+
+
+def test_a_forking_python_without_a_server_is_python(forking_python: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    words = [forking_python, "-c", "import os; print(os.getppid())"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == os.getpid()
 
 
 def test_a_pid_is_kept_until_it_is_given_up(server: ForkServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from torch import nn
 
 from distributed import Trainer, UserError
 from distributed.testing.rank_pool import RankPool
+from tests.support import commands
+
+pytestmark = pytest.mark.starts_processes
 
 HELPER = """
 import torch
@@ -111,22 +113,21 @@ def program(guarded: bool = False, num_workers: int = 0) -> str:
 def execute(
     home: Path, here: Path, *words: str, source: str = "", path: Path | None = None, cwd: str = "elsewhere"
 ) -> Result:
-    """Run python with `words`; check that code around `fit` ran once and nothing is left over."""
+    """Run fresh Python with `words`; check that code around `fit` ran once and nothing is left over."""
     scratch = here / "tmp"
     scratch.mkdir()
     env = {**os.environ, "HERE": str(here), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
     env.pop("PYTHONPATH", None)
     if path is not None:
         env["PYTHONPATH"] = str(path)
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, *words],
         input=source,
         env=env,
         cwd=home / cwd,
         capture_output=True,
-        text=True,
-        check=False,
         timeout=120,
+        fresh=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (here / "around").read_text() == "once "

@@ -18,6 +18,8 @@ from distributed.errors import UserError, WorkerError
 from distributed.launch.supervisor import Supervisor
 from distributed.resilience.failure_reports import error_of, is_second_hand, report_of
 
+pytestmark = pytest.mark.starts_processes
+
 Start = Callable[..., Supervisor]
 
 # A rank that runs the program of its number, given as RANK_<n>; `report` is what a rank leaves.

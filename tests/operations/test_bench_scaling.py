@@ -69,6 +69,7 @@ def test_mistakes_are_told_before_anything_runs(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.starts_processes
 def test_a_run_that_fails_is_told_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--backends", "serial", "--ranks", "1", "--set", "optimizer=none"]
     assert main(["bench", "scaling", *words]) == 2
@@ -95,6 +96,7 @@ def test_of_what_a_failed_run_said_the_line_that_says_why_is_told(said: str, cau
     assert bool(_cause(said)) == bool(cause)
 
 
+@pytest.mark.starts_processes
 def test_a_script_of_your_own_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "own.py"
     script.write_text("import warnings\nwarnings.warn('beware')\nraise OSError('the disk is on fire')\n")
@@ -116,6 +118,7 @@ def test_of_a_script_that_trains_several_times_the_last_is_measured(monkeypatch:
     assert told == ["1/1  serial, 1 x 64: 300 samples/s in the last of 2 trainings"]
 
 
+@pytest.mark.starts_processes
 def test_a_small_real_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "scaling.html"
     words = ["--ranks", "1,2", "--mode", "weak", "--steps", "12", "--repeats", "1", "--width", "32"]

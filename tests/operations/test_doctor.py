@@ -33,6 +33,7 @@ def only(found: Iterator[Finding]) -> Finding:
 # The verb
 
 
+@pytest.mark.starts_processes
 def test_the_exit_code_says_whether_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -93,6 +94,7 @@ def test_only_what_everything_needs_must_be_installed() -> None:
     assert found == dict.fromkeys(["cloudpickle", "pluggy", "psutil", "pydantic", "PyYAML", "rich"], "error")
 
 
+@pytest.mark.slow
 def test_dasks_distribution_beside_ours_is_an_error_with_the_remedy(
     make_distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ def test_our_own_distribution_owns_the_import_name() -> None:
     assert only(installation.import_name(["distributed-trainer"])).status == "ok"
 
 
+@pytest.mark.slow
 def test_hugging_faces_kernels_stays_importable(
     make_distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,19 +175,23 @@ def test_a_temporary_folder_that_cannot_be_written_is_an_error(
     assert only(machine.temporary_folder()).status == "error"
 
 
+@pytest.mark.starts_processes
 def test_a_probe_that_fails_says_why() -> None:
     assert machine._probe("nonsense") == {"error": "KeyError: 'nonsense'"}
 
 
+@pytest.mark.starts_processes
 def test_a_probe_that_hangs_is_ended() -> None:
     assert machine._probe("rendezvous", seconds=0.01) == {"error": "no answer within 0.01 seconds"}
 
 
+@pytest.mark.starts_processes
 def test_ranks_that_cannot_reduce_are_an_error(tmp_path: Path) -> None:
     result = machine._probe("allreduce", "nobody", str(tmp_path / "store"))
     assert "nobody" in result["error"]
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("torch", "said"),
     [

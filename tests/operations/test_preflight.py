@@ -21,6 +21,7 @@ from distributed.operations.doctor.preflight_facts import Facts, Link
 from distributed.operations.doctor.preflight_links import measure_links
 from distributed.operations.doctor.preflight_measure import AllReduce, Survey
 from distributed.system.addresses import is_loopback, own_addresses
+from tests.support import commands
 
 
 def host(node: int, **given: object) -> Facts:
@@ -121,6 +122,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("meeting", ["127.0.0.1", socket.gethostname()])
 def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
     """Under its own name, too, which many a host has on loopback: to others that is no address."""
@@ -128,7 +130,7 @@ def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "distributed.cli", "preflight", "--device", "cpu", *place]
     words += ["--checkpoint-dir", str(tmp_path), "--json", "--node-rank"]
     both = [
-        subprocess.Popen([*words, number], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        commands.start([*words, number], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for number in ("0", "1")
     ]
     first, second = [process.communicate(timeout=120) for process in both]

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from distributed import DistributedConfig
 from distributed.errors import WorkerError
 from distributed.operations.report.record_format import NAME, append, without_passwords
 from distributed.operations.report.stitch import read_runs
+from tests.support import commands
 from tests.support.records import lines, one_run, train
 
 SCRIPT = """
@@ -54,15 +56,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(script: Path, *flags: str, how: str = "") -> subprocess.Popen[str]:
+def start(script: Path, *flags: str, how: str = "") -> Any:
     words = ["train", "--script", script.name, "--num-processes", "2", "--checkpoint-dir", "run", *flags]
-    return subprocess.Popen(
+    return commands.start(
         [sys.executable, "-m", "distributed.cli", *words],
         cwd=script.parent,
         env={**os.environ, "HOW": how, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 
@@ -193,6 +194,7 @@ def test_a_line_that_cannot_be_written_leaves_a_gap(tmp_path: Path, caplog: pyte
 # -- failures ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.starts_processes
 def test_ranks_that_are_started_again_are_one_run_and_the_reason_is_told(script: Path) -> None:
     done = start(script, "--max-restarts", "1", "--set", "checkpoint.every_n_steps=5", how="kill:18")
     out, _ = done.communicate(timeout=120)
@@ -209,6 +211,7 @@ def test_ranks_that_are_started_again_are_one_run_and_the_reason_is_told(script:
     assert "restart" in kinds(script.parent / "run")
 
 
+@pytest.mark.starts_processes
 def test_a_run_that_fails_says_who_and_why(script: Path) -> None:
     done = start(script, how="raise:13")
     out, _ = done.communicate(timeout=120)
@@ -223,6 +226,7 @@ def test_a_run_that_fails_says_who_and_why(script: Path) -> None:
     assert run.steps >= 10
 
 
+@pytest.mark.starts_processes
 def test_a_killed_run_is_interrupted_until_it_is_resumed(script: Path) -> None:
     folder = script.parent / "run"
     # A stopped rank holds the others up, so that the run cannot end before it is killed.
@@ -262,6 +266,7 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.starts_processes
 def test_a_run_whose_ranks_never_start_is_on_record(tmp_path: Path) -> None:
     from distributed import Trainer
 

@@ -133,6 +133,7 @@ def test_every_prefix_of_a_record_is_a_report_or_a_plain_refusal() -> None:
     assert refusals == {"this is no record of a run: not one of its lines is one"}
 
 
+@pytest.mark.starts_processes
 def test_without_plotly_the_command_to_install_it_is_told() -> None:
     write_attempt(Path("run"))
     program = (

@@ -168,6 +168,7 @@ def test_a_write_that_failed_is_told_at_a_later_record(store):
         run.finish("finished")
 
 
+@pytest.mark.starts_processes
 def test_a_local_store_is_private_and_nothing_reaches_the_network(tmp_path):
     script = """
         import socket, sys

@@ -17,6 +17,7 @@ from distributed_plugins.manual_monitors import (
 )
 
 from distributed.errors import UserError
+from tests.support import commands
 
 RANK = """
     import json, sys
@@ -51,10 +52,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     script.write_text(dedent(RANK))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        commands.start(
             [sys.executable, script, str(rank), str(folder / "store")],
             stdout=subprocess.PIPE,
-            text=True,
             env=environment,
         )
         for rank in range(2)
@@ -68,6 +68,7 @@ def metrics(lines: list[str]) -> list[dict[str, float]]:
     return [json.loads(line.removeprefix("metrics ")) for line in lines if line.startswith("metrics ")]
 
 
+@pytest.mark.starts_processes
 def test_unequal_counts_and_missing_names_are_reduced_right(outputs):
     found = metrics(outputs[0])[0]
     assert found["loss"] == pytest.approx((1.0 + 2.0 * 3 + 4.0 * 3 + 0.1) / 8, rel=1e-15)
@@ -76,16 +77,19 @@ def test_unequal_counts_and_missing_names_are_reduced_right(outputs):
     assert list(found) == ["loss", "nothing", "only_here"]
 
 
+@pytest.mark.starts_processes
 def test_all_ranks_hold_the_same_bits_and_rank_0_prints(outputs):
     assert json.dumps(metrics(outputs[0])) == json.dumps(metrics(outputs[1]))
     assert "  loss: 2.387500" in outputs[0]
     assert not any("loss: " in line for line in outputs[1])
 
 
+@pytest.mark.starts_processes
 def test_after_a_reset_nothing_is_left(outputs):
     assert metrics(outputs[0])[1] == {}
 
 
+@pytest.mark.starts_processes
 def test_a_world_size_that_is_not_the_groups_is_refused(outputs):
     for lines in outputs:
         assert "error UserError world_size: the process group has 2 ranks. Got 3. Allowed: 2." in lines

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from textwrap import dedent
 
+import pytest
+
+pytestmark = pytest.mark.starts_processes
+
 SCRIPT = """
     import sys
     from distributed.config import DistributedConfig

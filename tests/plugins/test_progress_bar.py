@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -13,6 +12,9 @@ import pytest
 from distributed_plugins.progress import ProgressBar, register_callbacks
 
 from distributed.config import DistributedConfig
+from tests.support import commands
+
+pytestmark = pytest.mark.starts_processes
 
 RUN = """
     import sys
@@ -58,7 +60,7 @@ def on_a_terminal(script: Path, mode: str, stdout: int | None = None) -> str:
     """What the run draws on a pseudo-terminal 120 columns wide."""
     master, slave = os.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(
+    process = commands.start(
         [sys.executable, script, mode], stdin=slave, stdout=stdout or slave, stderr=slave, env=environment
     )
     os.close(slave)
@@ -85,7 +87,7 @@ def test_a_terminal_sees_the_bar_and_a_line_per_epoch(script):
 
 
 def test_without_a_terminal_there_is_one_line_per_epoch(script):
-    done = subprocess.run([sys.executable, script, "auto"], capture_output=True, text=True, check=True)
+    done = commands.run([sys.executable, script, "auto"], capture_output=True, check=True)
     assert done.stderr.splitlines() == LINES
     assert done.stdout == "from the user\n" * 2
 
@@ -99,10 +101,9 @@ def test_what_the_user_prints_to_a_file_stays_there(script, tmp_path):
 
 
 def test_on_draws_wherever_it_leads(script):
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, script, "on"],
         capture_output=True,
-        text=True,
         check=True,
         env=os.environ | {"COLUMNS": "120"},
     )

@@ -109,6 +109,7 @@ def test_tags_are_grouped(name, expected):
     assert tag(name) == expected
 
 
+@pytest.mark.starts_processes
 def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):
     script = """
         import sys

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import commands
+
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 PACKAGE = Path(__file__).parents[2] / "examples" / "third_party_backend"
 
@@ -26,11 +28,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, cwd: Path, *words: str) -> str:
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=280,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -26,6 +26,7 @@ from distributed.planner.batch import rescale_batch
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Alone
+from tests.support import commands
 
 SAMPLES, BATCH = 240, 12
 
@@ -99,6 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Tally:
     return model
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
 def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
     backend: str, whole: Tally, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -125,6 +127,7 @@ def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
     assert re.search(rf"going on with 2 ranks from {saved}/step_\d{{8}}; global batch 12 = ", out)
 
 
+@pytest.mark.starts_processes
 def test_restarts_run_out(tmp_path: Path) -> None:
     dies = Die(tmp_path, {3: 1}, times=9)
     with pytest.raises(WorkerError, match=r"rank 1 .* was ended by SIGKILL"):
@@ -132,6 +135,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("died_*"))) == 2
 
 
+@pytest.mark.starts_processes
 def test_a_rank_that_keeps_failing_is_done_without(
     whole: Tally, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,13 +185,14 @@ class Fate(Callback):
         mark = folder / f"fate_{size}"
         if size in FATE and not mark.exists() and step == self.first + 5 and rank == FATE[size][0]:
             mark.touch()
-            os.kill(os.getppid(), getattr(signal, FATE[size][1]))
+            os.kill(int(os.environ["STARTED_BY"]), getattr(signal, FATE[size][1]))
         if size == 2:
             if rank == 0 and step == self.first + 3:
                 (folder / "two").write_text("two ranks are at work")
             select.select([], [], [], 0.25)  # others are to come before the end
 
 if __name__ == "__main__":
+    os.environ["STARTED_BY"] = str(os.getpid())
     model = Tally()
     history = trainer(
         model, folder, num_processes=4, num_nodes=4, batch_size=3, epochs=6, callbacks=[Fate()],
@@ -215,7 +220,7 @@ def wait_until_served(port: int) -> None:
             time.sleep(0.05)
 
 
-def two_are_left(two: int, hosts: list[subprocess.Popen[str]]) -> bool:
+def two_are_left(two: int, hosts: list[Any]) -> bool:
     """Wait until two ranks say that they are at work; False when a third host ended before."""
     ends = {os.pidfd_open(host.pid) for host in hosts}
     ready: set[int] = set()
@@ -233,6 +238,7 @@ def two_are_left(two: int, hosts: list[subprocess.Popen[str]]) -> bool:
     return two in ready
 
 
+@pytest.mark.starts_processes
 @pytest.mark.timeout(600)
 def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     """One host is killed, one is told to go and exits with 75, two new ones come: all in one run, whose
@@ -243,14 +249,13 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "two")
     two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
-    def start(number: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(number: int) -> Any:
+        return commands.start(
             [sys.executable, str(script), str(tmp_path), str(port), str(tmp_path / f"report_{number}")],
             env=env,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
 
     # The first serves the meeting, and has rank 0, which nobody ends: ranks follow the process ids.

@@ -131,6 +131,8 @@ def test_hosts_that_come_and_go_need_the_signal(tmp_path: Path) -> None:
     assert plan(tmp_path, checkpoint={"on_signal": False}).counts == (2,)
 
 
+@pytest.mark.starts_processes
+@pytest.mark.real_start
 def test_a_rank_that_was_being_started_is_told_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,26 +10,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from stat import S_IMODE
-from types import ModuleType
 from typing import Any
 
-import horovod.torch as hvd
 import psutil
 import pytest
 import torch
-from distributed_backends.horovod import backend as horovod_backend
 from torch import nn
 
 from distributed import Trainer, WorkerError
-from distributed.communication import process_group, rendezvous
 from distributed.resilience import phase_journal as journal
 from distributed.resilience.divergence import checksum, trained
 from distributed.resilience.hang_diagnosis import Seen, judge
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
 from distributed.resilience.rank_monitor import Limits, Watch, write_report
 from distributed.resilience.stack_dumps import Frame, parse
-from distributed.training import process_group_backend, torch_backend
+from distributed.system.addresses import free_port
 from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
+from tests.support import commands
 from tests.support.processes import children, started_since
 
 HOST = os.uname().nodename
@@ -37,6 +34,7 @@ SOON = 30.0
 """Seconds from the fault until it is told."""
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = children()
@@ -78,12 +76,22 @@ fail(CASES[sys.argv[1]], "mark", num_processes=None, checkpoint_dir="checkpoints
 
 
 @pytest.mark.parametrize("name", ["callback", "killed", "raised"])
-def test_ranks_that_torchrun_started(name: str, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_started(name: str, tmp_path: Path, forking_python: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "script.py", name], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    if name == "callback":
+        command.append("--standalone")
+    else:
+        command += ["--master-port", str(free_port())]
+        env["PYTHON_EXEC"] = str(forking_python)
+    done = commands.run(
+        [*command, "script.py", name],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        fresh=name == "callback",
     )
     pid = int((tmp_path / "rank-1").read_text())
     where = "forward of step 3" if name == "raised" else "a callback after step 3"
@@ -112,6 +120,7 @@ def _await(condition) -> bool:  # type: ignore[no-untyped-def]
     return bool(condition())
 
 
+@pytest.mark.starts_processes
 def test_a_slow_rank_is_reported_and_not_ended(capfd: pytest.CaptureFixture[str]) -> None:
     """It computes and nobody waits in vain: the run goes on, and so does the account of it."""
     trainer = Trainer(
@@ -175,23 +184,6 @@ def seen(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0)
 def test_the_judgement(ranks: list[tuple[str, int, list[Frame]]], culprits: list[int], kind: str) -> None:
     verdict = judge([seen(rank, *what) for rank, what in enumerate(ranks)])
     assert (list(verdict.culprits), verdict.kind) == (culprits, kind)
-
-
-@pytest.mark.parametrize(
-    ("module", "function", "does"),
-    [
-        (hvd, "synchronize", "waits"),
-        (horovod_backend, "optimizer_step", "works"),
-        (process_group, "all_reduce", "waits"),
-        (process_group_backend, "setup", "waits"),
-        (rendezvous, "meet", "waits"),
-        (torch_backend, "run_window", "works"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_our_own_files_are_told_from_a_librarys(module: ModuleType, function: str, does: str) -> None:
-    """By the paths that they have now: a file that moves takes its part in the diagnosis along."""
-    assert seen(0, "forward", 3, [Frame(str(module.__file__), 1, function)]).does == does
 
 
 # -- the parts ----------------------------------------------------------------------------

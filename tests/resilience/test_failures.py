@@ -26,7 +26,10 @@ from distributed import Callback, Trainer, UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.system.addresses import loopback_interface
 from distributed.testing.rank_pool import RankPool
+from tests.support import commands
 from tests.support.processes import children, started_since
+
+pytestmark = pytest.mark.starts_processes
 
 HOST = os.uname().nodename
 
@@ -244,6 +247,7 @@ def check_private(folder: Path, ranks: list[psutil.Process], before: set[tuple[s
     assert {rank.environ()["GLOO_SOCKET_IFNAME"] for rank in ranks} == {loopback_interface()}
 
 
+@pytest.mark.real_start
 def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) -> None:
     pipe, seen, killed, killed_at = pipes(tmp_path), [], [], []
     before = listening(psutil.Process())
@@ -297,6 +301,7 @@ Trainer(nn.Linear(4, 2), epochs=10**6, callbacks=[Endless()]).fit(loader)
 """
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("victim", ["rank", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
     pipe = pipes(tmp_path)
@@ -360,7 +365,7 @@ def test_a_script_on_every_rank_ends_with_its_parent(tmp_path: Path) -> None:
         "--",
         "--x",
     ]
-    with subprocess.Popen(command) as train:
+    with commands.start(command) as train:
         ranks = await_ranks(pipe)
         train.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(ranks, timeout=10)[1] == []

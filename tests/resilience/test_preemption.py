@@ -19,6 +19,8 @@ from torch import nn
 from distributed import Callback, EarlyStopping, Preempted, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
+from distributed.system.addresses import free_port
+from tests.support import commands
 
 # Trains 24 steps of 10 samples, on as many ranks as argv says, and at step SIGNAL_AT of rank SIGNAL_RANK
 # sends a signal to SIGNAL_TO and waits until it has come back; leaves the epochs' figures in the working
@@ -40,7 +42,7 @@ class Call(Callback):
             os.set_blocking(hear, False)
             signal.set_wakeup_fd(hear)
             if os.environ["SIGNAL_TO"] == "parent":
-                os.kill(os.getppid(), number)
+                os.kill(int(os.environ.get("STARTED_BY") or os.getppid()), number)
             elif os.environ["SIGNAL_TO"] == "group":
                 os.killpg(0, number)
             else:
@@ -49,6 +51,8 @@ class Call(Callback):
                 os.read(heard, 1)
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        os.environ["STARTED_BY"] = str(os.getpid())
     torch.manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.randn(60, 4).double(), torch.randint(0, 2, (60,)))
     loader = torch.utils.data.DataLoader(data, shuffle=True, num_workers=int(os.environ.get("WORKERS", "0")))
@@ -67,26 +71,32 @@ if __name__ == "__main__":
 """
 
 
-def train(folder: Path, ranks: int, *launcher: str, **env: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, ranks: int, *launcher: str, fresh: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
     """One start of `SCRIPT` in `folder`."""
-    return start(SCRIPT, folder, *(launcher or (sys.executable,)), words=[str(ranks)], **env)
+    return start(SCRIPT, folder, *(launcher or (sys.executable,)), words=[str(ranks)], fresh=fresh, **env)
 
 
 def start(
-    program: str, folder: Path, *launcher: str, words: Sequence[str] = (), **env: str
+    program: str,
+    folder: Path,
+    *launcher: str,
+    words: Sequence[str] = (),
+    fresh: bool = False,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """`launcher` with `program` as its script and `words` as the script's own, in `folder`."""
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(program)
-    return subprocess.run(
+    return commands.run(
         [*launcher, str(script), *words],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
+        fresh=fresh,
     )
 
 
@@ -122,9 +132,9 @@ def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bit
     ranks: int, to: str, name: str, workers: str, left_alone: dict[int, Path], tmp_path: Path
 ) -> None:
     """In the middle of an epoch. The first epoch's figures, too, are those of a whole epoch."""
-    gone = train(
-        tmp_path, ranks, SIGNAL=name, SIGNAL_TO=to, SIGNAL_AT="2", SIGNAL_RANK=str(ranks - 1), WORKERS=workers
-    )
+    signal_at = {"SIGNAL_TO": to, "SIGNAL_AT": "2", "SIGNAL_RANK": str(ranks - 1)}
+    # The first of each signal is sent to processes that were started as a user starts them.
+    gone = train(tmp_path, ranks, fresh=to != "group", SIGNAL=name, WORKERS=workers, **signal_at)
     assert gone.returncode == 75, gone.stderr
     saved = newest(tmp_path)
     assert 2 <= saved.step <= 4
@@ -143,6 +153,7 @@ def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bit
     assert figures(tmp_path) == figures(left_alone[ranks])
 
 
+@pytest.mark.starts_processes
 def test_another_number_of_ranks_goes_on_with_the_epochs_figures(
     left_alone: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -154,28 +165,34 @@ def test_another_number_of_ranks_goes_on_with_the_epochs_figures(
         assert ours == pytest.approx(alone, rel=1e-12)
 
 
-def test_one_rank_of_torchrun_is_enough(left_alone: dict[int, Path], tmp_path: Path) -> None:
+def test_one_rank_of_torchrun_is_enough(
+    left_alone: dict[int, Path], tmp_path: Path, forking_python: Path
+) -> None:
     """What it prints and its exit code are torchrun's own; all ranks saved the same step."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    gone = train(tmp_path, 2, *torchrun, SIGNAL="SIGUSR1", SIGNAL_TO="self", SIGNAL_AT="2", SIGNAL_RANK="1")
+    signal_at = {"SIGNAL": "SIGUSR1", "SIGNAL_TO": "self", "SIGNAL_AT": "2", "SIGNAL_RANK": "1"}
+    gone = train(tmp_path, 2, *torchrun, fresh=True, **signal_at)
     assert gone.returncode == 1
     assert gone.stdout.count("SIGUSR1: step") == 1
     assert "exitcode  : 75" in gone.stderr
-    done = train(tmp_path, 2, *torchrun)
+    again = (*torchrun[:-1], "--master-port", str(free_port()))
+    done = train(tmp_path, 2, *again, PYTHON_EXEC=str(forking_python))
     assert done.returncode == 0, done.stderr
     whole = weights(left_alone[2])
     assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
 
 
 def test_our_torchrun_passes_signals_on_and_exits_with_75(
-    left_alone: dict[int, Path], tmp_path: Path
+    left_alone: dict[int, Path], tmp_path: Path, forking_python: Path
 ) -> None:
     """Sent to torchrun itself, which would die of it; and nobody is started again."""
     ours = (sys.executable, "-m", "distributed.torchrun", "--nproc-per-node=2", "--standalone")
-    gone = train(tmp_path, 2, *ours, "--max-restarts=2", SIGNAL="SIGUSR1", SIGNAL_TO="parent", SIGNAL_AT="2")
+    signal_at = {"SIGNAL": "SIGUSR1", "SIGNAL_TO": "parent", "SIGNAL_AT": "2"}
+    gone = train(tmp_path, 2, *ours, "--max-restarts=2", fresh=True, **signal_at)
     assert gone.returncode == 75, gone.stderr
     assert gone.stdout.count("SIGUSR1: step") == 1
-    done = train(tmp_path, 2, *ours)
+    again = (*ours[:-1], "--master-port", str(free_port()))
+    done = train(tmp_path, 2, *again, PYTHON_EXEC=str(forking_python))
     assert done.returncode == 0, done.stderr
     whole = weights(left_alone[2])
     assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
@@ -244,6 +261,7 @@ def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest
         agent._start_workers(None)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(("code", "seen"), [(3, 1), (2, 2)])
 def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     code: int, seen: int, tmp_path: Path
@@ -255,6 +273,7 @@ def test_our_torchrun_leaves_failures_as_they_are_and_tries_no_mistake_again(
     assert (tmp_path / "1").exists() == (code == 3)
 
 
+@pytest.mark.starts_processes
 def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:
     gone = train(
         tmp_path, 1, SIGNAL="SIGTERM", SIGNAL_TO="self", SIGNAL_AT="2", CHECKPOINT='{"on_signal": false}'
@@ -314,6 +333,7 @@ def test_the_caller_hears_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixt
     assert trainer.history.stop_reason == "SIGUSR1"
 
 
+@pytest.mark.starts_processes
 def test_the_same_signal_later_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which ends by it."""
     program = (
@@ -321,7 +341,7 @@ def test_the_same_signal_later_means_at_once(monkeypatch: pytest.MonkeyPatch) ->
         "preemption.listen()\nos.kill(os.getpid(), signal.SIGTERM)\nassert preemption.asked() == 'SIGTERM'\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
+    done = commands.run([sys.executable, "-c", program], timeout=60)
     assert done.returncode == -signal.SIGTERM
 
 

@@ -19,6 +19,7 @@ from distributed import WorkerError
 from distributed.resilience.monitor_process import _BOOT, _nodes, _watch, found_by_watcher
 from distributed.resilience.phase_journal import ENDED, Journal
 from distributed.resilience.rank_monitor import Limits, Watch
+from tests.support import commands
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
 HOST = """
@@ -55,6 +56,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -73,10 +75,10 @@ def test_ranks_that_share_a_number_and_no_files(
         (own := tmp_path / f"{rank}").mkdir()
         env = {**os.environ, **given, "RANK": str(rank), "HOST": name, "TMPDIR": str(own)}
         command = [sys.executable, str(tmp_path / "train.py")]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        ranks.append(commands.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    said = [[line for line in out.decode().splitlines() if "watched" in line] for out, _ in outputs]
+    said = [[line for line in out.splitlines() if "watched" in line] for out, _ in outputs]
     assert said == [[expected[0]], [expected[1]]]
 
 

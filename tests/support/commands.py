@@ -34,7 +34,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`, in a session of its own."""
+    """As `subprocess.run`, in a session of its own; further options as of `start`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -61,13 +61,17 @@ def start(
     stderr: Stream = None,
     text: bool = True,
     preload: Sequence[str] = (),
+    fresh: bool = False,
 ) -> Any:
     """As `subprocess.Popen`, in a session of its own.
 
     Args:
         preload: modules that the fork server imports first, such as ``deepspeed``.
+        fresh: start an ordinary process, whose ranks are ordinary ones, too.
     """
     words, whole = [os.fspath(word) for word in command], dict(os.environ if env is None else env)
+    if fresh:
+        whole.pop(ADDRESS, None)
     if ADDRESS in whole and words[0] == sys.executable:
         try:
             return _Fork(words, whole, str(cwd or os.getcwd()), (stdin, stdout, stderr), text, preload)

@@ -4,7 +4,6 @@ would hide in which order gradients are added."""
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support import commands
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(dim=1)
@@ -120,12 +120,11 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.starts_processes
 def test_a_second_fit_in_ranks_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(TWICE)
     command = f"train --script {tmp_path / 'twice.py'} --launch per-rank --num-processes 3 --device cpu"
-    done = subprocess.run(
-        [sys.executable, "-m", "distributed.cli", *command.split()], capture_output=True, text=True
-    )
+    done = commands.run([sys.executable, "-m", "distributed.cli", *command.split()], capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.removeprefix(f"[rank {rank}] ") for rank in range(3) for line in done.stdout.splitlines()]
     assert "same" in said

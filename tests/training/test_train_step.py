@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,10 @@ from torch.optim import SGD
 
 from distributed import Trainer
 from distributed.errors import UserError
+from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import sample_order
+from tests.support import commands
 
 momentum = partial(SGD, momentum=0.9)
 
@@ -123,13 +124,17 @@ def rows(step, rank):
 """
 
 
-def test_ranks_may_bring_unequal_batches(tmp_path: Path) -> None:
+def test_ranks_may_bring_unequal_batches(tmp_path: Path, forking_python: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "union.py").write_text(UNION)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = commands.run(
+        [*torchrun, "--master-port", str(free_port()), "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(forking_python)},
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     shared: dict[str, Any] = {}

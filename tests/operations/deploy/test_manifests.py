@@ -48,6 +48,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, FULL, {"retries": 0, "claim": "theirs"}], ids=["least", "full", "once"]
 )
