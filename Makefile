@@ -18,7 +18,7 @@ DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
 	@echo "make test    every test (make test-tools installs what it needs of the system: Chromium, a C++ compiler)"
-	@echo "make test-fast  tests that start no process, and the contracts on serial and pytorch-ddp: minutes"
+	@echo "make test-fast  tests that start no process, and the contracts on serial and pytorch-ddp: 4 minutes"
 	@echo "make test-cluster   real Slurm, hosts in network namespaces: as root (make cluster-tools installs what it needs)"
 	@echo "make horovod build Horovod for the installed torch (make test does it, too)"
 	@echo "make check   ruff, mypy --strict, import-linter"
