@@ -25,7 +25,6 @@ from distributed.elastic import Alone
 from distributed.interfaces.callback import Context
 from distributed.plan import Facts, Resources, RunPlan, resolve
 from distributed.plugin_manager import get_catalog
-from tests.support import commands
 
 SAMPLES, BATCH = 240, 12
 
@@ -248,13 +247,16 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "two")
     two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
-    def start(number: int) -> Any:
-        return commands.start(
+    # Hosts are no forks, only their ranks: torch's rendezvous inspects the stack at every step, which takes
+    # time in proportion to the number of imported modules.
+    def start(number: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(port), str(tmp_path / f"report_{number}")],
             env=env,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
         )
 
     # The first serves the meeting, and has rank 0, which nobody ends: ranks follow the process ids.
