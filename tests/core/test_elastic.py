@@ -237,6 +237,7 @@ def two_are_left(two: int, hosts: list[Any]) -> bool:
 
 
 @pytest.mark.starts_processes
+@pytest.mark.real_start
 @pytest.mark.timeout(600)
 def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     """One host is killed, one is told to go and exits with 75, two new ones come: all in one run, whose
@@ -247,8 +248,6 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "two")
     two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
-    # Hosts are no forks, only their ranks: torch's rendezvous inspects the stack at every step, which takes
-    # time in proportion to the number of imported modules.
     def start(number: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(port), str(tmp_path / f"report_{number}")],
