@@ -290,6 +290,7 @@ class Two(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_of_an_earlier_window_is_not_used_again(stage: int) -> None:
     """The second window passes a layer by, which then does not move."""

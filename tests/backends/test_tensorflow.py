@@ -226,6 +226,7 @@ def _with_dropout() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_continued_run_draws_the_same_masks() -> None:
     def run(*parts: int) -> list[Any]:
         trainer = TensorFlowDistributedTrainer(_with_dropout, batch_size=4)

@@ -26,6 +26,7 @@ NAMES = ["local", "strided", "global", "local+strided", "local+global", "local+s
 causal_or_not = pytest.mark.parametrize("causal", [False, True])
 
 
+@pytest.mark.slow
 @bounded
 @given(
     length=st.integers(1, 30),

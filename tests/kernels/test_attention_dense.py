@@ -113,6 +113,7 @@ def test_no_keys_at_all() -> None:
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal: bool) -> None:
     q, k, v = inputs(1, 2, 5, 4)

@@ -69,6 +69,7 @@ def test_svd_is_the_best_for_the_weight() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in dense.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("rank", [3, 12])
 def test_randomized_svd_keeps_its_bound(decay: float, rank: int) -> None:

@@ -262,6 +262,7 @@ def test_matrices_are_made_once() -> None:
     assert all(a is b for a, b in zip(first, layer.sketch.matrices(x.device, F64), strict=True))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     for mode in MODES:
         layer, x = layer_of(**mode), torch.randn(3, 40, dtype=F64)

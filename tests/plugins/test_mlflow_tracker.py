@@ -47,6 +47,7 @@ def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in MlflowClient(uri).get_metric_history(run_id, name)]
 
 
+@pytest.mark.slow
 def test_parameters_metrics_and_files_come_back(store, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # the tracker does it by itself
     (tmp_path / "model.txt").write_text("weights")

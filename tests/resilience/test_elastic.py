@@ -26,7 +26,6 @@ from distributed.planner.batch import rescale_batch
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Alone
-from tests.support import commands
 
 SAMPLES, BATCH = 240, 12
 
@@ -239,6 +238,7 @@ def two_are_left(two: int, hosts: list[Any]) -> bool:
 
 
 @pytest.mark.starts_processes
+@pytest.mark.real_start
 @pytest.mark.timeout(600)
 def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     """One host is killed, one is told to go and exits with 75, two new ones come: all in one run, whose
@@ -249,13 +249,14 @@ def test_four_hosts_three_two_and_four_again(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "two")
     two = os.open(tmp_path / "two", os.O_RDONLY | os.O_NONBLOCK)
 
-    def start(number: int) -> Any:
-        return commands.start(
+    def start(number: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(port), str(tmp_path / f"report_{number}")],
             env=env,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
         )
 
     # The first serves the meeting, and has rank 0, which nobody ends: ranks follow the process ids.

@@ -70,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(ids)} tests")
         return 0
     before, after = (
-        [line for line in path.read_text().splitlines() if line] for path in (args.before, args.after)
+        [line for line in path.read_text().splitlines() if "::" in line] for path in (args.before, args.after)
     )
     moved = {old: new for path in args.map for old, new in json.loads(path.read_text()).items()}
     gone, new = compare(before, after, moved)
-    print(*(f"gone: {test}" for test in gone), sep="\n")
+    for test in gone:
+        print(f"gone: {test}")
     print(f"{len(before)} before, {len(after)} after, {new} new, {len(gone)} gone")
     return 1 if gone else 0
 

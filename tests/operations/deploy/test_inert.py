@@ -244,6 +244,7 @@ def test_yaml_gives_every_string_back(value: Any) -> None:
     assert list(yaml.safe_load_all(dump([{"value": value}]))) == [{"value": value}]
 
 
+@pytest.mark.slow
 @FEW
 @given(TEXT)
 def test_a_script_travels_as_it_is(text: str) -> None:
