@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from docs.site import import_graph
-from docs.site.import_graph import circles, mermaid
+from docs.site.import_figure import draw
+from docs.site.import_graph import circles, package_edges
 
 
 def test_no_circle_of_modules() -> None:
@@ -41,6 +43,11 @@ def test_a_circle_is_found(
     assert "house.a, house.b, house.c" in capsys.readouterr().out
 
 
-def test_the_diagram_leaves_out_what_follows() -> None:
+def test_the_figure_leaves_out_what_follows() -> None:
     graph = {"p.a": {"p.b.x", "p.c"}, "p.b.x": {"p.c"}, "p.c": set(), "other.m": {"p.a"}}
-    assert mermaid(graph, "p").splitlines() == ["graph TD", "    a --> b", "    b --> c"]
+    edges = package_edges(graph, "p")
+    assert edges == {"a": {"b"}, "b": {"c"}, "c": set()}
+    svg = draw(edges)
+    heights = [int(re.search(rf'y="(\d+)"[^>]*/><text[^>]*>{name}<', svg)[1]) for name in "abc"]  # type: ignore[index]
+    assert heights == sorted(set(heights))
+    assert svg.count("<path") == 2

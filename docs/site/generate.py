@@ -10,6 +10,8 @@ from pathlib import Path
 
 from distributed.registry.catalog import get_catalog
 from docs.site.command_line import command_line_page
+from docs.site.import_figure import draw
+from docs.site.import_graph import import_graph, package_edges
 from docs.site.markdown import table
 from docs.site.messages import messages_page
 from docs.site.reference import overview
@@ -32,6 +34,7 @@ def generated() -> dict[Path, str]:
     head, _, rest = backends.read_text(encoding="utf-8").partition(_BEGIN)
     tail = rest.partition(_END)[2]
     return {
+        DOCS / "architecture.svg": draw(package_edges(import_graph())),
         DOCS / "cli.md": command_line_page(),
         DOCS / "messages.md": messages_page(),
         DOCS / "reference.md": f"{_REFERENCE}\n{overview()}",

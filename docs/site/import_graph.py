@@ -1,7 +1,7 @@
-"""The import graph of the project: circles of modules, and a diagram of the core's packages.
+"""The import graph of the project: circles of modules, and a figure of the core's packages.
 
     python -m docs.site.import_graph             # list circles; exit status 1 if there is one
-    python -m docs.site.import_graph --mermaid   # the packages of `distributed` as a Mermaid graph
+    python -m docs.site.import_graph --svg       # the packages of `distributed` as a figure
 
 Imports inside functions and under ``TYPE_CHECKING`` count as well. Nothing is imported: the source is read.
 """
@@ -13,6 +13,8 @@ import ast
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from docs.site.import_figure import draw
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -65,8 +67,8 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return found
 
 
-def mermaid(graph: Graph, package: str = "distributed") -> str:
-    """The packages and files at the top of `package`; an arrow points to what is imported.
+def package_edges(graph: Graph, package: str = "distributed") -> Graph:
+    """The packages and files at the top of `package`, and what they import.
 
     An edge that follows from a longer way is left out.
     """
@@ -77,11 +79,8 @@ def mermaid(graph: Graph, package: str = "distributed") -> str:
             continue
         targets = {_top(other, package) for other in others} - {None, source}
         edges.setdefault(source, set()).update(target for target in targets if target)
-    lines = ["graph TD"]
-    for source in sorted(edges):
-        reached = {end for target in edges[source] for end in _reach(edges, target)}
-        lines += [f"    {source} --> {target}" for target in sorted(edges[source] - reached)]
-    return "\n".join(lines)
+    reached = {source: {end for target in edges[source] for end in _reach(edges, target)} for source in edges}
+    return {source: edges[source] - reached[source] for source in edges}
 
 
 def _module(path: Path, package: Path) -> str:
@@ -129,12 +128,12 @@ def _reach(edges: Graph, start: str) -> set[str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Print circles or the diagram; the exit status is 1 when there is a circle."""
+    """Print circles or the figure; the exit status is 1 when there is a circle."""
     parser = argparse.ArgumentParser(prog="python -m docs.site.import_graph", description=__doc__)
-    parser.add_argument("--mermaid", action="store_true", help="Print the packages as a Mermaid graph.")
+    parser.add_argument("--svg", action="store_true", help="Print the packages of the core as an SVG.")
     graph = import_graph()
-    if parser.parse_args(words).mermaid:
-        print(mermaid(graph))
+    if parser.parse_args(words).svg:
+        print(draw(package_edges(graph)), end="")
         return 0
     found = circles(graph)
     for group in found:
