@@ -105,7 +105,7 @@ def test_the_site_holds_what_the_repository_has(site: Path) -> None:
     readme = (site / "project" / "readme.html").read_text(encoding="utf-8")
     assert "same configuration means the same training" in readme
     assert '<a href="../getting-started.html">' in readme
-    loop = (site / "source" / "distributed" / "loop.py.html").read_text(encoding="utf-8")
+    loop = (site / "source" / "distributed" / "training" / "loop.py.html").read_text(encoding="utf-8")
     assert "optimizer_step" in loop
 
 
