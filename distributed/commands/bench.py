@@ -1,4 +1,4 @@
-"""``bench scaling``: how throughput grows with the ranks, and how far the repeats lie apart."""
+"""``bench scaling``: throughput by the number of ranks, with the spread of the repeats."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="strong: the global batch stays; weak: each rank's batch stays. Default: both.",
     )
-    flags("--batch-size", default="64", metavar="N", help="Per rank, on the fewest ranks. Default: 64.")
-    flags("--steps", default="120", metavar="N", help="Optimizer steps a run. Default: 120.")
-    flags("--repeats", default="3", metavar="N", help="Runs of each setting, in turns. Default: 3.")
-    flags("--width", default="256", metavar="N", help="Of the bundled network. Default: 256.")
-    flags("--depth", default="4", metavar="N", help="Its hidden layers. Default: 4.")
+    flags(
+        "--batch-size", default="64", metavar="N", help="Samples per rank on the fewest ranks. Default: 64."
+    )
+    flags("--steps", default="120", metavar="N", help="Optimizer steps per run. Default: 120.")
+    flags("--repeats", default="3", metavar="N", help="Runs of each setting, interleaved. Default: 3.")
+    flags("--width", default="256", metavar="N", help="Width of the bundled network. Default: 256.")
+    flags("--depth", default="4", metavar="N", help="Hidden layers of the bundled network. Default: 4.")
     flags("--script", metavar="FILE", help="Train a script of your own instead of the bundled network.")
     flags(
         "--set",
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        UserError: a wrong argument, a backend that is not there, or a run that failed.
+        UserError: a wrong argument, a backend that is not installed, or a failed run.
     """
     from distributed.operations.bench.scaling import measure
 
@@ -92,7 +94,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         spec = get_catalog().backend(name, "--backends")
         require(spec.requires, f"backend '{name}'", spec.install_hint)
     if not backends:
-        raise UserError("no backend is named", field="--backends", got=args.backends)
+        raise UserError("no backend given", field="--backends", got=args.backends)
     script = None if args.script is None else find_script(args.script)
     size = ["--width", str(_whole(args.width, "--width")), "--depth", str(_whole(args.depth, "--depth"))]
     plan = Plan(
@@ -111,7 +113,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _machine() -> str:
-    """What the figures were taken on."""
+    """The hardware of the measurement."""
     from distributed.system.devices import visible_gpus
 
     gpus = visible_gpus()
@@ -122,18 +124,19 @@ def _machine() -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """What a reader of the figures should not overlook."""
+    """Caveats for a reader of the results."""
     from distributed.system.devices import visible_gpus
 
     gpus, found = visible_gpus(), []
     have, what = (gpus, "GPU") if gpus else (_cores(), "core")
     if plan.ranks[-1] > have:
         found.append(
-            f"{plan.ranks[-1]} ranks share {plural(have, what)}: their efficiency says more of this machine"
-            " than of the backend."
+            f"{plan.ranks[-1]} ranks share {plural(have, what)}:"
+            " their efficiency depends more on this machine"
+            " than on the backend."
         )
     if plan.repeats < 3:
-        found.append("Fewer than three repeats say little about noise.")
+        found.append("Fewer than three repeats are not enough to estimate noise.")
     return found
 
 
@@ -221,5 +224,5 @@ def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
 
 def _whole(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)

@@ -63,7 +63,7 @@ def examine(todo: Sequence[Check]) -> list[Finding]:
     for check in todo:
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
+        except Exception as error:  # noqa: BLE001 - the other checks still run
             name = check.__name__.replace("_", " ")
             findings.append(
                 Finding(name, "error", f"the check itself failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""``parity``: trains two backends on the same data and names the first divergence."""
+"""``parity``: train two backends on the same data and name the first divergence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["add_arguments", "run"]
 _DTYPES = ("float64", "float32", "bf16")
 _OPTIMIZERS = ("sgd", "momentum", "adamw")
 _EPILOG = """
-A backend may carry configuration of its own: deepspeed:zero_stage=2,seed=3. One that is a single process runs
-on one rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a mistake in what was given.
+A backend may carry its own configuration: deepspeed:zero_stage=2,seed=3. A single-process backend runs on one
+rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a wrong argument.
 """
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="float64",
         metavar="{float64,float32,bf16}",
-        help="Of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
+        help="Dtype of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
     )
     parser.add_argument(
         "--optimizer", default="sgd", metavar="{sgd,momentum,adamw}", help="Default: sgd; adamw has eps=1e-4."
@@ -86,7 +86,10 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
 
     if len(args.backends) != 2:
         raise UserError(
-            "parity compares two backends", got=" ".join(args.backends) or "none", remedy="parity serial fsdp"
+            "needs exactly two backends",
+            field="BACKEND",
+            got=" ".join(args.backends) or "none",
+            remedy="Name two, e.g. `parity serial fsdp`",
         )
     ranks = [_whole(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
     sides = [parse_side(text, number) for text, number in zip(args.backends, ranks, strict=True)]
@@ -172,7 +175,7 @@ def _as_json(
 
 def _whole(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)
 
 
@@ -185,5 +188,5 @@ def _number(text: str, flag: str) -> float:
 
 def _one_of(text: str, flag: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
-        raise UserError("not one of them", field=flag, got=text, allowed=", ".join(allowed))
+        raise UserError("unknown value", field=flag, got=text, allowed=", ".join(allowed))
     return text

@@ -1,4 +1,4 @@
-"""What `transfers` trains: a model of shapes that nothing divides, and variants of it."""
+"""Model and variants for `transfers`, with indivisible shapes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OddModel(nn.Module):
     what sharding trips over; three ranks of four hold nothing of some tensors.
 
     Args:
-        tied: the head's weight is the embedding's.
-        frozen: one layer does not learn.
+        tied: whether the head's weight is the embedding's.
+        frozen: whether one layer does not learn.
     """
 
     def __init__(self, tied: bool, frozen: bool) -> None:
@@ -90,16 +90,16 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One training that every backend is asked to begin and to finish.
+    """One training that every backend begins and finishes.
 
     Attributes:
-        name: as the table says it.
-        optimizer: from the model.
-        tolerance: how far the weights may end from those of the uninterrupted run.
-        dtype: of the weights.
-        tied, frozen: of `OddModel`.
+        name: name in the table.
+        optimizer: function from the model to its optimizer.
+        tolerance: largest distance from the weights of the uninterrupted run.
+        dtype: dtype of the weights.
+        tied, frozen: arguments of `OddModel`.
         options: configuration fields for every backend.
-        own: further ones for some places, by name.
+        own: further fields for single backends, by name.
     """
 
     name: str

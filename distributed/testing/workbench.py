@@ -23,7 +23,7 @@ WORKBENCHES = {
     "torch": "distributed.testing.torch_workbench:TorchWorkbench",
     "tensorflow": "distributed.testing.tensorflow_workbench:TensorFlowWorkbench",
 }
-"""`BackendSpec.framework` -> where its workbench is, imported when a test needs it."""
+"""`BackendSpec.framework` -> module of its workbench, imported when a test needs it."""
 
 
 class Workbench(ABC):

@@ -34,12 +34,11 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class HorovodBackend(TorchBackend):
     """Horovod sums gradients; everything else is the plain torch backend.
 
-    Under ``deterministic`` tensors are not fused, for which are fused together depends on
-    timing. BatchNorm statistics stay per rank while training; before validation every rank
-    takes rank 0's, so that what is validated is what is saved.
+    Under ``deterministic``, tensor fusion is disabled because its grouping depends on
+    timing. BatchNorm statistics stay per rank while training; before validation every rank takes rank 0's, so that what is validated is what is saved.
 
     Attributes:
-        store: where the ranks met; None for a rank alone, which needs no Horovod.
+        store: rendezvous store; None on a single rank, which needs no Horovod.
     """
 
     store: Any = None
@@ -190,7 +189,7 @@ class HorovodBackend(TorchBackend):
 
 
 def _check_transport(plan: RunPlan) -> None:
-    """What was asked for is built in.
+    """Check that Horovod was built with the requested transport.
 
     Raises:
         UserError: this Horovod has no NCCL or no MPI.
@@ -203,5 +202,5 @@ def _check_transport(plan: RunPlan) -> None:
             field="communication_backend",
             got=asked,
             allowed=", ".join(name for name, there in built.items() if there),
-            remedy="Build it again where the library is (make horovod), or use device=cpu",
+            remedy="Rebuild it where the library is installed (make horovod), or use device=cpu",
         )

@@ -27,7 +27,7 @@ from distributed_backends.ray.run_files import files_of, folder_on, pack, unpack
 __all__ = ["REPORT", "run_rank"]
 
 REPORT = "distributed-report:"
-"""What stands before a rank's own report in the message of the exception that Ray carries here."""
+"""Marks a rank's own report in the message of the exception that Ray carries."""
 
 _TIMEOUT = timedelta(seconds=300)
 _served: list[Rendezvous] = []
@@ -86,7 +86,7 @@ def _extend_path(folder: Path) -> None:
 
 
 def _place() -> dict[str, str]:
-    """What torchrun would tell this rank, with a store that rank 0 serves. Collective."""
+    """torchrun's environment for this rank, with a store that rank 0 serves. Collective."""
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     same_address = context.get_local_world_size() == size

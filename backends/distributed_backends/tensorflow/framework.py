@@ -36,12 +36,12 @@ __all__ = ["TensorFlowObjects"]
 
 
 class TensorFlowObjects(Framework):
-    """What `Trainer` asks of TensorFlow."""
+    """`Trainer`'s interface to TensorFlow."""
 
     def __init__(self) -> None:
         if keras.backend.backend() != "tensorflow":
             raise UserError(
-                "Keras computes with another library than TensorFlow",
+                "Keras uses another backend than TensorFlow",
                 field="KERAS_BACKEND",
                 got=keras.backend.backend(),
                 allowed="tensorflow",

@@ -36,7 +36,7 @@ class RateHolder(torch.optim.Optimizer):
 
     Args:
         optimizer: the Keras optimizer.
-        asked: the rate as it was configured, which Keras may hold rounded to float32.
+        asked: configured learning rate, which Keras may hold rounded to float32.
 
     Attributes:
         keras: the optimizer that trains.

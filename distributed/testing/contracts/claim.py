@@ -1,4 +1,4 @@
-"""What a backend claims to do, it does; what it does not claim is refused before a process starts."""
+"""A backend has the capabilities that it claims; others are refused before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RayTune: runs the trials of a search by Ray Tune."""
+"""RayTune: run the trials of a search by Ray Tune."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VARIABLES = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": _SNAPSHOT,
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # A score that is not a number is not reported; the record says so.
+    # A NaN score is not reported; the record has it.
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "5",
@@ -48,17 +48,17 @@ _VARIABLES = {
 _GRACE = 15.0
 """Seconds that a trial's trainer has to end when the trial is stopped."""
 _OVER = ("TERMINATED", "ERROR")
-"""What Ray calls a trial that is never run again."""
+"""Ray's states of a trial that is never run again."""
 
 
 @dataclass
 class _Now:
-    """What may be another when a search goes on: Ray would bring the first start's back.
+    """Values that may change when a search is resumed: Ray would restore the first start's.
 
     Attributes:
         time_limit: seconds from now on, None without.
-        most_at_once: most trials at a time, 0 for as many as fit.
-        live: names of the trials that were begun and are not over.
+        most_at_once: maximum number of concurrent trials, 0 for as many as fit.
+        live: names of the trials that were begun and have not ended.
     """
 
     time_limit: float | None
@@ -70,8 +70,8 @@ _now: _Now | None = None
 
 
 class RayTune(SearchEngine):
-    """Trials are actors of Ray Tune, each with room for all its ranks on one node: the trial starts them
-    itself, as `fit` does everywhere, so no rank waits for room that the trial holds."""
+    """Trials are actors of Ray Tune, each with resources for all its ranks on one node: the trial starts
+    them itself, as `fit` does everywhere, so no rank waits for resources that the trial holds."""
 
     def describe(self, space: Mapping[str, Any]) -> dict[str, str]:
         return describe(space)
@@ -111,7 +111,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
     generator = _Samples(random_state=search.seed, max_concurrent=_now.most_at_once)
-    # Trials have the same names when the search is started again.
+    # Trials have the same names when the search is restarted.
     generator._uuid_prefix = ""
     return tune.Tuner(
         actor,
@@ -137,7 +137,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
 
 
 def _order(search: Search) -> dict[str, Any]:
-    """What a trial is told, as plain values: it has yet to find our code."""
+    """A trial's parameters as plain values, because it cannot import our code yet."""
     return {
         "folder": search.folder,
         "cwd": os.getcwd(),
@@ -151,7 +151,7 @@ def _actor(order: dict[str, Any]) -> type[Any]:
     from ray.tune.trainable import wrap_function
 
     def train(config: dict[str, Any]) -> None:
-        # Pickled by value, for what it imports may have to be found first.
+        # Pickled by value, because our code may not be importable yet.
         import sys
 
         sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
@@ -160,7 +160,7 @@ def _actor(order: dict[str, Any]) -> type[Any]:
         run(order, config)
 
     class Trial(wrap_function(train)):  # type: ignore[misc]
-        """Lets the trainer end before the process does, so that ranks and trackers close what they hold."""
+        """Let the trainer end before the process does, so that ranks and trackers close their resources."""
 
         def cleanup(self) -> None:
             from ray.train._internal.session import get_session
@@ -176,8 +176,8 @@ def _actor(order: dict[str, Any]) -> type[Any]:
 
 
 def _reopen(file: Path, search: Search) -> frozenset[str]:
-    """Let trials that a time limit cut off go on, in Ray's record of them; the names of all that are not
-    over. Under a scheduler it may have been that which stopped a trial, so one that began stays stopped."""
+    """Mark trials that a time limit cut off as unfinished in Ray's record; the names of all unfinished
+    ones. A scheduler may have stopped a trial, so under one a trial that began stays stopped."""
     state = json.loads(file.read_text(encoding="utf-8"))
     live = set()
     for entry in state["trial_data"]:
@@ -194,7 +194,7 @@ def _reopen(file: Path, search: Search) -> frozenset[str]:
 
 
 class _Samples(BasicVariantGenerator):
-    """Goes on with the samples that a time limit cut off."""
+    """Continue with the samples that a time limit cut off."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)  # type: ignore[no-untyped-call]
@@ -205,8 +205,8 @@ class _Samples(BasicVariantGenerator):
 
 
 class _Ends(tune.Stopper):
-    """Ends the search when its time is over, or a trial has ended and never reported the metric: no other
-    will. Ray's own limit would count what earlier starts of the same search took."""
+    """End the search after its time limit, or when a trial has ended without reporting the metric: no
+    other will. Ray's own limit would count what earlier starts of the same search took."""
 
     def __init__(self, time_limit: float | None) -> None:
         self.found, self.time_limit = False, time_limit
@@ -229,7 +229,7 @@ class _Ends(tune.Stopper):
 
 
 class _Teller(tune.Callback):
-    """Prints a line for every trial that has ended."""
+    """Print a line for every trial that has ended."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -272,7 +272,7 @@ def _forget_checkpoints(search: Search) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray's loggers say of a trial that failed what its record says better."""
+    """Silence Ray's log lines about failed trials, whose record has the cause."""
     loggers = [logging.getLogger(name) for name in ("ray", "ray.tune", "ray.train")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
