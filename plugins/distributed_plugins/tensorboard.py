@@ -114,7 +114,7 @@ class TensorBoardTracker(Tracker):
                 remedy="Write locally and copy the folder after the run",
             )
         name = self.config.tracking.run_name
-        if name is not None:  # a resumed run goes on in its folder: TensorBoard joins the files
+        if name is not None:  # a resumed run continues in its folder: TensorBoard joins the files
             folder = Path(root, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return folder

@@ -34,8 +34,9 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class HorovodBackend(TorchBackend):
     """Horovod sums gradients; everything else is the plain torch backend.
 
-    Under ``deterministic``, tensor fusion is disabled because its grouping depends on
-    timing. BatchNorm statistics stay per rank while training; before validation every rank takes rank 0's, so that what is validated is what is saved.
+    Under ``deterministic``, tensor fusion is disabled because its grouping depends on timing. BatchNorm
+    statistics stay per rank while training; before validation every rank takes rank 0's,
+    so that what is validated is what is saved.
 
     Attributes:
         store: rendezvous store; None on a single rank, which needs no Horovod.

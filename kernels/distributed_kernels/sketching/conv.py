@@ -65,7 +65,7 @@ class SKConv2d(nn.Module):
         super().__init__()
         if groups != 1:
             raise KernelError(
-                "groups: a grouped convolution is thin already",
+                "groups: grouped convolutions are not supported",
                 got=groups,
                 allowed="1",
                 remedy="Keep nn.Conv2d",
