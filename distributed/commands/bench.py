@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             {"machine": _machine(), "remarks": remarks, "results": [_as_json(result) for result in results]}
         )
     else:
-        print_table(_HEADS, [_cells(result) for result in results])
+        print_table(_HEADS, [_row_cells(result) for result in results])
     if args.output:
         _write_page(Path(args.output), plan, results, remarks)
     return 0
@@ -96,14 +96,19 @@ def _plan(args: argparse.Namespace) -> Plan:
     if not backends:
         raise UserError("no backend given", field="--backends", got=args.backends)
     script = None if args.script is None else find_script(args.script)
-    size = ["--width", str(_whole(args.width, "--width")), "--depth", str(_whole(args.depth, "--depth"))]
+    size = [
+        "--width",
+        str(_positive_int(args.width, "--width")),
+        "--depth",
+        str(_positive_int(args.depth, "--depth")),
+    ]
     plan = Plan(
         backends=backends,
-        ranks=sorted({_whole(word, "--ranks") for word in args.ranks.split(",")}),
+        ranks=sorted({_positive_int(word, "--ranks") for word in args.ranks.split(",")}),
         modes=["strong", "weak"] if args.mode == "both" else [args.mode],
-        batch_size=_whole(args.batch_size, "--batch-size"),
-        steps=_whole(args.steps, "--steps"),
-        repeats=_whole(args.repeats, "--repeats"),
+        batch_size=_positive_int(args.batch_size, "--batch-size"),
+        steps=_positive_int(args.steps, "--steps"),
+        repeats=_positive_int(args.repeats, "--repeats"),
         script=script,
         arguments=size if script is None else (),
         options=[word for assignment in args.set for word in ("--set", assignment)],
@@ -144,7 +149,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cells(result: Result) -> list[str]:
+def _row_cells(result: Result) -> list[str]:
     rate, share = result.throughput, result.efficiency
     return [
         result.case.backend,
@@ -162,12 +167,12 @@ def _as_json(result: Result) -> dict[str, Any]:
     return {
         **asdict(result.case),
         "mode": result.mode,
-        "samples_per_second": _figure(result.throughput),
-        "efficiency": _figure(result.efficiency),
+        "samples_per_second": _measurement(result.throughput),
+        "efficiency": _measurement(result.efficiency),
     }
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _measurement(figure: Figure) -> dict[str, Any]:
     return {"median": figure.median, "min": figure.low, "max": figure.high, "repeats": list(figure.values)}
 
 
@@ -185,7 +190,7 @@ def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequ
         ),
         *map(html.note, remarks),
         html.plots(panels),
-        html.section("Figures", html.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
+        html.section("Figures", html.table(_HEADS, [_row_cells(r) for r in results], numbers=range(2, 8))),
     ]
     html.write(path, html.page("Scaling", body, panels))
     print(path)
@@ -222,7 +227,7 @@ def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
     ]
 
 
-def _whole(text: str, flag: str) -> int:
+def _positive_int(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)

@@ -1,4 +1,4 @@
-"""``config``: where each value comes from, which fields there are, and YAML to start from."""
+"""``config``: the origin of each value, the list of fields, and YAML to start from."""
 
 from __future__ import annotations
 

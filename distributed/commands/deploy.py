@@ -19,7 +19,7 @@ class Target(NamedTuple):
     """One kind of cluster.
 
     Attributes:
-        module: where its settings and `render` live; imported when the target is asked for.
+        module: module of its settings and `render`, imported when the target is used.
         settings: the name of its settings' class.
         summary: one line for ``--help``.
         asks_for_ranks: it has to know how many ranks there are.

@@ -58,7 +58,7 @@ def checks(allreduce: bool = True) -> list[Check]:
 
 
 def examine(todo: Sequence[Check]) -> list[Finding]:
-    """What all checks find; one that raises becomes a finding of its own."""
+    """Findings of all checks; a check that raises becomes a finding of its own."""
     findings: list[Finding] = []
     for check in todo:
         try:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: no rendezvous address is set, or hosts did not join.
     """
     config = load_layers(collect_layers(args))
-    place = _place(config)
+    place = _find_rank(config)
 
     from distributed.operations.doctor.check_hosts import judge
     from distributed.operations.doctor.preflight_measure import survey
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _place(config: DistributedConfig) -> Joined:
+def _find_rank(config: DistributedConfig) -> Joined:
     """This host's rank, from its launcher or the configuration."""
     joined = detect(os.environ)
     if joined is not None:

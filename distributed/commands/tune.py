@@ -52,7 +52,7 @@ _OPTIONS = (
     "tensorboard",
     "address",
 )
-"""What `tune:` may hold besides `search_space`."""
+"""Keys of `tune:` besides `search_space`."""
 
 _FLAGS = {
     "num_samples": ("N", "Times to sample the search space; a grid multiplies it. Default: 10."),
@@ -132,7 +132,7 @@ class ScriptTrial:
 
     Args:
         script: absolute path.
-        arguments: of every trial.
+        arguments: arguments of every trial.
     """
 
     def __init__(self, script: str, arguments: list[str]) -> None:

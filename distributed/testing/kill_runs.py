@@ -30,7 +30,7 @@ _HANGS = 600.0
 """Seconds after which an attempt is taken to hang; on idle cores one takes five to twenty."""
 
 _STARTS = 3
-"""How often a start is tried whose ranks never come to be: on a busy host Ray gives its cluster up."""
+"""Attempts of a start whose ranks never run: on a busy host Ray gives up its cluster."""
 
 _KEPT = 2
 _GLOBAL_BATCH = 12
@@ -69,7 +69,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a rank ends itself: the `number`-th time it passes `point` in that start of the run."""
+    """Moment at which a rank kills itself: the `number`-th time it passes `point` in that start."""
 
     rank: int
     point: str
@@ -101,11 +101,11 @@ class Scenario:
 
     @property
     def kind(self) -> str:
-        """Where its last kill is: the point's first word."""
+        """Kind of its last kill: the point's first word."""
         return self.kills[-1].point.split()[0].rstrip(":")
 
     def fields(self, folder: Path) -> dict[str, Any]:
-        """Of its `Trainer`."""
+        """Fields of its `Trainer`."""
         # Optimizers with one and with two slots of state.
         optimizer = {"optimizer": "adamw"} if self.ranks == 2 else {"optimizer": "sgd", "momentum": 0.9}
         return {
@@ -159,7 +159,7 @@ class Outcome:
 
 
 class Attempt:
-    """One start of a run, over: its exit code, what it printed, what its ranks recorded."""
+    """One finished start of a run: exit code, output, records of its ranks."""
 
     def __init__(self, scenario: Scenario, home: Path, number: int, kill: Kill | None) -> None:
         self.kill, self.folder = kill, home / f"start_{number}"

@@ -92,12 +92,12 @@ class Suite:
 
     @property
     def spec(self) -> BackendSpec:
-        """The backend as `options` make it: of one that only starts ranks, what they run."""
+        """Spec of the backend under `options`; for a backend that only starts ranks, that of the ranks."""
         return chosen_backend(load(overrides={"backend": self.backend, **self.options}), get_catalog())
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend claims; others are not tested."""
+        """Capabilities that the backend claims; others are not tested."""
         return self.spec.capabilities
 
     @cached_property

@@ -119,7 +119,7 @@ class Case:
 
 
 BASE = Case("AdamW, two groups", _adamw)
-"""What every ordered pair of backends hands over."""
+"""Case for every ordered pair of backends."""
 
 _F32 = torch.float32
 _NEAR = partial(_adamw, eps=1e-4)
@@ -154,4 +154,4 @@ VARIANTS = [
         own={f"deepspeed-{n}": {"deepspeed_config": {"bf16": {"enabled": True}}} for n in (1, 2, 3)},
     ),
 ]
-"""What a ring of backends hands over: each loads what its neighbour saved."""
+"""Cases for a ring of backends: each loads its neighbour's checkpoint."""

@@ -264,13 +264,13 @@ def main() -> int:
     """Run everything and print the tables; 1 when a transfer is wrong."""
     names = installed()
     for name in PLACES.keys() - names:
-        _say(f"{name} is left out: it is not installed")
+        _log(f"{name} is left out: it is not installed")
     with TemporaryDirectory(prefix="distributed-transfers-") as folder, closing(RankPool(120.0)) as pool:
         transfers, rows = Transfers(pool, folder), {}
         found = _every_way(transfers, every_place(names))
         print("\n".join(render_pairs(found)) + "\n", flush=True)
         for case in VARIANTS:
-            _say(case.name)
+            _log(case.name)
             rows[case.name] = go_round(transfers, case, ring(names))
         print("\n".join(render_variants(rows, names)))
     return _conclude([found, *(part for part, _ in rows.values())])
@@ -278,11 +278,11 @@ def main() -> int:
 
 def _every_way(transfers: Transfers, places: Sequence[Place]) -> dict[tuple[Place, Place], Found]:
     for place in places:
-        _say(f"{place.name} on {place.ranks} saves")
+        _log(f"{place.name} on {place.ranks} saves")
         transfers.save(BASE, place)
     found: dict[tuple[Place, Place], Found] = {}
     for loader in places:  # by loader, so that its ranks do the same work again
-        _say(f"{loader.name} on {loader.ranks} loads")
+        _log(f"{loader.name} on {loader.ranks} loads")
         found |= {(saver, loader): transfers.transfer(BASE, saver, loader) for saver in places}
     return found
 
@@ -293,14 +293,14 @@ def _conclude(tables: Sequence[Mapping[tuple[Place, Place], Found]]) -> int:
         for (saver, loader), result in table.items():
             wrong += not result.good
             for difference in result.differences:
-                _say(f"{saver} to {loader}: {difference}")
+                _log(f"{saver} to {loader}: {difference}")
     worst = max(result.distance for result in tables[0].values())
     print(f"\n{sum(map(len, tables))} transfers, {wrong} of them wrong.")
     print(f"The largest distance among the first table's {len(tables[0])} is {worst:.1e}.")
     return int(wrong > 0)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

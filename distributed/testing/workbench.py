@@ -81,7 +81,7 @@ class Workbench(ABC):
         return None
 
     def data(self, *columns: Tensor) -> Any:
-        """What `Trainer.fit` is given for these tensors, batch first."""
+        """Data for `Trainer.fit` with these tensors, batch first."""
         return columns if len(columns) > 1 else columns[0]
 
 

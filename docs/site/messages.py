@@ -68,7 +68,7 @@ _RUN_TIME_VALUES = {
     "', '.join(sorted(self.backends))": "names of installed backends",
     "', '.join(sorted(verbs))": "the verbs in [Command line](cli.md)",
     "' or '.join(map(repr, harmless)) or None": "values that leave the option off",
-    "', '.join((kind.__name__ for kind in _ELEMENTWISE))": "elementwise optimizers of torch, such as SGD and AdamW",
+    "', '.join((kind.__name__ for kind in _ELEMENTWISE))": "elementwise optimizers, such as AdamW",
     "SIGN_ALGORITHM": "signs of the version that saved it",
     "allowed": "one mask entry per block, (blocks, blocks) or (heads, blocks, blocks)",
     "error.allowed": "values that also fit the smallest number of hosts",

@@ -139,7 +139,7 @@ class MLflowTracker(Tracker):
                 self._client.set_terminated(self.run_id, STATUS[status])
 
     def child_context(self) -> dict[str, Any]:
-        """Where this run is, for trackers of runs within it."""
+        """Context of this run, for trackers of child runs."""
         self._is_parent = True
         experiment_id = self._client.get_run(self.run_id).info.experiment_id
         return {

@@ -35,7 +35,7 @@ logger = logging.getLogger("distributed")
 
 _VERSIONED = ("torch", "numpy", "deepspeed", "horovod", "ray", "tensorflow", "keras")
 _TRACEBACK = 20_000
-"""Characters of a traceback that are kept: its end, where the error is."""
+"""Number of characters kept of a traceback: its end, which has the error."""
 
 _here = threading.local()
 """The `fit` that is under way in this thread."""

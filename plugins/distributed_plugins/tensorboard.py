@@ -61,7 +61,7 @@ class TensorBoardTracker(Tracker):
     Every record is on disk when `log_metrics` returns, so that a killed run keeps its curves.
 
     Attributes:
-        folder: where the event file is; known after `start`.
+        folder: folder of the event file; known after `start`.
     """
 
     folder: Path

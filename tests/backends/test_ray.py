@@ -173,9 +173,9 @@ def test_what_a_killed_rank_was_waiting_for_is_heard_by_the_next(ray_cluster: No
 
     class Rank:
         def __init__(self, orders: Any) -> None:
-            from distributed_backends.ray.output import hear
+            from distributed_backends.ray.output import forward_requests
 
-            hear(orders)
+            forward_requests(orders)
 
         def heard(self) -> str:
             import time

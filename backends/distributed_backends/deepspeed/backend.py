@@ -90,15 +90,15 @@ class DeepSpeedBackend(ProcessGroupBackend):
         world = super().setup(plan)
         self._joined = plan.joined is not None
         if world.size == 1:
-            self._meet_alone(plan)
-        self._say_local_rank(world)
+            self._init_single_rank_group(plan)
+        self._export_local_rank(world)
         _import_for(world.device)
-        from distributed_backends.deepspeed.engine import meet
+        from distributed_backends.deepspeed.engine import attach_process_group
 
-        meet(world.device)
+        attach_process_group(world.device)
         return world
 
-    def _meet_alone(self, plan: RunPlan) -> None:
+    def _init_single_rank_group(self, plan: RunPlan) -> None:
         """Initialize a process group of one, which DeepSpeed needs also on a single rank."""
         if not dist.is_initialized():
             kind = "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -114,7 +114,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
                 remedy="Train on all of them, or destroy the group first",
             )
 
-    def _say_local_rank(self, world: World) -> None:
+    def _export_local_rank(self, world: World) -> None:
         """Export LOCAL_RANK, from which DeepSpeed reads a rank's device, under every launcher."""
         index = world.device.partition(":")[2] or str(world.local_rank)
         # Under mpirun the two have to agree, or DeepSpeed stops.
@@ -239,7 +239,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Of a sharded gradient, as the engine scaled it, in float64 on the CPU."""
+        """Norm of the sharded gradient, with the engine's scale, in float64 on the CPU."""
         if self.sharded is None:
             return super().gradient_norm()
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -319,7 +319,7 @@ def _import_for(device: str) -> None:
     before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
     try:
-        with _linker_unheard(), _missing("mlflow"):
+        with _silenced_linker(), _missing("mlflow"):
             import_module("deepspeed")
     finally:
         if before is None:
@@ -343,7 +343,7 @@ def _missing(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _linker_unheard() -> Iterator[None]:
+def _silenced_linker() -> Iterator[None]:
     """Suppress the linker's output while DeepSpeed probes at import whether it can offload to disks."""
     real = os.dup(2)
     with tempfile.TemporaryFile() as heard:

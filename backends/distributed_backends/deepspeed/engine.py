@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["Root", "build_engine", "engine_options", "meet"]
+__all__ = ["Root", "build_engine", "engine_options", "attach_process_group"]
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _LARGEST_BUCKET = 500_000_000
@@ -147,7 +147,7 @@ def build_engine(
     place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
     gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
     try:
-        with _without_sending(), _wide_masters() if wide else nullcontext():
+        with _without_broadcast(), _wide_masters() if wide else nullcontext():
             engine: Any = (_WideEngine if wide else _Engine)(
                 args=place,
                 model=root,
@@ -184,7 +184,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _without_sending() -> Iterator[None]:
+def _without_broadcast() -> Iterator[None]:
     """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
     cut = Init._zero_init_param
 
@@ -212,7 +212,7 @@ def _wide_masters() -> Iterator[None]:
         ZeROOptimizer._configure_master_weights = choose
 
 
-def meet(device: str) -> None:
+def attach_process_group(device: str) -> None:
     """Let DeepSpeed use `device` and the current process group.
 
     DeepSpeed may still hold an earlier, destroyed group.

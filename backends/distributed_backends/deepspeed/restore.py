@@ -53,7 +53,7 @@ class Before:
 
 
 def _tables(module: nn.Module) -> dict[str, set[Any]]:
-    """Which hooks `module` has, by table."""
+    """Hooks of `module` by table."""
     return {
         name: set(table)
         for name, table in vars(module).items()

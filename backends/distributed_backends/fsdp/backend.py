@@ -60,7 +60,7 @@ class FSDPBackend(ProcessGroupBackend):
     that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
     whole modules instead.) ``fsdp.reduce_dtype`` alone changes what travels.
 
-    **Counts** (C2). Where only the forward passes tell how many tokens a global batch has, the
+    **Counts** (C2). Where the number of tokens of a global batch is known after forward only, the
     ranks add their counts in a small collective of its own, under way while the last backward
     runs; a parameter that carries it, as under DDP, cannot be sharded.
 

@@ -20,7 +20,7 @@ from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
 from distributed_backends.horovod.gradients import GradientSum
-from distributed_backends.horovod.world import meet
+from distributed_backends.horovod.world import start_horovod
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
@@ -54,7 +54,7 @@ class HorovodBackend(TorchBackend):
         if plan.world_size == 1 or place is None:
             self.world = World(host=socket.gethostname(), device=device)
             return self.world
-        self.store = meet(place, self.config)
+        self.store = start_horovod(place, self.config)
         _check_transport(plan)
         self.world = World(
             rank=place.rank,

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.placement import Joined
 
-__all__ = ["meet"]
+__all__ = ["start_horovod"]
 
 _ours: dict[str, str] | None = None
 """The settings with which this module started Horovod; None when it did not."""
 
 
-def meet(place: Joined, config: DistributedConfig) -> Store:
+def start_horovod(place: Joined, config: DistributedConfig) -> Store:
     """Start Horovod on this rank unless it runs as wanted, and return the ranks' common store.
 
     Collective. It stays started until the process ends: the user may have started it, and may

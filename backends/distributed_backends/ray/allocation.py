@@ -31,7 +31,7 @@ _LONGEST = 24
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start this node's part of the cluster, or run a command on the whole of it."""
+    """Start this node's part of the cluster, or run a command on the whole cluster."""
     parser = argparse.ArgumentParser(prog="python -m distributed_backends.ray.allocation")
     actions = parser.add_subparsers(dest="action", required=True)
     start = actions.add_parser("start", help="Run this node's part of the cluster until it is stopped.")

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one there is, the one at an address, or one for the run alone."""
+"""Connect to the Ray cluster of a run: a connected one, one at an address, or a new one for the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed.config.sections import RaySection
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of", "num_gpus"]
+__all__ = ["address_of", "check_resources", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
 _PATIENCE = 10.0
 """Time for an answer from an address, in seconds."""
@@ -170,7 +170,7 @@ def needs_of(plan: RunPlan) -> dict[str, float]:
     return {"CPU": section.num_cpus_per_rank, **gpus, **section.resources}
 
 
-def check_room(plan: RunPlan) -> None:
+def check_resources(plan: RunPlan) -> None:
     """Refuse ranks that do not fit into the empty cluster: Ray would wait forever.
 
     Raises:

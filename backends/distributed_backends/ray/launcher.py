@@ -28,7 +28,7 @@ from distributed.resilience.monitor_process import found_by_watcher
 from distributed.resilience.preemption import hearing
 from distributed_backends.ray.cluster import (
     address_of,
-    check_room,
+    check_resources,
     connected,
     environment,
     is_local,
@@ -83,7 +83,7 @@ class RayLauncher(Launcher):
             return
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
         with connected(plan.config.ray, num_cpus) as own:
-            check_room(plan)
+            check_resources(plan)
             if plan.counts:
                 claim_directory(plan)
             heeds = plan.config.heeds_signals

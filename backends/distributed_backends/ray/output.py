@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.resilience.preemption import ask
 
-__all__ = ["Relay", "Voice", "hear"]
+__all__ = ["Relay", "OutputSender", "forward_requests"]
 
 _WAIT = 10.0
 """Time limit for the last lines, in seconds."""
@@ -95,7 +95,7 @@ class Relay:
                 continue  # standard output is closed; the ranks continue
 
 
-class Voice:
+class OutputSender:
     """A rank's end: forwards its output to the caller line by line, without blocking.
 
     Args:
@@ -105,13 +105,13 @@ class Voice:
 
     def __init__(self, rank: int, to: Queue) -> None:
         self.rank, self._to = rank, to
-        self._said: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True, name="ray-output")
         to.put((rank, "place", (socket.gethostname(), os.getpid())))
 
-    def __enter__(self) -> Voice:
+    def __enter__(self) -> OutputSender:
         self._before = sys.stdout, sys.stderr
-        self._lines = _Lines("out", self._said), _Lines("err", self._said)
+        self._lines = _Lines("out", self._pending), _Lines("err", self._pending)
         sys.stdout, sys.stderr = self._lines
         self._thread.start()
         return self
@@ -120,22 +120,22 @@ class Voice:
         sys.stdout, sys.stderr = self._before
         for lines in self._lines:
             lines.finish()
-        self._said.put(None)
+        self._pending.put(None)
         self._thread.join(_WAIT)
 
     def _send(self) -> None:
         ended = False
         while not ended:
-            batch = [self._said.get()]
-            while not self._said.empty():  # lines printed while the last batch was being sent
-                batch.append(self._said.get())
+            batch = [self._pending.get()]
+            while not self._pending.empty():  # lines printed while the last batch was being sent
+                batch.append(self._pending.get())
             ended = None in batch
             for kind in ("out", "err"):
                 if text := "".join(item[1] for item in batch if item and item[0] == kind):
                     self._to.put((self.rank, kind, text))
 
 
-def hear(orders: Queue) -> None:
+def forward_requests(orders: Queue) -> None:
     """In rank 0: deliver the caller's requests as signals, until Ray is gone.
 
     It polls instead of waiting in `orders.get`, because an item would go to a killed rank 0 that waited for

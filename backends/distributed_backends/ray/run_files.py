@@ -1,4 +1,4 @@
-"""A run's private folder on nodes that do not share the caller's: its files travel as bytes."""
+"""A run's private folder on nodes that do not share the caller's: its files are sent as bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unpack(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def folder_on(node: str, name: str) -> Path:
-    """Where the node with this id keeps the folder called `name`."""
+    """Path of the folder called `name` on the node with this id."""
     return Path(tempfile.gettempdir(), f"{name}-{node[:16]}")
 
 

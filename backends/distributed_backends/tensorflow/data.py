@@ -45,7 +45,7 @@ def read_data(data: Any, argument: str, config: DistributedConfig) -> Any:
     Args:
         data: a ``tf.data.Dataset``, a function that returns one, a ``keras.utils.PyDataset``,
             (nested) arrays, or anything else, which is given back.
-        argument: its name, for messages.
+        argument: name of the argument, for messages.
         config: configuration: limits of training, seed, shuffling.
 
     Raises:
@@ -92,11 +92,11 @@ class PipelineStream(IterableDataset[Any]):
     Args:
         dataset: the pipeline; None where `make` is called in the ranks only.
         make: a function that returns it, for one whose graph cannot travel.
-        seed: of the run, for shuffles without a seed.
+        seed: seed of the run, for shuffles without a seed.
 
     Attributes:
         num_stream_samples: samples of an epoch, None when unknown before reading.
-        batch_size: of its own batches; None when it yields samples.
+        batch_size: size of its own batches; None when it yields samples.
     """
 
     num_stream_samples: int | None = None
@@ -230,7 +230,7 @@ class BatchesStream(IterableDataset[Any]):
 
     Args:
         dataset: the batches.
-        seed: of the run.
+        seed: seed of the run.
         shuffle: take the batches in an order that follows from seed and epoch, as Keras's own
             fit shuffles batches and not samples.
     """

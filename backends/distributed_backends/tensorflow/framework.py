@@ -105,7 +105,7 @@ class TensorFlowObjects(Framework):
 
 
 def _compiled(model: Any, name: str) -> Any:
-    """What `model.compile` was given, None when it was not called."""
+    """Argument of `model.compile`, None when it was not called."""
     return getattr(model, name, None) if getattr(model, "compiled", False) else None
 
 

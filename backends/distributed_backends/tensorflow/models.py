@@ -294,5 +294,5 @@ class PackedLoss:
 
 
 def unpack(value: Any) -> Any:
-    """What was packed, built again; anything else as it is."""
+    """Rebuild a packed object; return anything else unchanged."""
     return value.unpack() if isinstance(value, (PackedModel, PackedOptimizer, PackedLoss)) else value

@@ -152,7 +152,7 @@ def split_batch(batch: Any) -> tuple[Any, Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
         return batch[0], batch[1], batch[2] if len(batch) == 3 else None
     raise UserError(
-        "cannot tell inputs from target in a batch",
+        "cannot separate inputs from target in a batch",
         field="train_loader",
         got=f"a batch of type {type(batch).__name__}"
         + (f" and length {len(batch)}" if isinstance(batch, (tuple, list)) else ""),

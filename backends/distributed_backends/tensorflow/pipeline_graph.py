@@ -1,4 +1,4 @@
-"""The graph of a tf.data pipeline: how it travels, and how its shuffles are seeded."""
+"""Serialize the graph of a tf.data pipeline, and seed its shuffles."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Finished", "StepFunctions"]
 
 
 class Finished(NamedTuple):
-    """What a step leaves: the norm of the mean gradient before clipping, and whether it is finite."""
+    """Result of a step: the norm of the mean gradient before clipping, and whether it is finite."""
 
     norm: Any
     finite: Any

@@ -1,4 +1,4 @@
-"""Which devices a rank drives, and the tf.distribute strategy over them.
+"""Choose a rank's devices and the tf.distribute strategy over them.
 
 TensorFlow's devices and other processes can only be set before it has started, and a
 process can have one MultiWorkerMirroredStrategy in its life: what was made is kept.

@@ -26,7 +26,7 @@ _CAUSE = re.compile(r"error: |rank \d+ \(")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     Attributes:
         backends: backend names.
@@ -84,7 +84,7 @@ class Result:
     """One row of the table.
 
     Attributes:
-        case: what was run.
+        case: measured case.
         mode: ``strong`` or ``weak``.
         throughput: samples per second.
         efficiency: per rank, against the fewest ranks in the same repeat: 1 is perfect.
@@ -126,8 +126,8 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[
     equally.
 
     Args:
-        plan: what to measure.
-        say: receives a line about each run.
+        plan: plan of the measurement.
+        say: called with a line about each run.
 
     Raises:
         UserError: a run failed; holds the line with the cause.

@@ -1,4 +1,4 @@
-"""What clusters accept as names, times, amounts and environment variables."""
+"""Checks of names, times, amounts and environment variables for clusters."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def render(job: Job, settings: DockerSettings, output: PurePath) -> Rendered:
 
     Args:
         job: whose backend and trackers decide what is installed.
-        settings: what else the image holds.
-        output: where the files go: the build's context.
+        settings: other contents of the image.
+        output: output directory: the build's context.
 
     Raises:
         UserError: a file that cannot be read.

@@ -38,7 +38,7 @@ class Job:
         config: full configuration.
         spec: spec of the backend.
         script: the user's script, None for the bundled example.
-        script_name: its path as typed.
+        script_name: path of the script as typed.
         arguments: arguments of the script.
         num_nodes: number of hosts; the maximum when the run is elastic.
         ranks_per_node: processes that train, on each host.
@@ -113,9 +113,9 @@ def make_job(
     Args:
         layers: the configuration's sources, weakest first.
         script: the user's script, None for the bundled example.
-        script_name: its path as it was typed.
+        script_name: path of the script as typed.
         arguments: the script's own.
-        catalog: what is installed; what a backend requires need not be, here.
+        catalog: installed backends; their requirements need not be installed here.
         asks_for_ranks: the target has to know how many ranks there are.
 
     Raises:

@@ -41,7 +41,7 @@ class RaySettings(RunSettings):
     setup: tuple[str, ...] = Field((), description="Line of shell to run on each host, such as pip install.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Set it where the nodes start, or in the cluster's own environment"
 
     @model_validator(mode="after")
@@ -78,9 +78,9 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     """The job, the cluster if it is a new one, and one script that submits.
 
     Args:
-        job: what is to run.
+        job: job to run.
         settings: which cluster.
-        output: where the files go; the job's part of them is uploaded to the cluster.
+        output: output directory; its folder ``job`` is uploaded to the cluster.
 
     Raises:
         UserError: another backend; checkpoints that would be lost with the job's folder.

@@ -35,7 +35,7 @@ class RunSettings(Settings):
     )
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Leave it out of the files"
 
     @field_validator("env", mode="before")

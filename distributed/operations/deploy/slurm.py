@@ -64,7 +64,7 @@ class SlurmSettings(RunSettings):
     option: tuple[str, ...] = Field((), description="Further option of sbatch, such as reservation=NAME.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Export it in the shell that calls sbatch, which hands its environment on"
 
     @model_validator(mode="after")
@@ -109,9 +109,9 @@ def render(job: Job, settings: SlurmSettings, output: PurePath) -> Rendered:
     """The batch script and the run's configuration.
 
     Args:
-        job: what is to run.
+        job: job to run.
         settings: Slurm settings.
-        output: where the files go, relative to where sbatch will be called, or absolute.
+        output: output directory, relative to the folder in which sbatch is called, or absolute.
 
     Raises:
         UserError: a requeued run would start over; a backend that Slurm cannot start.

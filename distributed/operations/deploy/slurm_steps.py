@@ -1,4 +1,4 @@
-"""The job step of a batch script: how each backend's ranks are started in an allocation of Slurm's."""
+"""Job steps of a batch script, which start each backend's ranks in a Slurm allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of several hosts (`preflight`): what is wrong with a survey, and what to do about it."""
+"""Checks of several hosts (`preflight`): problems in a survey, with remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["judge"]
 _CLOCK = 1.0
 """Seconds between clocks above which times in logs and checkpoints are misleading."""
 _SLOW = 4.0
-"""How many times slower than the median link is too slow."""
+"""Factor of the median link above which a link is reported as slow."""
 _LATE = 1e-3
 """Seconds of a round trip below which no link is called slow."""
 _SHARED_MEMORY = 256 * 2**20

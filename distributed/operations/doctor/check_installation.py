@@ -115,7 +115,7 @@ def plugins(catalog: Catalog | None = None) -> Iterator[Finding]:
 
 
 def backends(catalog: Catalog | None = None) -> Iterator[Finding]:
-    """What each backend needs is installed."""
+    """The requirements of each backend are installed."""
     for name, spec in sorted((catalog or get_catalog()).backends.items()):
         missing = missing_modules(spec.requires)
         if missing:

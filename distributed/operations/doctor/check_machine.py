@@ -83,7 +83,7 @@ def shared_memory(folder: str = "/dev/shm", wanted: int = _GIB) -> Iterator[Find
     """Shared memory holds what DataLoader workers and ranks pass through it.
 
     Args:
-        folder: where it is mounted.
+        folder: mount point.
         wanted: bytes that should be free.
     """
     if not Path(folder).is_dir():

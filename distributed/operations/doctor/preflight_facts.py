@@ -58,7 +58,7 @@ class Facts:
         clock: seconds that its clock is ahead of node 0's.
         clock_error: uncertainty of `clock` in seconds.
         links: other node -> link to it.
-        checkpoint: what is wrong with ``checkpoint_dir`` there; empty when nothing is, None without one.
+        checkpoint: problem with ``checkpoint_dir`` there; empty without a problem, None without one.
     """
 
     node: int

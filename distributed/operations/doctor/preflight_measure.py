@@ -40,7 +40,7 @@ class AllReduce:
         transport: gloo or nccl.
         small: seconds for 4 bytes, the median of several.
         bandwidth: bytes of a 16 MiB buffer over the seconds that it took.
-        error: what went wrong; empty when nothing did.
+        error: cause of a failure; empty on success.
     """
 
     transport: str

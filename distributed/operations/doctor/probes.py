@@ -1,4 +1,4 @@
-"""What `doctor` runs in processes of their own: ``python -m distributed.operations.doctor.probes NAME``.
+"""Probes that `doctor` runs in separate processes: ``python -m distributed.operations.doctor.probes NAME``.
 
 Each probe prints one line of JSON, or fails with a traceback whose last line is the cause.
 """

@@ -173,7 +173,7 @@ def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
     """Elements for plots, two per row where they fit.
 
     Args:
-        panels: in their order.
+        panels: plots in their order.
         first: number of plots on the page before these.
         key: HTML that explains marks which several of them have.
     """

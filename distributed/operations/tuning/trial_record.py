@@ -112,7 +112,7 @@ def _place(report: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def trial_folder(folder: str | Path, name: str) -> Path:
-    """Where the search in `folder` keeps the trial called `name`."""
+    """Folder of the trial called `name` in the search's `folder`."""
     return Path(folder, "trials", name)
 
 

@@ -151,7 +151,7 @@ class DistributedTuner:
         """Run the search and return the parameters of the best trial.
 
         Args:
-            num_samples: how often the space is sampled; every point of a grid is a trial of its own.
+            num_samples: number of samples of the space; every point of a grid is a trial of its own.
 
         Raises:
             UserError: impossible resources; a metric that no trial reported; only user errors.

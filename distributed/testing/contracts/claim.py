@@ -19,7 +19,7 @@ from distributed.testing.suite import EXACT, Run, Suite
 __all__ = ["ClaimContracts"]
 
 _HALF_DIGITS = 0.02
-"""How far ten steps in half precision may end from float32: bfloat16 keeps 8 bits."""
+"""Largest distance of ten steps in half precision from float32: bfloat16 keeps 8 bits."""
 
 
 class ClaimContracts(Suite):

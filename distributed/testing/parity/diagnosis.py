@@ -30,7 +30,7 @@ TOLERANCES = {
 """Largest difference that rounding explains, by dtype and optimizer."""
 
 _NEAR = 1e-3
-"""How near a ratio of norms has to be to a whole number to be taken for it."""
+"""Largest distance of a ratio of norms from the whole number that it is taken for."""
 
 _ROUNDS = 2e-3
 """Relative differences below it may come from rounding to a narrower type."""

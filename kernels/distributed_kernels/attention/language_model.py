@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_seq_len": 32_768,
     },
 }
-"""What `create_distributed_model(preset)` builds: 140 million, 370 million and 1.4 billion parameters."""
+"""Presets of `create_distributed_model`: 140 million, 370 million and 1.4 billion parameters."""
 
 _STD = 0.02
 

@@ -59,7 +59,7 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         causal: a position sees no later one.
         group: the ranks that hold the sequence in contiguous slices; None for one process.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         KernelError: heads that do not divide the width, or lists that do not agree.

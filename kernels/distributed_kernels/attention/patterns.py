@@ -1,4 +1,4 @@
-"""Which blocks of the score matrix a block-sparse attention keeps."""
+"""Patterns of the kept blocks of a block-sparse score matrix."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _nearest(budgets: list[float], ratio: float, density: Callable[[float], floa
 
 
 def _distance(blocks: int) -> Tensor:
-    """(queries, keys): how many blocks the key lies before the query."""
+    """(queries, keys): number of blocks by which the key precedes the query."""
     place = torch.arange(blocks)
     return place[:, None] - place[None, :]
 

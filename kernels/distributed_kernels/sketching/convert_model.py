@@ -43,7 +43,7 @@ class SketchReport:
 
     Attributes:
         layers: every linear layer and convolution, in the model's order.
-        parameters_before, parameters_after: of the whole model.
+        parameters_before, parameters_after: number of parameters of the whole model.
     """
 
     layers: tuple[LayerRow, ...]

@@ -20,7 +20,7 @@ class Sketch(nn.Module):
     """The frozen halves of a layer in -> out: `frozen_in` (num_in, in) and `frozen_out` (out, num_out).
 
     Args:
-        in_features, out_features: of the layer.
+        in_features, out_features: sizes of the layer.
         num_in, num_out: rows of `frozen_in`, columns of `frozen_out`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sketch(nn.Module):
 
     @abstractmethod
     def export_sketch(self) -> Any:
-        """What `import_sketch` needs on another rank, as plain data or CPU tensors."""
+        """Export the sketch for `import_sketch` on another rank, as plain data or CPU tensors."""
 
     @abstractmethod
     def import_sketch(self, state: Any) -> None:

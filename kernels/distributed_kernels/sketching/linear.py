@@ -40,7 +40,7 @@ class SKLinear(nn.Module):
         train_both: False freezes one half of each factor; None is False with `num_terms` or given
             matrices, else True.
         sketch: ``sign``, from `seed`; or the matrices (U1 (r1, out), U2 (in, r2)), r1 + r2 = rank.
-        seed: of the signs. Layers of equal shape and seed have equal sketches.
+        seed: seed of the signs. Layers of equal shape and seed have equal sketches.
         bias, device, dtype: as for `nn.Linear`.
         allow_costly: accept a rank above break-even.
 
@@ -120,7 +120,7 @@ class SKLinear(nn.Module):
         by least squares for the frozen halves.
 
         Args:
-            weight: in the precision to compute in.
+            weight: weight in the precision to compute in.
             keep_norm: scale the result to the Frobenius norm of `weight`; False leaves the best fit.
         """
         if self.sketch is None:
@@ -160,7 +160,7 @@ class SKLinear(nn.Module):
         return frozen_out @ factor_in + factor_out @ frozen_in
 
     def flops(self, num_rows: int, *, backward: bool = False) -> int:
-        """Of `num_rows` rows, a multiply-add counted as two, the bias not at all.
+        """FLOPs of `num_rows` rows; a multiply-add counts as two, the bias is not counted.
 
         Args:
             num_rows: product of the input's dimensions but the last.
@@ -252,7 +252,7 @@ def _make_sketch(layer: SKLinear, sketch: Any, seed: int, device: Any, dtype: An
 
 
 def _autocast(x: Tensor, *tensors: Tensor | None) -> Any:
-    """What autocast does to the arguments of `F.linear`."""
+    """Cast the arguments as autocast does for `F.linear`."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x, *tensors

@@ -19,10 +19,10 @@ class SketchedMLP(nn.Module):
 
     Args:
         input_size, hidden_sizes, output_size: numbers of features.
-        sketch_ratios: for each layer its rank as a share of the layer's inputs, rounded down; None keeps
+        sketch_ratios: rank of each layer as a share of the layer's inputs, rounded down; None keeps
             that layer an `nn.Linear`. The output layer takes the last one, which may be a further one.
         train_both, allow_costly: as for `SKLinear`.
-        seed: of the first layer's sketch; every further layer has the next.
+        seed: seed of the first layer's sketch; every further layer has the next.
         device, dtype: as for `nn.Linear`.
 
     Raises:

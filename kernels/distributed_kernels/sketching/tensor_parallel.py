@@ -31,7 +31,7 @@ class _SKParallel(ParallelStyle):
     """Base of both styles: parameters become DTensors, hooks bring inputs and outputs into layout."""
 
     _cut: ClassVar[dict[str, Placement]]
-    """Where each parameter is cut; those not named are whole on every rank."""
+    """Sharded dimension of each parameter; others are unsharded on every rank."""
     _inner_input: Placement
     _inner_output: Placement
 
@@ -74,8 +74,8 @@ class SKColwiseParallel(_SKParallel):
     """A `ParallelStyle` for `SKLinear`: every rank computes out_features / P of the outputs.
 
     Args:
-        input_layouts: of the inputs that are no DTensors; whole on every rank by default.
-        output_layouts: what the outputs become; the last dimension stays cut by default.
+        input_layouts: layouts of inputs that are not DTensors; unsharded on every rank by default.
+        output_layouts: layouts of the outputs; sharded at the last dimension by default.
         use_local_output: plain tensors instead of DTensors.
 
     Raises:
@@ -109,8 +109,8 @@ class SKRowwiseParallel(_SKParallel):
     """A `ParallelStyle` for `SKLinear`: every rank takes in_features / P of the inputs.
 
     Args:
-        input_layouts: of the inputs that are no DTensors; cut at the last dimension by default.
-        output_layouts: what the outputs become; whole on every rank by default.
+        input_layouts: layouts of inputs that are not DTensors; sharded at the last dimension by default.
+        output_layouts: layouts of the outputs; unsharded on every rank by default.
         use_local_output: plain tensors instead of DTensors.
 
     Raises:

@@ -25,7 +25,7 @@ from distributed.system.private_files import write_private
 from distributed_backends.ray.cluster import connected, environment
 from distributed_backends.ray.tune.schedulers import hands_over, make_scheduler, own_metric
 from distributed_backends.ray.tune.search_space import count_grid, describe, translate
-from distributed_backends.ray.tune.slots import Room, make_room
+from distributed_backends.ray.tune.slots import TrialSlots, find_slots
 
 __all__ = ["RayTune"]
 
@@ -52,21 +52,21 @@ _OVER = ("TERMINATED", "ERROR")
 
 
 @dataclass
-class _Now:
+class _CurrentLimits:
     """Values that may change when a search is resumed: Ray would restore the first start's.
 
     Attributes:
         time_limit: seconds from now on, None without.
-        most_at_once: maximum number of concurrent trials, 0 for as many as fit.
+        max_concurrent: maximum number of concurrent trials, 0 for as many as fit.
         live: names of the trials that were begun and have not ended.
     """
 
     time_limit: float | None
-    most_at_once: int
+    max_concurrent: int
     live: frozenset[str] = frozenset()
 
 
-_now: _Now | None = None
+_now: _CurrentLimits | None = None
 
 
 class RayTune(SearchEngine):
@@ -83,25 +83,25 @@ class RayTune(SearchEngine):
         return search.num_samples * count_grid(translate(search.space))
 
     def run(self, search: Search) -> list[TrialEnd]:
-        room = make_room(search)
+        slots = find_slots(search)
         with (
-            connected(RaySection(address=search.address), room.num_cpus, room.resources),
+            connected(RaySection(address=search.address), slots.num_cpus, slots.resources),
             environment(_VARIABLES),
             _quiet(),
         ):
-            room.check()
-            print(room.summary(), flush=True)
-            results = _tuner(search, room).fit()
+            slots.check()
+            print(slots.summary(), flush=True)
+            results = _tuner(search, slots).fit()
             ends = [_end(trial, results[i]) for i, trial in enumerate(_trials_of(results))]
         _forget_checkpoints(search)
         return ends
 
 
-def _tuner(search: Search, room: Room) -> tune.Tuner:
-    actor = tune.with_resources(_actor(_order(search)), room.of_trial())
+def _tuner(search: Search, slots: TrialSlots) -> tune.Tuner:
+    actor = tune.with_resources(_actor(_order(search)), slots.of_trial())
     path = Path(search.folder, _NAME)
     global _now
-    _now = _Now(search.time_limit, room.most_at_once())
+    _now = _CurrentLimits(search.time_limit, slots.max_concurrent())
     # The newest is the one that Ray takes; its name is the time.
     states = sorted(path.glob("experiment_state-*.json"))
     if search.resume and tune.Tuner.can_restore(str(path)) and states:
@@ -110,7 +110,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
     space = translate(search.space)
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
-    generator = _Samples(random_state=search.seed, max_concurrent=_now.most_at_once)
+    generator = _Samples(random_state=search.seed, max_concurrent=_now.max_concurrent)
     # Trials have the same names when the search is restarted.
     generator._uuid_prefix = ""
     return tune.Tuner(
@@ -123,7 +123,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             scheduler=scheduler,
             num_samples=search.num_samples,
             # Importing takes longer than a small trial. On a GPU a process also holds memory.
-            reuse_actors=room.device == "CPU",
+            reuse_actors=slots.device == "CPU",
             trial_dirname_creator=_folder_name,
         ),
         run_config=tune.RunConfig(
@@ -131,7 +131,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             storage_path=search.folder,
             verbose=0,
             stop=_Ends(search.time_limit),
-            callbacks=[_Teller(search.folder)],
+            callbacks=[_TrialPrinter(search.folder)],
         ),
     )
 
@@ -201,7 +201,7 @@ class _Samples(BasicVariantGenerator):
         if _now is not None:
             # If there are no more of them, the next call finds out.
             self._finished = False
-            self.max_concurrent, self._live_trials = _now.most_at_once, set(_now.live)
+            self.max_concurrent, self._live_trials = _now.max_concurrent, set(_now.live)
 
 
 class _Ends(tune.Stopper):
@@ -228,19 +228,19 @@ class _Ends(tune.Stopper):
             self.time_limit = _now.time_limit
 
 
-class _Teller(tune.Callback):
+class _TrialPrinter(tune.Callback):
     """Print a line for every trial that has ended."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._say(trial)
+        self._print(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._say(trial, failed=True)
+        self._print(trial, failed=True)
 
-    def _say(self, trial: Any, failed: bool = False) -> None:
+    def _print(self, trial: Any, failed: bool = False) -> None:
         known = load_trial(self.folder, trial.trial_id)
         if known is not None:
             known.status = "failed" if failed else known.status

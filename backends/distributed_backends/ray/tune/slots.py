@@ -16,14 +16,14 @@ from distributed_backends.ray.cluster import address_of
 from distributed_backends.ray.tune.schedulers import hands_over
 from distributed_backends.ray.tune.search_space import count_grid, translate
 
-__all__ = ["Room", "make_room"]
+__all__ = ["TrialSlots", "find_slots"]
 
 _SLOT = "distributed_slot"
 """Resource that limits trials on our own cluster, whose host may have more cores than slots."""
 
 
 @dataclass
-class Room:
+class TrialSlots:
     """Slots of a search.
 
     Attributes:
@@ -67,7 +67,7 @@ class Room:
             held[_SLOT] = self.share
         return tune.PlacementGroupFactory([held])
 
-    def most_at_once(self) -> int:
+    def max_concurrent(self) -> int:
         """Number of trials sampled ahead; 0 for as many as fit."""
         asked = self.search.max_concurrent or self.capacity
         most = min(asked, self.capacity)
@@ -124,7 +124,7 @@ class Room:
         return first
 
 
-def make_room(search: Search) -> Room:
+def find_slots(search: Search) -> TrialSlots:
     """The slots for `search`, as far as they are known before a cluster is connected.
 
     Raises:
@@ -132,11 +132,11 @@ def make_room(search: Search) -> Room:
     """
     ours = not ray.is_initialized() and address_of(RaySection(address=search.address)) is None
     if not ours:
-        return Room(search, ours)
+        return TrialSlots(search, ours)
     import torch
 
     gpus = 0 if search.num_cpus else torch.cuda.device_count()
-    return Room(search, ours, *_slots(search, gpus, len(os.sched_getaffinity(0)), False))
+    return TrialSlots(search, ours, *_slots(search, gpus, len(os.sched_getaffinity(0)), False))
 
 
 def _slots(search: Search, gpus: int, cpus: int, strict: bool) -> tuple[str, int]:

@@ -16,12 +16,12 @@ __all__ = ["CONFIG", "CONTAINER", "WORK", "Pod", "mount_path"]
 
 CONTAINER = "train"
 CONFIG, WORK = "/config", "/work"
-"""Where the configuration lies, and where the run works: a folder that goes with the pod."""
+"""Folders of the configuration and of the run; the latter is deleted with the pod."""
 _TAKEN = (CONFIG, WORK, "/tmp", "/dev", "/proc", "/sys", "/etc", "/usr", "/bin", "/lib", "/var", "/root")
 
 
 def mount_path(directory: str | None) -> str | None:
-    """Where the volume with the checkpoints is mounted; None for an object store, or no checkpoints.
+    """Mount path of the volume with the checkpoints; None for an object store, or no checkpoints.
 
     Raises:
         UserError: no volume can be mounted there.
@@ -48,7 +48,7 @@ class Pod:
     """Common parts of the pods of a job.
 
     Attributes:
-        job: what runs.
+        job: job to run.
         settings: Kubernetes settings.
         claim: the volume claim for checkpoints, None without.
     """

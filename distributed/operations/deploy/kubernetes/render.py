@@ -42,9 +42,9 @@ def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered
     """Manifests, and the list of them.
 
     Args:
-        job: what is to run.
+        job: job to run.
         settings: Kubernetes settings.
-        output: where the files go.
+        output: output directory.
 
     Raises:
         UserError: a kind that cannot run the backend; a script too large to travel; checkpoints that

@@ -60,7 +60,7 @@ class KubernetesSettings(RunSettings):
     ray_version: str = Field("2.60.0", description="Version of Ray in the image; for rayjob.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Make a Secret (kubectl create secret generic NAME) and set --env-from-secret NAME"
 
     @field_validator("node_selector", mode="before")
