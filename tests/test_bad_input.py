@@ -341,7 +341,7 @@ def test_what_cannot_travel_to_the_ranks(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--backend", "pytorch-dpp"], "error: backend: "),
-        (["--script", "/nowhere/train.py"], "error: --script: there is no folder /nowhere"),
+        (["--script", "/nowhere/train.py"], "error: --script: no such directory /nowhere"),
         (["--script", "{here}/trian.py"], "Did you mean 'train.py'?"),
         (
             ["--script", "{here}/train.py", "--global-batch-size", "10", "--num-processes", "2"],

@@ -1,4 +1,4 @@
-"""``backends``: what is installed, what each can do, and which plugins are broken."""
+"""``backends``: list installed backends, their capabilities, and broken plugins."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def describe(spec: BackendSpec, catalog: Catalog) -> dict[str, Any]:
 
 
 def capability_words(capabilities: Capabilities) -> list[str]:
-    """What a backend can do, one word per switch and per member of a set."""
+    """Capabilities of a backend, one word per switch and per member of a set."""
     words = []
     for field in fields(capabilities):
         value = getattr(capabilities, field.name)

@@ -1,4 +1,4 @@
-"""``bench scaling``: how throughput grows with the ranks, and how far the repeats lie apart."""
+"""``bench scaling``: throughput by the number of ranks, with the spread of the repeats."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="strong: the global batch stays; weak: each rank's batch stays. Default: both.",
     )
-    flags("--batch-size", default="64", metavar="N", help="Per rank, on the fewest ranks. Default: 64.")
-    flags("--steps", default="120", metavar="N", help="Optimizer steps a run. Default: 120.")
-    flags("--repeats", default="3", metavar="N", help="Runs of each setting, in turns. Default: 3.")
-    flags("--width", default="256", metavar="N", help="Of the bundled network. Default: 256.")
-    flags("--depth", default="4", metavar="N", help="Its hidden layers. Default: 4.")
+    flags(
+        "--batch-size", default="64", metavar="N", help="Samples per rank on the fewest ranks. Default: 64."
+    )
+    flags("--steps", default="120", metavar="N", help="Optimizer steps per run. Default: 120.")
+    flags("--repeats", default="3", metavar="N", help="Runs of each setting, interleaved. Default: 3.")
+    flags("--width", default="256", metavar="N", help="Width of the bundled network. Default: 256.")
+    flags("--depth", default="4", metavar="N", help="Hidden layers of the bundled network. Default: 4.")
     flags("--script", metavar="FILE", help="Train a script of your own instead of the bundled network.")
     flags(
         "--set",
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        UserError: a wrong argument, a backend that is not there, or a run that failed.
+        UserError: a wrong argument, a backend that is not installed, or a failed run.
     """
     from distributed.operations.bench.scaling import measure
 
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             {"machine": _machine(), "remarks": remarks, "results": [_as_json(result) for result in results]}
         )
     else:
-        print_table(_HEADS, [_cells(result) for result in results])
+        print_table(_HEADS, [_row_cells(result) for result in results])
     if args.output:
         _write_page(Path(args.output), plan, results, remarks)
     return 0
@@ -92,16 +94,21 @@ def _plan(args: argparse.Namespace) -> Plan:
         spec = get_catalog().backend(name, "--backends")
         require(spec.requires, f"backend '{name}'", spec.install_hint)
     if not backends:
-        raise UserError("no backend is named", field="--backends", got=args.backends)
+        raise UserError("no backend given", field="--backends", got=args.backends)
     script = None if args.script is None else find_script(args.script)
-    size = ["--width", str(_whole(args.width, "--width")), "--depth", str(_whole(args.depth, "--depth"))]
+    size = [
+        "--width",
+        str(_positive_int(args.width, "--width")),
+        "--depth",
+        str(_positive_int(args.depth, "--depth")),
+    ]
     plan = Plan(
         backends=backends,
-        ranks=sorted({_whole(word, "--ranks") for word in args.ranks.split(",")}),
+        ranks=sorted({_positive_int(word, "--ranks") for word in args.ranks.split(",")}),
         modes=["strong", "weak"] if args.mode == "both" else [args.mode],
-        batch_size=_whole(args.batch_size, "--batch-size"),
-        steps=_whole(args.steps, "--steps"),
-        repeats=_whole(args.repeats, "--repeats"),
+        batch_size=_positive_int(args.batch_size, "--batch-size"),
+        steps=_positive_int(args.steps, "--steps"),
+        repeats=_positive_int(args.repeats, "--repeats"),
         script=script,
         arguments=size if script is None else (),
         options=[word for assignment in args.set for word in ("--set", assignment)],
@@ -111,7 +118,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _machine() -> str:
-    """What the figures were taken on."""
+    """The hardware of the measurement."""
     from distributed.system.devices import visible_gpus
 
     gpus = visible_gpus()
@@ -122,18 +129,19 @@ def _machine() -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """What a reader of the figures should not overlook."""
+    """Caveats for a reader of the results."""
     from distributed.system.devices import visible_gpus
 
     gpus, found = visible_gpus(), []
     have, what = (gpus, "GPU") if gpus else (_cores(), "core")
     if plan.ranks[-1] > have:
         found.append(
-            f"{plan.ranks[-1]} ranks share {plural(have, what)}: their efficiency says more of this machine"
-            " than of the backend."
+            f"{plan.ranks[-1]} ranks share {plural(have, what)}:"
+            " their efficiency depends more on this machine"
+            " than on the backend."
         )
     if plan.repeats < 3:
-        found.append("Fewer than three repeats say little about noise.")
+        found.append("Fewer than three repeats are not enough to estimate noise.")
     return found
 
 
@@ -141,7 +149,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cells(result: Result) -> list[str]:
+def _row_cells(result: Result) -> list[str]:
     rate, share = result.throughput, result.efficiency
     return [
         result.case.backend,
@@ -159,12 +167,12 @@ def _as_json(result: Result) -> dict[str, Any]:
     return {
         **asdict(result.case),
         "mode": result.mode,
-        "samples_per_second": _figure(result.throughput),
-        "efficiency": _figure(result.efficiency),
+        "samples_per_second": _measurement(result.throughput),
+        "efficiency": _measurement(result.efficiency),
     }
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _measurement(figure: Figure) -> dict[str, Any]:
     return {"median": figure.median, "min": figure.low, "max": figure.high, "repeats": list(figure.values)}
 
 
@@ -182,7 +190,7 @@ def _write_page(path: Path, plan: Plan, results: Sequence[Result], remarks: Sequ
         ),
         *map(html.note, remarks),
         html.plots(panels),
-        html.section("Figures", html.table(_HEADS, [_cells(r) for r in results], numbers=range(2, 8))),
+        html.section("Figures", html.table(_HEADS, [_row_cells(r) for r in results], numbers=range(2, 8))),
     ]
     html.write(path, html.page("Scaling", body, panels))
     print(path)
@@ -219,7 +227,7 @@ def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
     ]
 
 
-def _whole(text: str, flag: str) -> int:
+def _positive_int(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)

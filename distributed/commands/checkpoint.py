@@ -1,4 +1,4 @@
-"""``checkpoint``: what is saved in a directory, whether it is good, and its weights as safetensors."""
+"""``checkpoint``: list, show, verify, compare, export and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -40,15 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     diff.add_argument("other", metavar="OTHER", help=one)
     export = _action(actions, "export", _export, one, "Write the weights as safetensors.")
-    export.add_argument("--output", metavar="DIR", required=True, help="Where to; made when missing.")
+    export.add_argument(
+        "--output", metavar="DIR", required=True, help="Output directory; created when missing."
+    )
     export.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], help="Convert floating-point weights; default: as saved."
     )
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes a file; default 5GB.")
     prune = _action(actions, "prune", _prune, folder, "Remove old checkpoints; the best one stays.")
-    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="The newest N stay.")
-    prune.add_argument("--keep-every", type=int, metavar="N", help="Steps that N divides stay, too.")
-    prune.add_argument("--dry-run", action="store_true", help="Say what would go.")
+    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="Keep the newest N.")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="Also keep steps divisible by N.")
+    prune.add_argument(
+        "--dry-run", action="store_true", help="Only print which checkpoints would be removed."
+    )
 
 
 def _action(actions: Any, name: str, function: Any, path: str, summary: str) -> argparse.ArgumentParser:
@@ -59,7 +63,7 @@ def _action(actions: Any, name: str, function: Any, path: str, summary: str) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says.
+    """Run the action.
 
     Raises:
         UserError: no such checkpoint, or a damaged one.
@@ -183,7 +187,7 @@ def _prune(args: argparse.Namespace) -> None:
     for name in ("keep_last", "keep_every"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError("not a number of checkpoints", field=f"--{name.replace('_', '-')}", got=value,
+            raise UserError("must be a positive integer", field=f"--{name.replace('_', '-')}", got=value,
                             allowed="1 or more")  # fmt: skip
     store = _store(args.path)
     for path in store.prune(args.keep_last, args.keep_every, dry_run=args.dry_run):
@@ -207,7 +211,7 @@ def _store(path: str) -> PortableCheckpointer:
     store = PortableCheckpointer(path, keep_last=None)
     if not store.steps():
         raise UserError(
-            "no checkpoint there",
+            "no checkpoint found",
             field="PATH",
             got=path,
             allowed="a checkpoint_dir, which holds step_NNNNNNNN",
@@ -222,8 +226,8 @@ def _open(path: str) -> PortableReader:
         return PortableReader(path)
     latest = _store(path).latest()
     if latest is None:
-        raise UserError("every checkpoint there is damaged", field="PATH", got=path,
-                        remedy="`checkpoint verify` says which files")  # fmt: skip
+        raise UserError("every checkpoint in this directory is damaged", field="PATH", got=path,
+                        remedy="`checkpoint verify` lists the damaged files")  # fmt: skip
     return PortableReader(latest)
 
 

@@ -1,4 +1,4 @@
-"""``config``: where each value comes from, which fields there are, and YAML to start from."""
+"""``config``: the origin of each value, the list of fields, and YAML to start from."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the action asks.
+    """Run the action and print its result.
 
     Raises:
         UserError: a value is wrong.
     """
     if args.markdown and args.action != "fields":
-        raise UserError("only the fields can be had as Markdown", field="--markdown", allowed="config fields")
+        raise UserError(
+            "only `config fields` can be printed as Markdown", field="--markdown", allowed="config fields"
+        )
     action = _markdown_fields if args.markdown else args.actions[args.action]
     action(load_layers(collect_layers(args)))
     return 0
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def to_yaml(config: DistributedConfig) -> str:
     """YAML that loads back to `config`.
 
-    Only values that somebody set are live; defaults are comments, since an explicit value
+    Only explicitly set values are live; defaults are comments, because an explicit value
     may conflict with others where a default gives way.
     """
     lines: list[str] = []

@@ -19,7 +19,7 @@ class Target(NamedTuple):
     """One kind of cluster.
 
     Attributes:
-        module: where its settings and `render` live; imported when the target is asked for.
+        module: module of its settings and `render`, imported when the target is used.
         settings: the name of its settings' class.
         summary: one line for ``--help``.
         asks_for_ranks: it has to know how many ranks there are.
@@ -50,9 +50,7 @@ TARGETS = {
     ),
 }
 
-_EPILOG = (
-    "What follows `--` is the script's own. --num-nodes, --gpus-per-node and the like say what is asked for."
-)
+_EPILOG = "Arguments after `--` go to the script. Flags such as --num-nodes set the job's resources."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         own = targets.add_parser(name, help=target.summary, description=target.summary, epilog=_EPILOG)
         own.set_defaults(parser=own, passes_arguments_on=True)
         own.add_argument(
-            "--output", metavar="DIR", required=True, help="Where the files go; made when missing."
+            "--output", metavar="DIR", required=True, help="Output directory; created when missing."
         )
         own.add_argument(
             "--script", metavar="FILE", help="Script to train; without it, the bundled digits.py."
@@ -107,5 +105,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _output(text: str) -> Path:
     if not text or "\0" in text or not text.isprintable():
-        raise UserError("not a folder's name", field="--output", got=text)
+        raise UserError("not a directory name", field="--output", got=text)
     return Path(text)

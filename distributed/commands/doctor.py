@@ -58,12 +58,12 @@ def checks(allreduce: bool = True) -> list[Check]:
 
 
 def examine(todo: Sequence[Check]) -> list[Finding]:
-    """What all checks find; one that raises becomes a finding of its own."""
+    """Findings of all checks; a check that raises becomes a finding of its own."""
     findings: list[Finding] = []
     for check in todo:
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
+        except Exception as error:  # noqa: BLE001 - the other checks still run
             name = check.__name__.replace("_", " ")
             findings.append(
                 Finding(name, "error", f"the check itself failed: {type(error).__name__}: {error}")

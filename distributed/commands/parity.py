@@ -1,4 +1,4 @@
-"""``parity``: trains two backends on the same data and names the first divergence."""
+"""``parity``: train two backends on the same data and name the first divergence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["add_arguments", "run"]
 _DTYPES = ("float64", "float32", "bf16")
 _OPTIMIZERS = ("sgd", "momentum", "adamw")
 _EPILOG = """
-A backend may carry configuration of its own: deepspeed:zero_stage=2,seed=3. One that is a single process runs
-on one rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a mistake in what was given.
+A backend may carry its own configuration: deepspeed:zero_stage=2,seed=3. A single-process backend runs on one
+rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a wrong argument.
 """
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="float64",
         metavar="{float64,float32,bf16}",
-        help="Of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
+        help="Dtype of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
     )
     parser.add_argument(
         "--optimizer", default="sgd", metavar="{sgd,momentum,adamw}", help="Default: sgd; adamw has eps=1e-4."
@@ -86,9 +86,12 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
 
     if len(args.backends) != 2:
         raise UserError(
-            "parity compares two backends", got=" ".join(args.backends) or "none", remedy="parity serial fsdp"
+            "needs exactly two backends",
+            field="BACKEND",
+            got=" ".join(args.backends) or "none",
+            remedy="Name two, e.g. `parity serial fsdp`",
         )
-    ranks = [_whole(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
+    ranks = [_positive_int(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
     sides = [parse_side(text, number) for text, number in zip(args.backends, ranks, strict=True)]
     tolerance = TOLERANCES[exercise.dtype, exercise.optimizer]
     if args.tolerance is not None:
@@ -105,7 +108,7 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
 def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
     from distributed.testing.parity.table import default_backends, measure, render
 
-    ranks = [_whole(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
+    ranks = [_positive_int(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
     rows = measure(
         args.backends or default_backends(), ranks, exercise, say=lambda text: print(text, file=sys.stderr)
     )
@@ -120,10 +123,10 @@ def _exercise(args: argparse.Namespace) -> Exercise:
     from distributed.testing.parity.measure import Exercise
 
     return Exercise(
-        steps=_whole(args.steps, "--steps"),
-        global_batch_size=_whole(args.global_batch_size, "--global-batch-size"),
-        accumulation=_whole(args.accumulation, "--accumulation"),
-        samples=_whole(args.samples, "--samples"),
+        steps=_positive_int(args.steps, "--steps"),
+        global_batch_size=_positive_int(args.global_batch_size, "--global-batch-size"),
+        accumulation=_positive_int(args.accumulation, "--accumulation"),
+        samples=_positive_int(args.samples, "--samples"),
         dtype=_one_of(args.dtype, "--dtype", _DTYPES),
         optimizer=_one_of(args.optimizer, "--optimizer", _OPTIMIZERS),
         learning_rate=_number(args.learning_rate, "--learning-rate"),
@@ -135,10 +138,12 @@ def _print(a: Record, b: Record, rows: Sequence[Row], found: Divergence | None, 
     heads = ["step", "loss A", "loss B", "norm A", "norm B", "weights apart"]
     print_table(heads, [_cells(row) for row in rows], [_style(row, found) for row in rows])
     if found is None:
-        print(f"{_place(a)} and {_place(b)} agree within {tolerance:g} over {len(rows)} steps")
+        print(
+            f"{_describe_side(a)} and {_describe_side(b)} agree within {tolerance:g} over {len(rows)} steps"
+        )
         return
     first, second = found.values
-    print(f"A = {_place(a)}, B = {_place(b)}")
+    print(f"A = {_describe_side(a)}, B = {_describe_side(b)}")
     print(f"first divergence: step {found.step}, {found.figure}: {first:.10g} and {second:.10g}")
     for cause in found.causes:
         print(f"likely cause: {cause}")
@@ -153,7 +158,7 @@ def _style(row: Row, found: Divergence | None) -> str:
     return "bold" if found is not None and row.step == found.step else ""
 
 
-def _place(side: Record) -> str:
+def _describe_side(side: Record) -> str:
     ranks = "1 rank" if side.side.ranks == 1 else f"{side.side.ranks} ranks"
     return f"{side.side} on {ranks}"
 
@@ -170,9 +175,9 @@ def _as_json(
     }
 
 
-def _whole(text: str, flag: str) -> int:
+def _positive_int(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("not a number of things", field=flag, got=text, allowed="1, 2, 3, ...")
+        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)
 
 
@@ -185,5 +190,5 @@ def _number(text: str, flag: str) -> float:
 
 def _one_of(text: str, flag: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
-        raise UserError("not one of them", field=flag, got=text, allowed=", ".join(allowed))
+        raise UserError("unknown value", field=flag, got=text, allowed=", ".join(allowed))
     return text

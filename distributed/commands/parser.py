@@ -1,4 +1,4 @@
-"""The argument parser of all verbs: its complaints are UserErrors with the nearest flag."""
+"""The argument parser of all verbs: its errors are UserErrors that name the nearest flag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint as a UserError instead of printing the whole usage."""
+        """Raise UserError with `message` instead of printing the whole usage."""
         raise UserError(message, remedy=f"`{self.prog} --help` lists the flags")
 
 
@@ -42,7 +42,7 @@ def nearly(word: str, flags: Iterable[str], above: float = 0.8) -> str | None:
 
 
 def refuse_unknown(words: Iterable[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Raise the UserError about arguments that belong to nobody."""
+    """Raise the UserError about unknown arguments."""
     unknown = list(words)
     flag = nearly(unknown[0], flags_of(parser), above=0.65)
     guess = f" Did you mean '{flag}'?" if flag else ""

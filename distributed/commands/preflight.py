@@ -1,4 +1,4 @@
-"""``preflight``: the hosts of a run find out about each other before it starts."""
+"""``preflight``: check the hosts of a run and the links between them before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 _STYLES = {"ok": "", "warn": "yellow", "error": "bold red"}
 _EPILOG = """
-Start it on every host as you start the run, with one process a host: by hand with --num-nodes, --node-rank
+Start it on every host as you start the run, with one process per host: by hand with --num-nodes, --node-rank
 and --rdzv-endpoint; under srun with --ntasks-per-node=1; under torchrun with --nproc-per-node=1. Node 0
 prints.
 """
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     parser.add_argument(
-        "--wait", type=float, default=120.0, metavar="SECONDS", help="For hosts that are late. Default: 120."
+        "--wait",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="How long to wait for late hosts. Default: 120.",
     )
     add_config_flags(parser)
 
@@ -42,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     """Survey the hosts; node 0 prints. 1 when a finding is an error, on every host.
 
     Raises:
-        UserError: nothing says where the hosts meet, or some did not come.
+        UserError: no rendezvous address is set, or hosts did not join.
     """
     config = load_layers(collect_layers(args))
-    place = _place(config)
+    place = _find_rank(config)
 
     from distributed.operations.doctor.check_hosts import judge
     from distributed.operations.doctor.preflight_measure import survey
@@ -64,14 +68,15 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _place(config: DistributedConfig) -> Joined:
-    """This host among the others, as its launcher or the configuration tells."""
+def _find_rank(config: DistributedConfig) -> Joined:
+    """This host's rank, from its launcher or the configuration."""
     joined = detect(os.environ)
     if joined is not None:
         if joined.local_size > 1:
             raise UserError(
-                f"preflight wants one process a host, and {joined.launcher} started {joined.local_size} here",
-                remedy="srun --ntasks-per-node=1, torchrun --nproc-per-node=1",
+                f"preflight needs one process per host; {joined.launcher} started"
+                f" {joined.local_size} on this host",
+                remedy="Use srun --ntasks-per-node=1 or torchrun --nproc-per-node=1",
             )
         return joined
     if config.num_nodes == 1:
@@ -79,11 +84,11 @@ def _place(config: DistributedConfig) -> Joined:
     host, _, port = (config.rdzv_endpoint or "").rpartition(":")
     if config.node_rank is None or not host or not port.isdigit():
         raise UserError(
-            f"{config.num_nodes} hosts need to know each other",
+            f"{config.num_nodes} hosts have no rendezvous address",
             field="node_rank, rdzv_endpoint",
             got=f"{config.node_rank}, {config.rdzv_endpoint}",
-            remedy="The same command on every host with --node-rank 0, 1, ... and --rdzv-endpoint HOST:PORT"
-            " of node 0, or one process a host under srun or torchrun",
+            remedy="Run this command on every host with --node-rank 0, 1, ... and --rdzv-endpoint HOST:PORT"
+            " of node 0, or start one process per host under srun or torchrun",
         )
     node, size = config.node_rank, config.num_nodes
     return Joined("preflight", node, size, 0, 1, node, size, host, int(port))

@@ -1,4 +1,4 @@
-"""``report``: one HTML file about one run, or about several beside each other."""
+"""``report``: an HTML page about one run, or comparing several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = Path(args.output)
     if output.is_dir():
-        raise UserError("this is a folder", field="--output", got=args.output, allowed="an HTML file")
+        raise UserError("is a directory", field="--output", got=args.output, allowed="an HTML file")
     found = []
     for path in dict.fromkeys(args.runs):
         runs = read_runs(Path(path))

@@ -1,4 +1,4 @@
-"""``runs``: a table of the runs that have left a record below a folder."""
+"""``runs``: a table of the runs recorded below a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the runs, newest first; a record that cannot be read is a row that says so.
+    """List the runs, newest first; an unreadable record is a row with its error.
 
     Raises:
         UserError: no such folder.
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     if not folder.is_dir():
-        raise UserError("there is no such folder", field="DIR", got=args.folder)
+        raise UserError("no such directory", field="DIR", got=args.folder)
     rows: list[dict[str, Any]] = []
     for path in find_runs(folder):
         shown = os.path.relpath(path, folder)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
     elif not rows:
-        print(f"no run has left a record below {folder}")
+        print(f"no run record found below {folder}")
     else:
         heads = ["path", "began", "backend", "ranks", "status", "epoch", "step", "best", "remark"]
         print_table(heads, [_cells(row) for row in rows], [_STYLES.get(row["status"], "") for row in rows])

@@ -1,4 +1,4 @@
-"""Runs a user's script in this process, as ``python script.py`` would."""
+"""Run a user's script in this process, as ``python script.py`` would."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def find_script(name: str) -> Path:
     if path.is_file():
         return path.absolute()
     if path.is_dir():
-        raise UserError("this is a folder", field="--script", got=name, allowed="a Python file")
+        raise UserError("is a directory", field="--script", got=name, allowed="a Python file")
     if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent}", field="--script", got=name)
+        raise UserError(f"no such directory {path.parent}", field="--script", got=name)
     files = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     guess = did_you_mean(path.name, files)
     raise UserError(f"no such file.{guess}", field="--script", got=name, remedy="Check the path")

@@ -1,4 +1,4 @@
-"""``train``: run a script, or the bundled example, with configuration laid over it."""
+"""``train``: run a script, or the bundled example, with configuration overrides."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distributed.errors import UserError
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """
-Flags given here are stronger than what the script says. Arguments that are not ours go to the script;
-everything after `--` goes to it untouched, whatever its name.
+Flags override the script's own configuration. Unknown arguments go to the script; everything after `--` goes
+to it unchanged.
 """
 
 
-# What starting ranks reads; a script without our Trainer has nobody to read the rest.
+# Fields that starting ranks needs; without our Trainer, the others would be ignored.
 _RANK_FIELDS = {
     "backend",
     "collective_timeout",
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         execute(script, arguments)
     if script_run.num_fits == 0:
         raise UserError(
-            f"{script.name} ran to its end and never called `fit`, so nothing was trained here",
+            f"{script.name} ended without calling `fit`, so nothing was trained",
             field="--script",
             remedy="Call `Trainer(...).fit(...)` in it, or use `--launch per-rank` to start"
             " the script itself on every rank, as torchrun does",
@@ -86,14 +86,14 @@ def _script_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def _check_values(layers: Sequence[Layer]) -> None:
-    """Report a wrong value before the script has spent minutes on reading its data."""
+    """Report a wrong value before the script spends minutes reading its data."""
     from distributed.registry.catalog import get_catalog
 
     try:
         config = load_layers(layers)
     except UserError as error:
         # Values that only contradict each other (`--resume` without a folder) may be
-        # completed by what the script says; the Trainer sees both and judges.
+        # completed by the script's configuration; the Trainer checks both together.
         if error.field != "config":
             raise
         return
@@ -102,15 +102,16 @@ def _check_values(layers: Sequence[Layer]) -> None:
 
 
 def _check_reach(layers: Sequence[Layer]) -> None:
-    """Refuse what was typed for a Trainer that ``per-rank`` does not hand it to."""
+    """Refuse flags for a Trainer, which ``per-rank`` does not use."""
     typed = [name for layer in layers if layer.origin in ("flag", "--set") for name in layer.values]
     lost = sorted(set(typed) - _RANK_FIELDS)
     if lost:
         raise UserError(
-            f"--launch per-rank starts the script itself, and {', '.join(lost)} would reach nobody in it",
+            f"--launch per-rank runs the script without Trainer, so these fields would be ignored:"
+            f" {', '.join(lost)}",
             field="--launch",
             got="per-rank",
-            remedy="Give the script its own arguments after `--`, or leave out --launch per-rank",
+            remedy="Pass them to the script after `--`, or leave out --launch per-rank",
         )
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["ScriptTrial", "add_arguments", "run"]
 
 _EPILOG = """
-The file holds configuration fields as for `train`, and a part `tune:` with search_space, num_samples and
-the other arguments of DistributedTuner. The script runs once in each trial. Sampled values that are fields
-of the configuration are laid over what the script says; others reach it as arguments: hidden_size becomes
---hidden-size. Arguments that are not ours go to the script in every trial.
+The file holds configuration fields as for `train`, and a section `tune:` with search_space, num_samples and
+the other arguments of DistributedTuner. The script runs once in each trial. Sampled configuration fields
+override the script's configuration; other sampled values reach it as arguments: hidden_size becomes
+--hidden-size. Unknown arguments go to the script in every trial.
 """
 
 _OPTIONS = (
@@ -52,28 +52,28 @@ _OPTIONS = (
     "tensorboard",
     "address",
 )
-"""What `tune:` may hold besides `search_space`."""
+"""Keys of `tune:` besides `search_space`."""
 
 _FLAGS = {
     "num_samples": ("N", "Times to sample the search space; a grid multiplies it. Default: 10."),
-    "metric": ("NAME", "The figure that decides. Default: val_accuracy, else val_loss."),
+    "metric": ("NAME", "Metric to optimize. Default: val_accuracy, else val_loss."),
     "mode": ("{auto,max,min}", "Whether more is better. Default: auto, by the name."),
     "scheduler": (
         "{asha,pbt}",
-        "Stop poor trials early, or let them go on from good ones. Default: neither.",
+        "asha: stop poor trials early; pbt: continue them from good ones. Default: neither.",
     ),
     "grace_period": ("N", "Epochs before asha stops a trial, and between changes of pbt. Default: 1."),
-    "max_epochs": ("N", "Most epochs of a trial."),
+    "max_epochs": ("N", "Maximum epochs per trial."),
     "num_gpus": ("N", "GPUs for all trials together; without a GPU, CPU slots. Default: all there are."),
     "trials_per_gpu": ("N", "Trials that share a GPU. Default: 1."),
-    "ranks_per_trial": ("N", "Ranks of each trial. Default: what the configuration says, else 1."),
-    "max_concurrent": ("N", "Most trials at a time."),
-    "seed": ("N", "Of the samples. Default: 0."),
-    "time_limit": ("SECONDS", "When all trials end."),
+    "ranks_per_trial": ("N", "Ranks of each trial. Default: the configuration's, else 1."),
+    "max_concurrent": ("N", "Maximum number of concurrent trials."),
+    "seed": ("N", "Seed of the samples. Default: 0."),
+    "time_limit": ("SECONDS", "Time after which all trials are stopped."),
     "output_dir": ("DIR", "The search's folder. Default: tuned/ and the time."),
     "address": (
         "TEXT",
-        "Of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: one of this host's own.",
+        "Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: a new one on this host.",
     ),
 }
 _TEXT = ("metric", "mode", "scheduler", "output_dir", "address")
@@ -84,9 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``tune``."""
     parser.usage = f"{parser.prog} --config FILE [--script FILE] [flags] [-- script's arguments]"
     parser.epilog = _EPILOG
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with a part `tune:`.")
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with a section `tune:`.")
     parser.add_argument("--script", metavar="FILE", help="Python script to run; without it, digits.py.")
-    parser.add_argument("--resume", action="store_true", help="Go on with the search in --output-dir.")
+    parser.add_argument("--resume", action="store_true", help="Resume the search in --output-dir.")
     parser.add_argument(
         "--set",
         action="append",
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the search, show its trials, and say how to train with the best.
+    """Run the search, show its trials, and print how to train with the best.
 
     Raises:
         UserError: a wrong value, or whatever `DistributedTuner` refuses.
@@ -128,11 +128,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ScriptTrial:
-    """A `train_fn` that runs a script: sampled fields are laid over it, other values are its arguments.
+    """A `train_fn` that runs a script: sampled fields override its configuration, others are arguments.
 
     Args:
         script: absolute path.
-        arguments: of every trial.
+        arguments: arguments of every trial.
     """
 
     def __init__(self, script: str, arguments: list[str]) -> None:
@@ -155,7 +155,7 @@ class ScriptTrial:
                 raise
         if not run.num_fits:
             raise UserError(
-                f"{Path(self.script).name} ran to its end and never called `fit`",
+                f"{Path(self.script).name} ended without calling `fit`",
                 field="--script",
                 got=self.script,
             )
@@ -190,7 +190,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     options = values.pop("tune", None)
     if not isinstance(options, dict) or not options.get("search_space"):
         raise UserError(
-            "the file has no part `tune:` with a search_space",
+            "the file has no section `tune:` with a search_space",
             field="--config",
             got=path,
             remedy="Add one, e.g. tune: {search_space: {learning_rate: {loguniform: [1e-4, 1e-1]}}}",
@@ -221,10 +221,10 @@ def _number(name: str, text: str) -> int | float:
 
 
 def _explicit(config: DistributedConfig) -> dict[str, Any]:
-    """What somebody set, as a file holds it."""
+    """Explicitly set values, as in a file."""
     tree: dict[str, Any] = {}
     for layer in as_layers(config):
-        # What a native configuration says again stands in that itself.
+        # What a native configuration repeats is in that itself.
         for name, value in layer.values.items() if layer.origin != NATIVE else ():
             *path, leaf = name.split(".")
             place = tree
@@ -259,14 +259,14 @@ def _show(
 def _how_to_train(
     tuner: DistributedTuner, args: argparse.Namespace, layers: list[Layer], arguments: list[str]
 ) -> list[str]:
-    """Write the best configuration to a file, and say which command takes it."""
+    """Write the best configuration to a file, and print the command that uses it."""
     import yaml
 
     from distributed.system.private_files import write_private
 
     fields, own = split(tuner.best.parameters)
     if tuner.best.ranks is not None:
-        # On more ranks the global batch is another, and not what the learning rate was tuned for.
+        # On more ranks the global batch differs from the one that the learning rate was tuned for.
         fields["num_processes"] = tuner.best.ranks
     config = load_layers([*layers, Layer("sample", fields)])
     path = tuner.output_dir / "best.yaml"
@@ -283,9 +283,9 @@ def _how_to_train(
     if tuner.best.checkpoint:
         lines += ["its best checkpoint:", f"  {tuner.best.checkpoint}"]
     try:
-        lines += ["a picture of the search:", f"  {tuner.plot(tuner.output_dir / 'search.html')}"]
+        lines += ["plot of the search:", f"  {tuner.plot(tuner.output_dir / 'search.html')}"]
     except UserError as error:
-        lines.append(f"no picture: {error}")
+        lines.append(f"no plot: {error}")
     return lines
 
 

@@ -1,1 +1,1 @@
-"""What is done around a run: deploy it, report on it, tune it, check a machine, measure throughput."""
+"""Operations around a run: deploy it, report on it, tune it, check a machine, measure throughput."""

@@ -1,1 +1,1 @@
-"""The conformance kit: what a backend must pass to be one. Shipped to third parties."""
+"""The conformance kit: the tests that every backend must pass. Shipped to third parties."""

@@ -1,4 +1,4 @@
-"""Two checkpoints compared by name, and a rank's state written again as soon as it was loaded."""
+"""Compare two checkpoints by name; export a rank's state right after loading."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ExportOnLoad", "state_differences"]
 
 
 class ExportOnLoad(Callback):
-    """Writes what the ranks hold after loading and before the first step, as a checkpoint.
+    """Export the ranks' state after loading and before the first step, as a checkpoint.
 
     Args:
-        directory: where to; made when missing.
+        directory: output directory; created when missing.
     """
 
     all_ranks = True
@@ -34,16 +34,16 @@ class ExportOnLoad(Callback):
 
 
 def state_differences(first: str, second: str) -> list[str]:
-    """In what two checkpoints differ, one line each; empty when every bit is the same by name.
+    """Differences between two checkpoints, one line each; empty when all bits are equal by name.
 
     Compared are tensors by name and key (dtype, shape, bits), the optimizer's groups with their
     hyper-parameters, its scalars, the gradient scaler, the scheduler and the progress. How they are
-    cut over ranks and files does not count, nor which implementation of a step a group asks for
+    sharded over ranks and files does not count, nor which implementation of a step a group selects
     (``fused``, ``foreach``...), nor which of a tied tensor's names holds it.
 
     Args:
-        first: a checkpoint's directory.
-        second: another's.
+        first: directory of a checkpoint.
+        second: directory of the other.
 
     Raises:
         UserError: one of them is missing or damaged.

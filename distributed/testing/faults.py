@@ -1,4 +1,4 @@
-"""Writing that fails where a test says: at any one operation, once, from then on, or with the process."""
+"""File layers that fail at a chosen operation: once, from then on, or by ending the process."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def end_process(path: str) -> None:
 
 
 class CountedLayer(FileLayer):
-    """Counts the operations that write; the one numbered `fail_at` fails instead.
+    """Count the writing operations; the one numbered `fail_at` fails instead.
 
     A `write` fails when half of its bytes are written.
 
     Args:
-        fail_at: from 0; beyond the last one, nothing fails.
-        fault: what happens there; given the path, or the file's description.
-        lasting: all later ones fail, too, as if the process or the store were gone.
+        fail_at: number of the operation, from 0; beyond the last one, nothing fails.
+        fault: function called there with the path, or the file's description.
+        lasting: whether all later ones fail, too, as if the process or the store were gone.
 
     Attributes:
-        done: the operations so far, by name.
-        failed: the one that failed first, if any.
+        done: operations so far, by name.
+        failed: first operation that failed, if any.
     """
 
     OPERATIONS: ClassVar[tuple[str, ...]] = ()

@@ -1,8 +1,8 @@
-"""What is trained while ranks are killed, and where in it a rank can be.
+"""Training job for kill tests, and the points at which a rank can be killed.
 
 A rank that `arm` has prepared passes named points: around every file operation, in forward and
 backward, between the loop's phases. At the point that its job names it kills itself with SIGKILL, as
-the operating system would: nothing is flushed, nobody is told.
+the operating system would: nothing is flushed, no other process is notified.
 
 The first word of a point is its kind: ``start``, ``resume``, ``step``, ``evaluate``, ``epoch``,
 ``save``, ``end``.
@@ -55,7 +55,7 @@ LENGTH, VALIDATION, FEATURES = 44, 14, 8
 
 
 class Switch:
-    """Counts how often this rank passes each point, and ends it at the chosen one.
+    """Count how often this rank passes each point, and end it at the chosen one.
 
     Args:
         job: see `JOB`.
@@ -159,7 +159,7 @@ def _name_of(path: str, folder: str) -> str:
 
 
 def _path_of(target: Any) -> str:
-    """Of a path, or of an open file."""
+    """Path of a path or an open file."""
     return os.readlink(f"/proc/self/fd/{target.fileno()}") if hasattr(target, "fileno") else str(target)
 
 
@@ -187,7 +187,7 @@ def _watched(method: Callable[..., Any], operation: str, folder: str) -> Callabl
     return watched
 
 
-# -- what is trained -------------------------------------------------------------------------------
+# -- training job ----------------------------------------------------------------------------------
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -255,7 +255,7 @@ def build_keras_model() -> Any:
 
 
 class Witness(Callback):
-    """Records which samples made each step, and has a point at every event of the loop."""
+    """Record the samples of each step, with a point at every event of the loop."""
 
     all_ranks = True
 
@@ -310,7 +310,7 @@ def _around_each(owner: Any, name: str, kind: str) -> None:
 
 
 def train() -> None:
-    """Train as the job says."""
+    """Train the job."""
     job = _job()
     build = build_keras_model if job["keras"] else build_model
     trainer = Trainer(build, callbacks=[Witness()], **job["fields"])

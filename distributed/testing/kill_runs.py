@@ -1,4 +1,4 @@
-"""One run that is killed, started again until it ends, and compared with one that was left alone."""
+"""Kill a run, restart it until it ends, and compare it with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HANGS = 600.0
 """Seconds after which an attempt is taken to hang; on idle cores one takes five to twenty."""
 
 _STARTS = 3
-"""How often a start is tried whose ranks never come to be: on a busy host Ray gives its cluster up."""
+"""Attempts of a start whose ranks never run: on a busy host Ray gives up its cluster."""
 
 _KEPT = 2
 _GLOBAL_BATCH = 12
@@ -42,9 +42,9 @@ class Case:
     """A backend under test.
 
     Attributes:
-        name: what the table calls it.
-        fields: of the `Trainer`, beyond those that all runs share.
-        keras: its model is Keras's.
+        name: name in the table.
+        fields: fields of the `Trainer`, beyond those that all runs share.
+        keras: whether its model is Keras's.
         accumulation: micro-batches per step.
     """
 
@@ -69,7 +69,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a rank ends itself: the `number`-th time it passes `point` in that start of the run."""
+    """Moment at which a rank kills itself: the `number`-th time it passes `point` in that start."""
 
     rank: int
     point: str
@@ -81,14 +81,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run and its kills, one for each of its first starts; after them it is left to end.
+    """A run and its kills, one for each of its first starts; after them it runs to its end.
 
     Attributes:
         case: the backend.
-        ranks: how many.
-        kills: where each start is killed.
-        asynchronous: how checkpoints are written.
-        epochs: of four steps each.
+        ranks: number of ranks.
+        kills: kill of each start.
+        asynchronous: whether checkpoints are written asynchronously.
+        epochs: number of epochs, of four steps each.
         sabotage: ``module:function`` that every rank of the restarted run calls: a broken form.
     """
 
@@ -101,11 +101,11 @@ class Scenario:
 
     @property
     def kind(self) -> str:
-        """Where its last kill is: the point's first word."""
+        """Kind of its last kill: the point's first word."""
         return self.kills[-1].point.split()[0].rstrip(":")
 
     def fields(self, folder: Path) -> dict[str, Any]:
-        """Of its `Trainer`."""
+        """Fields of its `Trainer`."""
         # Optimizers with one and with two slots of state.
         optimizer = {"optimizer": "adamw"} if self.ranks == 2 else {"optimizer": "sgd", "momentum": 0.9}
         return {
@@ -130,24 +130,24 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What became of a scenario: an empty list says that all was well.
+    """Problems of a scenario; empty lists mean that there were none.
 
     Attributes:
-        bits: differences from the run left alone.
+        bits: differences from the uninterrupted run.
         samples: samples that were missing from a step, or in it twice.
-        lost: committed checkpoints that were not there to go on from.
-        left: files and processes that stayed.
-        said: exit codes and messages that do not say what happened.
-        reached: kills that took place.
-        unstarted: starts whose ranks never came to be, which were tried again.
-        seconds: from each kill to the next step that was trained.
+        lost: committed checkpoints that were missing at the restart.
+        left: files and processes left behind.
+        misreported: exit codes and messages that do not name the failure.
+        reached: number of kills that took place.
+        unstarted: starts whose ranks never ran, which were repeated.
+        seconds: seconds from each kill to the next trained step.
     """
 
     bits: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    misreported: list[str] = field(default_factory=list)
     reached: int = 0
     unstarted: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -155,11 +155,11 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """All of them."""
-        return [*self.bits, *self.samples, *self.lost, *self.left, *self.said]
+        return [*self.bits, *self.samples, *self.lost, *self.left, *self.misreported]
 
 
 class Attempt:
-    """One start of a run, over: its exit code, what it printed, what its ranks recorded."""
+    """One finished start of a run: exit code, output, records of its ranks."""
 
     def __init__(self, scenario: Scenario, home: Path, number: int, kill: Kill | None) -> None:
         self.kill, self.folder = kill, home / f"start_{number}"
@@ -208,7 +208,7 @@ class Attempt:
 
     @property
     def start(self) -> int | None:
-        """The step it went on from; None when it did not come so far."""
+        """The step it resumed from; None when it did not get that far."""
         return next((record["start"] for record in self.each("start")), None)
 
     def remaining(self) -> list[psutil.Process]:
@@ -226,7 +226,7 @@ class Attempt:
 
 @dataclass
 class Reference:
-    """A run left alone: its last checkpoint, and how often each rank passed each point."""
+    """An uninterrupted run: its last checkpoint, and how often each rank passed each point."""
 
     checkpoint: str
     census: dict[int, dict[str, int]]
@@ -244,7 +244,7 @@ def reference_of(scenario: Scenario) -> tuple[Reference, Path]:
         _check_samples(scenario, [attempt], outcome)
         _check_left(home, [attempt], outcome)
     if attempt.code != 0 or outcome.problems:
-        raise RuntimeError(f"the run that was left alone failed: {outcome.problems}\n{attempt.output}")
+        raise RuntimeError(f"the uninterrupted run failed: {outcome.problems}\n{attempt.output}")
     census = {
         rank: [record["census"] for record in records if "census" in record][-1]
         for rank, records in attempt.records.items()
@@ -255,7 +255,7 @@ def reference_of(scenario: Scenario) -> tuple[Reference, Path]:
 
 
 def run_scenario(scenario: Scenario, reference: Reference) -> Outcome:
-    """Start, be killed, start again, end, compare."""
+    """Start, kill, restart, finish and compare the run."""
     home, outcome, attempts = _home(), Outcome(), list[Attempt]()
     try:
         for number, kill in enumerate([*scenario.kills, None]):
@@ -306,13 +306,15 @@ def _check_end(attempt: Attempt, outcome: Outcome) -> None:
     killed = [rank for rank, records in attempt.records.items() if any("killed" in r for r in records)]
     outcome.reached += len(killed)
     if attempt.code is None:
-        outcome.said.append(f"{attempt.folder.name} hung\n{attempt.output[-2000:]}")
+        outcome.misreported.append(f"{attempt.folder.name} hung\n{attempt.output[-2000:]}")
     elif not killed and attempt.code != 0:
-        outcome.said.append(f"nobody was killed, and it ended with {attempt.code}\n{attempt.output[-2000:]}")
+        outcome.misreported.append(
+            f"no rank was killed, and it ended with {attempt.code}\n{attempt.output[-2000:]}"
+        )
     elif killed and attempt.code != 1:
-        outcome.said.append(f"a rank was killed, and the exit code is {attempt.code}")
+        outcome.misreported.append(f"a rank was killed, and the exit code is {attempt.code}")
     elif killed and not all(f"rank {rank}" in attempt.output for rank in killed):
-        outcome.said.append(f"rank {killed[0]} was killed and is not named\n{attempt.output[-2000:]}")
+        outcome.misreported.append(f"rank {killed[0]} was killed and is not named\n{attempt.output[-2000:]}")
 
 
 def _check_going_on(
@@ -320,7 +322,7 @@ def _check_going_on(
 ) -> None:
     start = attempts[-1].start
     if start is not None and start != max(before, default=0):
-        outcome.lost.append(f"went on from step {start}, and good checkpoints were {before}")
+        outcome.lost.append(f"resumed from step {start}; good checkpoints were {before}")
     committed = sorted({record["committed"] for a in attempts for record in a.each("committed")})
     missing = set(committed[-_KEPT:]) - set(after)
     if missing:

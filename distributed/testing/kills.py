@@ -1,4 +1,4 @@
-"""Kill ranks at random moments, start the run again, and see whether it ends as if left alone.
+"""Kill ranks at random moments, restart the run, and check that it ends like an uninterrupted one.
 
 ::
 
@@ -6,7 +6,7 @@
     python -m distributed.testing.kills --restarts 20 --ranks 3
 
 Real launchers, real processes, SIGKILL; see `kill_points` for the moments and `kill_runs` for what is
-compared. The seed decides the moments; a run left alone tells how often each comes by.
+compared. The seed decides the moments; an uninterrupted run counts how often each occurs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = ("step", "save", "step", "evaluate", "save", "start", "resume", "epoch",
 """Kinds of points in the order in which scenarios get one."""
 
 SHARES = {"pytorch-ddp": 10, "fsdp": 3, "deepspeed-2": 2, "horovod": 2, "tensorflow": 1, "ray": 1}
-"""How often a backend's turn comes."""
+"""Relative number of runs by backend."""
 
 RESUMING = (
     "start model",
@@ -57,7 +57,7 @@ Key = tuple[str, int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 when anything was not as if the run had been left alone."""
+    """The command; 1 when any run differed from an uninterrupted one."""
     args = _parse(argv)
     draw, results = random.Random(args.seed), list[tuple[Scenario, Outcome]]()
     with ExitStack() as stack, ThreadPoolExecutor(args.at_once) as pool:
@@ -99,7 +99,7 @@ def _turns(backends: Sequence[str] | None, ranks: Sequence[int], number: int) ->
     shares = {name: SHARES.get(name, 1) for name in backends or SHARES}
     had: Counter[str] = Counter()
     for _ in range(number):
-        # Whoever is furthest behind its share.
+        # The key furthest behind its share.
         name = min(shares, key=lambda name: (had[name] + 1) / shares[name])
         yield name, ranks[had[name] % len(ranks)]
         had[name] += 1
@@ -184,12 +184,13 @@ def _cells(found: Sequence[Outcome]) -> str:
 def _summary(results: Sequence[tuple[Scenario, Outcome]]) -> str:
     seconds = [value for _, outcome in results for value in outcome.seconds]
     left = sum(bool(outcome.left) for _, outcome in results)
-    said = sum(bool(outcome.said) for _, outcome in results)
+    misreported = sum(bool(outcome.misreported) for _, outcome in results)
     unstarted = sum(outcome.unstarted for _, outcome in results)
     took = f"median {median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else "never"
     return (
         f"From a kill to the next trained step, the restart included: {took} ({len(seconds)} restarts)."
-        f"\nRuns that left files or processes behind: {left}. Exits that did not say what happened: {said}."
+        f"\nRuns that left files or processes behind: {left}. Exits that did not name the failure:"
+        f" {misreported}."
         f"\nStarts that failed before a rank was there, and were tried again: {unstarted}."
     )
 

@@ -21,7 +21,7 @@ __all__ = ["OracleResult", "oracle_fit", "sample_order"]
 
 @dataclass
 class OracleResult:
-    """What the oracle saw: per step the loss, the gradient norm before clipping, the rate."""
+    """Record of the oracle: per step the loss, the gradient norm before clipping, the rate."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a fork server imports for the ranks of torch backends and for the command line."""
+"""Imports of a fork server, for the ranks of torch backends and for the command line."""
 
 from __future__ import annotations
 

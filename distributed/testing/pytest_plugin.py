@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--distributed-own-launcher",
         action="store_true",
-        help="Start ranks anew for every run, as a user's does, instead of sharing them.",
+        help="Start new ranks for every run, as a user's does, instead of sharing them.",
     )
 
 
@@ -50,7 +50,7 @@ def rank_pool() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say in one sentence what is wrong with the options, instead of failing every test with it.
+    """Report a wrong option once, instead of failing every test with it.
 
     Raises:
         pytest.UsageError: the kit's own tests were collected, and no usable backend was named.

@@ -48,13 +48,13 @@ _END = 30.0
 
 class RankPool(Launcher):
     """A launcher whose ranks outlive a run. A failed run ends them, and the next starts afresh,
-    unless every rank refused it with the same words: then all stand at the same place.
+    unless every rank refused it with the same message: then all are in the same state.
 
     They are started by the launcher of the first plan's backend, and shared by the backends
     that name the same one.
 
     Args:
-        timeout: seconds a run may take before the ranks are given up.
+        timeout: maximum duration of a run in seconds.
     """
 
     def __init__(self, timeout: float = 60.0) -> None:
@@ -90,7 +90,7 @@ class _Ranks:
     """The live ranks of one world size, each at the other end of a private socket.
 
     Attributes:
-        refused: all ranks ended the last run with one and the same `UserError`.
+        refused: whether all ranks ended the last run with the same `UserError`.
     """
 
     refused = False
@@ -125,7 +125,7 @@ class _Ranks:
     def _launch(self, plan: RunPlan, command: RankCommand) -> None:
         try:
             load_target(plan.spec.launcher)().run(plan, command)
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the ranks
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the ranks
             self._error = error
 
     def _accept(self, listener: socket.socket) -> None:
@@ -162,7 +162,7 @@ class _Ranks:
                 rank = waiting.pop(ended)
                 if not _succeeded(ended):
                     failed[rank] = _report(folder, rank)
-                    # It may have lost another rank, which has a better cause.
+                    # It may have lost another rank, whose report has the cause.
                     deadline = min(deadline, time.monotonic() + GRACE)
         self.refused = len(failed) == len(self._ranks) and _is_one_refusal(list(failed.values()))
         if failed:
@@ -177,7 +177,7 @@ class _Ranks:
             )
 
     def _cause(self, failed: dict[int, dict[str, Any] | None]) -> BaseException:
-        """The first that failed by itself; else what the launcher says of one that is gone."""
+        """The first rank's own failure; else the launcher's report about a rank that is gone."""
         reports = [report for report in failed.values() if report]
         first = min(reports, key=lambda r: (r["second_hand"], r["time"]), default=None)
         if first is None or (first["second_hand"] and None in failed.values()):
@@ -188,7 +188,7 @@ class _Ranks:
         return error_of(first, sorted(set(failed) - {first["rank"]}))
 
     def dismiss(self) -> None:
-        """Tell the ranks to end: a process forked meanwhile may hold the sockets open."""
+        """Send the ranks an end message: a process forked meanwhile may hold the sockets open."""
         for connection in self._ranks:
             with suppress(OSError):
                 connection.send(None)
@@ -212,7 +212,7 @@ def _succeeded(connection: Connection) -> bool:
 
 
 def _explains(report: dict[str, Any] | None) -> bool:
-    """Whether nothing more has to be heard: what one rank refuses, the others may be about to, too."""
+    """Whether the report is final: what one rank refuses, the others may be about to refuse, too."""
     return report is not None and not report["second_hand"] and report.get("user_error") is None
 
 
@@ -222,16 +222,16 @@ def _is_one_refusal(reports: list[dict[str, Any] | None]) -> bool:
 
 
 def _report(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank had to say; None for one that is gone."""
+    """Report of a rank; None for one that is gone."""
     path = folder / f"error_{rank}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def serve(home: Path) -> int:
-    """Be a rank of a pool: take folders until the pool goes, and end at once when it does.
+    """Run as a rank of a pool: receive folders until the pool ends, then exit at once.
 
     Args:
-        home: the pool's own folder; not needed.
+        home: folder of the pool; not used.
     """
     # Runs share the group: taking one down is slow, and right after a collective unsafe.
     dist.init_process_group(os.environ[_GROUP])

@@ -1,4 +1,4 @@
-"""What every backend of every framework is given to train, as torch has it: the reference."""
+"""The reference problem in torch, which every backend of every framework trains."""
 
 from __future__ import annotations
 

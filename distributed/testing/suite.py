@@ -1,4 +1,4 @@
-"""What the conformance tests share: a trainer of the backend under test, and the oracle beside it."""
+"""Base of the conformance tests: a trainer of the backend under test, and the oracle."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Run:
         accumulation: micro-batches per step.
         steps: optimizer steps.
         batch_size: samples per slice and micro-batch.
-        optimizer: its kind, of `problem.OPTIMIZERS`.
+        optimizer: kind of optimizer, from `problem.OPTIMIZERS`.
         rate: learning rate.
-        max_norm: clipping, or None.
-        dtype: of weights and inputs.
+        max_norm: largest gradient norm, or None.
+        dtype: dtype of weights and inputs.
         given: further arguments of the backend's `Trainer`.
-        seed: of the data's order.
+        seed: seed of the data's order.
     """
 
     accumulation: int = 1
@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Compared:
-    """What became of a `Run`: distance between the weights, the backend's record, the oracle's."""
+    """Results of a `Run`: distance between the weights, the backend's record, the oracle's."""
 
     distance: float
     history: History
@@ -73,10 +73,10 @@ class Suite:
         sizes: numbers of ranks to try; 1 alone for a backend that is one process.
         options: configuration that every trainer of these tests gets, e.g. ``{"zero_stage": 2}``.
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
-        lengths: of validation sets to try. A backend that is slow to start may try fewer: from 13 on
+        lengths: lengths of validation sets to try. A backend that is slow to start may try fewer: from 13 on
             they repeat what 3 ranks and batches of 2 can be left with.
         pooled: ranks are shared by all tests, in a process group over gloo that is there already;
-            False starts them anew for every `fit`, as a user's does, which is slower.
+            False starts new ones for every `fit`, as a user's does, which is slower.
     """
 
     backend: str = ""
@@ -92,12 +92,12 @@ class Suite:
 
     @property
     def spec(self) -> BackendSpec:
-        """The backend as `options` make it: of one that only starts ranks, what they run."""
+        """Spec of the backend under `options`; for a backend that only starts ranks, that of the ranks."""
         return chosen_backend(load(overrides={"backend": self.backend, **self.options}), get_catalog())
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend claims; what it does not claim is not asked of it."""
+        """Capabilities that the backend claims; others are not tested."""
         return self.spec.capabilities
 
     @cached_property
@@ -108,7 +108,7 @@ class Suite:
         return find_workbench(self.spec.framework)
 
     def slices(self, ranks: int) -> int:
-        """Into how many slices `ranks` ranks cut a global batch; fewer where they share a model."""
+        """Number of slices of a global batch for `ranks` ranks; fewer where they share a model."""
         size = self.spec.data_parallel_size
         config = load(overrides={"backend": self.backend, **self.options})
         return ranks if size is None else size(config, ranks)

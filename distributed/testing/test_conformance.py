@@ -21,7 +21,7 @@ __all__ = ["Settings", "TestNamedBackend", "settings"]
 
 
 class Settings(NamedTuple):
-    """What the options said: see `Suite` for the names."""
+    """Values of the options: see `Suite` for the names."""
 
     backend: str
     sizes: tuple[int, ...]
@@ -63,7 +63,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class TestNamedBackend(BackendConformance):
-    """The contracts, asked of the backend on the command line."""
+    """The contracts, for the backend named on the command line."""
 
     @pytest.fixture(autouse=True)
     def _use_pool(self, rank_pool: RankPool, pytestconfig: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""What `transfers` trains: a model of shapes that nothing divides, and variants of it."""
+"""Model and variants for `transfers`, with indivisible shapes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OddModel(nn.Module):
     what sharding trips over; three ranks of four hold nothing of some tensors.
 
     Args:
-        tied: the head's weight is the embedding's.
-        frozen: one layer does not learn.
+        tied: whether the head's weight is the embedding's.
+        frozen: whether one layer does not learn.
     """
 
     def __init__(self, tied: bool, frozen: bool) -> None:
@@ -90,16 +90,16 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One training that every backend is asked to begin and to finish.
+    """One training that every backend begins and finishes.
 
     Attributes:
-        name: as the table says it.
-        optimizer: from the model.
-        tolerance: how far the weights may end from those of the uninterrupted run.
-        dtype: of the weights.
-        tied, frozen: of `OddModel`.
+        name: name in the table.
+        optimizer: function from the model to its optimizer.
+        tolerance: largest distance from the weights of the uninterrupted run.
+        dtype: dtype of the weights.
+        tied, frozen: arguments of `OddModel`.
         options: configuration fields for every backend.
-        own: further ones for some places, by name.
+        own: further fields for single backends, by name.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Case:
 
 
 BASE = Case("AdamW, two groups", _adamw)
-"""What every ordered pair of backends hands over."""
+"""Case for every ordered pair of backends."""
 
 _F32 = torch.float32
 _NEAR = partial(_adamw, eps=1e-4)
@@ -154,4 +154,4 @@ VARIANTS = [
         own={f"deepspeed-{n}": {"deepspeed_config": {"bf16": {"enabled": True}}} for n in (1, 2, 3)},
     ),
 ]
-"""What a ring of backends hands over: each loads what its neighbour saved."""
+"""Cases for a ring of backends: each loads its neighbour's checkpoint."""

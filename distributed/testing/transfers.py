@@ -1,4 +1,4 @@
-"""Every backend goes on from what every other saved, on another number of ranks.
+"""Every backend resumes from every other's checkpoints, on another number of ranks.
 
 ::
 
@@ -6,8 +6,8 @@
 
 trains five steps under one backend, which saves in the middle of an epoch and of the warm-up; loads that
 under another, which writes what it holds at once: by name, both hold the same bits. Ten further steps end
-at the weights of a process that was never interrupted. Prints two Markdown tables; a figure that is not
-what it should be is bold, and the exit status is then 1. Takes some minutes on two cores.
+at the weights of a process that was never interrupted. Prints two Markdown tables; a wrong value is
+bold, and the exit status is then 1. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What became of a transfer.
+    """Result of a transfer.
 
     Attributes:
-        differences: between what was saved and what was loaded, one line each.
-        distance: largest between any weight after the further steps and the uninterrupted run's.
-        tolerance: how large that may be.
+        differences: differences between saved and loaded state, one line each.
+        distance: largest distance of any weight after the further steps from the uninterrupted run's.
+        tolerance: largest accepted distance.
     """
 
     differences: list[str]
@@ -98,11 +98,11 @@ class Found(NamedTuple):
 
 
 class Transfers:
-    """Saves once per case and place, loads as often as asked.
+    """Save once per case and place, and load any number of times.
 
     Args:
-        pool: of the ranks.
-        folder: for the checkpoints.
+        pool: pool of the ranks.
+        folder: folder of the checkpoints.
     """
 
     def __init__(self, pool: RankPool, folder: str) -> None:
@@ -172,7 +172,7 @@ def _fit(trainer: Trainer, until_step: int) -> str | None:
         return trainer.fit(words(_EPOCH), max_steps=until_step).checkpoint
 
 
-# -- who hands over to whom ------------------------------------------------------------------------
+# -- pairs of saver and loader ---------------------------------------------------------------------
 
 
 def installed() -> list[str]:
@@ -199,11 +199,11 @@ def ring(names: Sequence[str]) -> list[Place]:
 def go_round(
     transfers: Transfers, case: Case, places: Sequence[Place]
 ) -> tuple[dict[tuple[Place, Place], Found], dict[str, str]]:
-    """Each place loads what the one before it saved, the first the last's; who refuses to train the
-    case is left out, whatever its number of ranks.
+    """Each place loads what the one before it saved, the first the last's; a backend that refuses to train
+    the case is left out, whatever its number of ranks.
 
     Returns:
-        (what was found by (saver, loader), what was said in refusing by name).
+        (result by (saver, loader), reason of a refusal by name).
     """
     refused: dict[str, str] = {}
     for place in places:
@@ -236,7 +236,7 @@ def render_pairs(found: Mapping[tuple[Place, Place], Found]) -> Iterator[str]:
 def render_variants(
     rows: Mapping[str, tuple[Mapping[tuple[Place, Place], Found], Mapping[str, str]]], names: Sequence[str]
 ) -> Iterator[str]:
-    """Lines of a table: a row per variant, a column per loader; then what was said in refusing."""
+    """Lines of a table: a row per variant, a column per loader; then the reasons of refusals."""
     reasons: dict[str, int] = {}
     yield _line(["variant, loaded by", *names])
     yield _line(["---"] * (len(names) + 1))
@@ -261,16 +261,16 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """Run everything and print the tables; 1 when a transfer is not what it should be."""
+    """Run everything and print the tables; 1 when a transfer is wrong."""
     names = installed()
     for name in PLACES.keys() - names:
-        _say(f"{name} is left out: it is not installed")
+        _log(f"{name} is left out: it is not installed")
     with TemporaryDirectory(prefix="distributed-transfers-") as folder, closing(RankPool(120.0)) as pool:
         transfers, rows = Transfers(pool, folder), {}
         found = _every_way(transfers, every_place(names))
         print("\n".join(render_pairs(found)) + "\n", flush=True)
         for case in VARIANTS:
-            _say(case.name)
+            _log(case.name)
             rows[case.name] = go_round(transfers, case, ring(names))
         print("\n".join(render_variants(rows, names)))
     return _conclude([found, *(part for part, _ in rows.values())])
@@ -278,11 +278,11 @@ def main() -> int:
 
 def _every_way(transfers: Transfers, places: Sequence[Place]) -> dict[tuple[Place, Place], Found]:
     for place in places:
-        _say(f"{place.name} on {place.ranks} saves")
+        _log(f"{place.name} on {place.ranks} saves")
         transfers.save(BASE, place)
     found: dict[tuple[Place, Place], Found] = {}
     for loader in places:  # by loader, so that its ranks do the same work again
-        _say(f"{loader.name} on {loader.ranks} loads")
+        _log(f"{loader.name} on {loader.ranks} loads")
         found |= {(saver, loader): transfers.transfer(BASE, saver, loader) for saver in places}
     return found
 
@@ -293,14 +293,14 @@ def _conclude(tables: Sequence[Mapping[tuple[Place, Place], Found]]) -> int:
         for (saver, loader), result in table.items():
             wrong += not result.good
             for difference in result.differences:
-                _say(f"{saver} to {loader}: {difference}")
+                _log(f"{saver} to {loader}: {difference}")
     worst = max(result.distance for result in tables[0].values())
     print(f"\n{sum(map(len, tables))} transfers, {wrong} of them wrong.")
     print(f"The largest distance among the first table's {len(tables[0])} is {worst:.1e}.")
     return int(wrong > 0)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

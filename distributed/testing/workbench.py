@@ -23,7 +23,7 @@ WORKBENCHES = {
     "torch": "distributed.testing.torch_workbench:TorchWorkbench",
     "tensorflow": "distributed.testing.tensorflow_workbench:TensorFlowWorkbench",
 }
-"""`BackendSpec.framework` -> where its workbench is, imported when a test needs it."""
+"""`BackendSpec.framework` -> module of its workbench, imported when a test needs it."""
 
 
 class Workbench(ABC):
@@ -81,7 +81,7 @@ class Workbench(ABC):
         return None
 
     def data(self, *columns: Tensor) -> Any:
-        """What `Trainer.fit` is given for these tensors, batch first."""
+        """Data for `Trainer.fit` with these tensors, batch first."""
         return columns if len(columns) > 1 else columns[0]
 
 

@@ -25,7 +25,7 @@ def build(site: Path) -> str:
     """Build the site into `site`; what was there before is removed. Returns the builder's output.
 
     Raises:
-        RuntimeError: a page is wrong; the text says where.
+        RuntimeError: a page is wrong; the text names it.
     """
     work = site.parent / f"{site.name}-pages"
     shutil.rmtree(work, ignore_errors=True)

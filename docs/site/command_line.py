@@ -15,7 +15,7 @@ __all__ = ["command_line_page", "parsers"]
 _HEAD = f"""# Command line
 
 `{PROG} VERB ...`, or `distributed VERB ...` where the package is installed. Every verb and
-flag, from the parsers, by `python -m docs.site.generate`; `--help` after a verb says the same. A plugin's
+flag, from the parsers, by `python -m docs.site.generate`; `--help` after a verb prints the same. A plugin's
 verbs are listed by `{PROG} --help`. Exit codes are in [Launching](launching.md#errors-and-exit-codes).
 
 """
@@ -47,7 +47,7 @@ def command_line_page() -> str:
             if shared:
                 rows += "\nAnd the [flags of the configuration](#configuration-flags).\n"
             parts.append(rows)
-    parts.append(f"## Configuration flags\n\nTaken by every verb that says so.\n\n{fields}")
+    parts.append(f"## Configuration flags\n\nAccepted by each verb that links here.\n\n{fields}")
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part.strip())
 
 

@@ -116,7 +116,7 @@ def _top(module: str, package: str) -> str | None:
 
 
 def _reach(edges: Graph, start: str) -> set[str]:
-    """What is reached from `start`, itself left out."""
+    """Nodes reachable from `start`, without itself."""
     found: set[str] = set()
     waiting = [*edges.get(start, ())]
     while waiting:

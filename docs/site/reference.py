@@ -24,8 +24,8 @@ class Group:
     """One page of the reference.
 
     Attributes:
-        slug: its file under ``reference/``, without the ending.
-        title: its heading.
+        slug: name of its file under ``reference/``, without the suffix.
+        title: heading.
         modules: whose public names it has, in this order; ``x.*`` for all modules in a package.
     """
 
@@ -39,7 +39,7 @@ class Name:
     """One public name.
 
     Attributes:
-        path: as it is imported: ``distributed.Trainer``.
+        path: import path: ``distributed.Trainer``.
         summary: the first paragraph of its docstring; of a constant without one, its value.
         source: the file that defines it, relative to the repository.
     """

@@ -41,7 +41,7 @@ class Stage:
     """A folder of Markdown in which every link leads to a page of the same folder.
 
     Args:
-        folder: where pages are written; it should be empty.
+        folder: output folder for the pages; it should be empty.
     """
 
     def __init__(self, folder: Path) -> None:

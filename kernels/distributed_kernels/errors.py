@@ -1,4 +1,4 @@
-"""KernelError: a mistake that the caller can mend."""
+"""KernelError: an error in the caller's arguments."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ __all__ = ["KernelError"]
 
 
 class KernelError(ValueError):
-    """What was given cannot be computed: one paragraph that says how to mend it.
+    """Arguments that cannot be computed; the message is one paragraph with the remedy.
 
     Args:
         message: which argument, and what is wrong with it.
         got: the value received.
-        allowed: the values that would do, in words.
-        remedy: what to do about it.
+        allowed: accepted values, in words.
+        remedy: remedy, as a sentence.
     """
 
     def __init__(

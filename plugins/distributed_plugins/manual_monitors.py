@@ -1,6 +1,6 @@
-"""Monitors to use by hand, in a loop of one's own or around a trainer.
+"""Monitors for manual use, in a custom loop or around a trainer.
 
-The training loop logs the same figures by itself: seconds per phase, memory, metrics reduced
+The training loop logs the same metrics by itself: seconds per phase, memory, metrics reduced
 over all ranks.
 """
 
@@ -77,7 +77,7 @@ class PerformanceMonitor:
         """
         if not hasattr(trainer, "train_step") and not hasattr(trainer, "fit"):
             raise UserError(
-                "the trainer can neither take a step nor fit",
+                "the trainer has neither train_step nor fit",
                 field="trainer",
                 got=type(trainer).__name__,
                 allowed="an object with train_step(*batch) or fit(loader, max_steps=...)",
@@ -132,7 +132,7 @@ class DistributedMetricsCollector:
     """Means over all ranks, right when ranks hold different counts or different names.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
         group: a torch process group; None is the default one. Needed only when
             `world_size` is above 1.
@@ -150,8 +150,8 @@ class DistributedMetricsCollector:
     def compute_global_metrics(self) -> dict[str, float]:
         """Mean of each metric over all samples of all ranks. Collective: every rank calls.
 
-        One object all-gather, which also tells the ranks of each other's names. Equal, bit
-        by bit, on all ranks; a metric without any sample is NaN.
+        One object all-gather, which also exchanges the names. Bitwise equal on all ranks;
+        a metric without any sample is NaN.
 
         Raises:
             UserError: `world_size` does not fit the process group.
@@ -170,7 +170,7 @@ class DistributedMetricsCollector:
         return metrics
 
     def reset(self) -> None:
-        """Forget everything, for the next epoch."""
+        """Clear all metrics, for the next epoch."""
         self._sums.clear()
 
     def _gather(self) -> Sequence[Mapping[str, tuple[float, int]]]:
@@ -201,7 +201,7 @@ def monitor_memory(device: str | None = None, *, show: bool = False) -> dict[str
 
     Args:
         device: e.g. ``cuda:1``; None is the current CUDA device, or the CPU without one.
-        show: also print it, one line per figure.
+        show: also print it, one line per value.
     """
     if device is None:
         import torch

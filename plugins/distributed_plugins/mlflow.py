@@ -48,15 +48,15 @@ class MLflowTracker(Tracker):
 
     The store is `tracking.mlflow_tracking_uri`, else ``MLFLOW_TRACKING_URI``, else
     ``sqlite:///mlflow.db`` with the artifacts beside it; the experiment is
-    `tracking.mlflow_experiment`, else what MLflow's own variables say, else ``Default``.
+    `tracking.mlflow_experiment`, else that of MLflow's own variables, else ``Default``.
 
     When the caller has an active run, that run is joined and left open, whatever the
     experiment; parameters that the caller has logged already are left as they are.
     Only an explicit `tracking.mlflow_tracking_uri` of another store prevents it.
 
     With ``parent_run_id`` in its context, as `child_context` puts it there, the run is a child of that
-    one; a child of the same name, which an earlier attempt left, is gone on with. With ``own_run_id`` it
-    goes on with that run as its own.
+    one; a child of the same name, which an earlier attempt left, is resumed. With ``own_run_id`` it
+    resumes that run as its own.
 
     MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set.
 
@@ -91,7 +91,7 @@ class MLflowTracker(Tracker):
         """Join the caller's run or create one, and record `params`.
 
         Raises:
-            mlflow.exceptions.MlflowException: the store cannot be had.
+            mlflow.exceptions.MlflowException: the store cannot be reached.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
@@ -115,7 +115,7 @@ class MLflowTracker(Tracker):
         """Collect `metrics`; they are in the store a few seconds later.
 
         Raises:
-            Exception: what MLflow raised when it wrote an earlier record.
+            Exception: MLflow's error while writing an earlier record.
         """
         from mlflow.entities import Metric
 
@@ -139,7 +139,7 @@ class MLflowTracker(Tracker):
                 self._client.set_terminated(self.run_id, STATUS[status])
 
     def child_context(self) -> dict[str, Any]:
-        """Where this run is, for trackers of runs within it."""
+        """Context of this run, for trackers of child runs."""
         self._is_parent = True
         experiment_id = self._client.get_run(self.run_id).info.experiment_id
         return {
@@ -236,7 +236,7 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
 
 
 def _prepare_local(uri: str) -> None:
-    """A new local store is its owner's alone: MLflow would leave it readable to everybody."""
+    """Create a new local store readable only by its owner; MLflow would let all users read it."""
     database = _local_database(uri)
     if database is None or database.exists():
         return

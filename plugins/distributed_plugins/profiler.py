@@ -28,11 +28,11 @@ def register_callbacks(config: DistributedConfig) -> list[Callback]:
 
 
 class Profiler(Callback):
-    """Passes over `skip_steps`, warms up for one, records `steps`, then takes itself out.
+    """Skip `skip_steps`, warm up for one step, record `steps`, then detach.
 
     Writes ``trace_rank<r>.json`` (for chrome://tracing or Perfetto) and ``table_rank<r>.txt``
     into `output_dir`, each whole or not at all. A run too short to fill the record writes
-    what was recorded, if anything, and says so.
+    the recorded steps, if any, and logs a warning.
     """
 
     band = Band.TRACK
@@ -59,7 +59,7 @@ class Profiler(Callback):
         self._profile.start()
 
     def on_step_end(self, context: Context) -> None:
-        """Tell the profiler that a step ended."""
+        """Advance the profiler by a step."""
         if self._profile is None:
             return
         self._num_steps += 1
@@ -73,7 +73,7 @@ class Profiler(Callback):
             return
         recorded = max(0, self._num_steps - self.section.skip_steps - WARMUP_STEPS)
         if recorded == 0:
-            self._profile.on_trace_ready = None  # an empty trace helps nobody
+            self._profile.on_trace_ready = None  # do not write an empty trace
         self._stop()
         logger.warning(
             "profile: %d of %d steps were recorded on rank %d: the run took %d optimizer steps, and"

@@ -76,7 +76,7 @@ class ProgressBar(Callback):
         )
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
-        """One line with the epoch's figures, above the bar where there is one."""
+        """Print one line with the epoch's metrics, above the bar where there is one."""
         if self._console is None:
             return
         if self._bar is not None and self._task is not None:

@@ -1,7 +1,7 @@
-"""The run's record: a file in the run's folder from which ``report`` and ``runs`` tell the story.
+"""The run's record: a file in the run's folder that ``report`` and ``runs`` read.
 
-Rank 0 writes what happens in the training; the process that called `fit` writes what ranks that were killed
-cannot. `distributed.operations.report.record_format` says what the lines are.
+Rank 0 writes the events of the training; the process that called `fit` writes those that killed ranks
+cannot. `distributed.operations.report.record_format` documents the lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("distributed")
 
 _VERSIONED = ("torch", "numpy", "deepspeed", "horovod", "ray", "tensorflow", "keras")
 _TRACEBACK = 20_000
-"""Characters of a traceback that are kept: its end, where the error is."""
+"""Number of characters kept of a traceback: its end, which has the error."""
 
 _here = threading.local()
 """The `fit` that is under way in this thread."""
@@ -43,7 +43,7 @@ _here = threading.local()
 
 @hookimpl
 def register_trackers() -> list[TrackerSpec]:
-    """The record, whenever there is a folder for it."""
+    """The record, if there is a folder for it."""
     return [
         TrackerSpec(
             name="record",
@@ -55,28 +55,28 @@ def register_trackers() -> list[TrackerSpec]:
 
 @hookimpl
 def on_run_start(plan: RunPlan) -> None:
-    """Name the run, so that its lines are known by whoever writes them."""
+    """Name the run, so that the lines of all its processes belong together."""
     _here.run = secrets.token_hex(6)
 
 
 @hookimpl
 def on_restart(plan: RunPlan, error: WorkerError) -> None:
-    """Write down why the ranks start again."""
+    """Record why the ranks restart."""
     _write(plan, "restart", {"error": _about(error)})
 
 
 @hookimpl
 def on_run_end(plan: RunPlan, history: History | None, error: BaseException | None) -> None:
-    """Write down how the run ended; of a failed one also what was to run, for its ranks may not have."""
+    """Record the end of the run; for a failed one also its plan, which its ranks may not have written."""
     if plan.joined is not None and plan.joined.rank != 0:
         return
     elsewhere = plan.mode == "spawn" and (plan.node_rank or (plan.counts and plan.num_nodes > 1))
     if history is not None:
-        if not elsewhere:  # rank 0's line says it, and other hosts have nothing to add
+        if not elsewhere:  # rank 0's line has it, and other hosts add nothing
             _write(plan, "end", _totals(history))
         return
     if isinstance(error, SystemExit) and elsewhere:
-        return  # this host goes, or had no part in the end: the run is that of the others
+        return  # this host leaves, or was not there at the end: the others end the run
     reason = str(error) if isinstance(error, Preempted) else None
     if isinstance(error, KeyboardInterrupt):
         reason = "interrupted from the keyboard"
@@ -122,7 +122,7 @@ class RecordTracker(Tracker):
         return {"run": run, "script": _script(), "caller": _process()}
 
     def start(self, params: Mapping[str, Any]) -> None:
-        """Write what runs where, and from which step on.
+        """Write plan, hosts, and the step from which training starts.
 
         Raises:
             OSError: the folder cannot be written.
@@ -149,11 +149,11 @@ class RecordTracker(Tracker):
         )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the figures of a log step."""
+        """Write the metrics of a log step."""
         self._line("log", {"step": step, "figures": metrics})
 
     def log_epoch(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the figures of an epoch."""
+        """Write the metrics of an epoch."""
         self._line("epoch", {"step": step, "figures": metrics})
 
     def log_checkpoint(self, path: str, step: int) -> None:
@@ -168,7 +168,7 @@ class RecordTracker(Tracker):
         try:
             append(self.folder, kind, {"attempt": self._attempt, **values})
         except OSError as error:
-            # A disk that is full now may have room again: later lines are tried.
+            # A full disk may have space again: later lines are tried.
             if kind == "start":
                 raise
             if not self._has_gaps:
@@ -226,7 +226,7 @@ def _script() -> str:
 
 
 def _process() -> dict[str, Any]:
-    """This process, so that a reader on this host can tell whether it still lives."""
+    """This process, so that a reader on this host can check whether it is alive."""
     import psutil
 
     own = psutil.Process()

@@ -13,7 +13,7 @@ logger = logging.getLogger("distributed")
 
 
 class SynchronizeSketches(Callback):
-    """Compares the sketches at the start of a run and every `every_n_steps` steps, and gives all ranks rank
+    """Compare the sketches at the start of a run and every `every_n_steps` steps, and give all ranks rank
     0's where they differ, with a warning that names the layers.
 
     Sketches that come from a seed cannot come apart by training; this is for matrices given by hand, and
@@ -31,7 +31,7 @@ class SynchronizeSketches(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         if every_n_steps < 1:
             raise UserError(
-                "not a number of steps", field="every_n_steps", got=every_n_steps, allowed="1 or more"
+                "must be a positive integer", field="every_n_steps", got=every_n_steps, allowed="1 or more"
             )
         self.every_n_steps = every_n_steps
 

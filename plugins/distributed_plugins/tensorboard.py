@@ -61,7 +61,7 @@ class TensorBoardTracker(Tracker):
     Every record is on disk when `log_metrics` returns, so that a killed run keeps its curves.
 
     Attributes:
-        folder: where the event file is; known after `start`.
+        folder: folder of the event file; known after `start`.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class TensorBoardTracker(Tracker):
                 remedy="Write locally and copy the folder after the run",
             )
         name = self.config.tracking.run_name
-        if name is not None:  # a resumed run goes on in its folder: TensorBoard joins the files
+        if name is not None:  # a resumed run continues in its folder: TensorBoard joins the files
             folder = Path(root, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return folder

@@ -322,7 +322,7 @@ class OwnAdam(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (torch.optim.Adafactor, "optimizers that treat every element by itself"),
+        (torch.optim.Adafactor, "elementwise optimizers"),
         (OwnAdam, "say zero_allow_untested_optimizer: true"),
         (torch.optim.Adagrad, "Got 'Adagrad'"),
         (frozen_first, "group 0 holds frozen parameters alone"),

@@ -331,7 +331,7 @@ def mixed_dtypes() -> nn.Module:
     ("model", "section", "text"),
     [
         (tiny, {"wrap": "blocks", "block_classes": ["Layer"]}, "no module of class Layer.*Block"),
-        (small_model, {"activation_checkpointing": True}, "no blocks were found in Sequential"),
+        (small_model, {"activation_checkpointing": True}, "found no blocks in Sequential"),
         (with_norm, {"activation_checkpointing": True, "wrap": "size", "min_params": 1}, "twice"),
         (mixed_dtypes, {}, "different dtypes.*float32, float64"),
     ],

@@ -118,7 +118,7 @@ def test_ray_starts_all_ranks_anew_where_failures_are_allowed(ray_cluster: None,
         model, callbacks=[talk], elastic={"max_restarts": 1}, checkpoint_dir=str(tmp_path / "saved")
     )
     history = made.fit((X, Y))
-    assert history.restarts == ["Ray started all ranks anew"]
+    assert history.restarts == ["Ray restarted all ranks"]
     assert (tmp_path / "failed").exists()
     Trainer(reference, backend="serial", global_batch_size=8, learning_rate=0.3, optimizer="sgd").fit((X, Y))
     assert distance(model, reference) < 1e-9
@@ -173,9 +173,9 @@ def test_what_a_killed_rank_was_waiting_for_is_heard_by_the_next(ray_cluster: No
 
     class Rank:
         def __init__(self, orders: Any) -> None:
-            from distributed_backends.ray.output import hear
+            from distributed_backends.ray.output import forward_requests
 
-            hear(orders)
+            forward_requests(orders)
 
         def heard(self) -> str:
             import time
@@ -215,8 +215,8 @@ def test_a_node_that_came_later_asks_the_callers_for_the_files(ray_cluster: None
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"ray": {"num_cpus_per_rank": 9}}, "room for 1 of 2 ranks of 9 CPU each"),
-        ({"ray": {"resources": {"disks": 1}}}, "room for 0 of 2 ranks of 1 CPU, 1 disks each"),
+        ({"ray": {"num_cpus_per_rank": 9}}, "resources for 1 of 2 ranks of 9 CPU each"),
+        ({"ray": {"resources": {"disks": 1}}}, "resources for 0 of 2 ranks of 1 CPU, 1 disks each"),
         ({"num_nodes": 2}, "and 1 of 2 nodes: it has 16 CPU"),
         ({"device": "cuda"}, "2 ranks there need 2 GPUs and 0 are visible"),
     ],
@@ -235,7 +235,9 @@ def test_a_busy_cluster_is_not_waited_for_for_ever(ray_cluster: None) -> None:
     holder = ray.util.placement_group([{"CPU": 15}])
     ray.get(holder.ready())
     try:
-        with pytest.raises(UserError, match=r"no room for 2 ranks of 1 CPU each within 1 s: free are 1 CPU"):
+        with pytest.raises(
+            UserError, match=r"no resources for 2 ranks of 1 CPU each within 1 s: free are 1 CPU"
+        ):
             trainer(small_model(), ray={"start_timeout": 1}).fit((X, Y))
     finally:
         ray.util.remove_placement_group(holder)

@@ -54,7 +54,7 @@ def planned(joined: Joined | None = None, gpus: int = 0, **fields: Any) -> RunPl
             ),
             "accumulated twice",
         ),
-        (lambda: TensorFlowDistributedTrainer(lambda: 3), "not something that can be trained"),
+        (lambda: TensorFlowDistributedTrainer(lambda: 3), "not a trainable model"),
         (lambda: TensorFlowDistributedTrainer(dense(trainable=False)), "no trainable parameters"),
         (lambda: TensorFlowDistributedTrainer(dense(activation="softmax")), "ends in a softmax"),
         (

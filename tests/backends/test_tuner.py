@@ -234,7 +234,7 @@ def test_a_trial_that_goes_wrong_is_recorded_and_others_go_on(ray_cluster: None,
     assert found["raise"].error == "ValueError: no such thing"
     assert "in misbehaves" in (search.output_dir / "trials" / found["raise"].name / "error.txt").read_text()
     # The same folder takes no other search, and the same search only when it is asked to go on.
-    with pytest.raises(UserError, match="this folder holds a search already"):
+    with pytest.raises(UserError, match="this folder already holds a search"):
         tuner(misbehaves, {"deed": {"grid": deeds}}, tmp_path).tune(1)
     with pytest.raises(UserError, match=r"search_space: the search in .* was started with"):
         tuner(misbehaves, {"deed": "well"}, tmp_path, resume=True).tune(1)
@@ -247,7 +247,7 @@ def test_searches_without_a_result_say_why(ray_cluster: None, tmp_path: Path) ->
     with pytest.raises(WorkerError, match=r"all 2 trials failed; trial 00000: ValueError: no such thing"):
         tuner(misbehaves, {"deed": "raise"}, tmp_path / "a").tune(2)
     started = tuner(misbehaves, {"deed": "well", "n": {"grid": [*range(40)]}}, tmp_path / "b", metric="gain")
-    with pytest.raises(UserError, match=r"metric: no trial reported that figure. Got 'gain'. Allowed: loss"):
+    with pytest.raises(UserError, match=r"metric: no trial reported this metric. Got 'gain'. Allowed: loss"):
         started.tune(1)
     # Nobody waited for forty trials to find that out.
     assert len(started.results) < 10
@@ -256,18 +256,21 @@ def test_searches_without_a_result_say_why(ray_cluster: None, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"num_cpus": 17}, "num_cpus: the search asks for 17 CPUs and there are 16"),
+        ({"num_cpus": 17}, "num_cpus: the search requests 17 CPUs; there are 16"),
         (
             {"num_cpus": 2, "ranks_per_trial": 3},
             "a trial of 3 ranks needs as many CPUs on one node",
         ),
-        ({"scheduler": "ahsa"}, "scheduler: not a scheduler. Got 'ahsa'"),
+        ({"scheduler": "ahsa"}, "scheduler: unknown scheduler. Got 'ahsa'"),
         (
             {"scheduler": "asha", "scheduler_options": {"reduction": 2}},
             "unexpected keyword argument 'reduction'",
         ),
-        ({"scheduler": "pbt", "checkpoints": False}, "checkpoints: this scheduler lets trials go on"),
-        ({"scheduler": "pbt"}, "pbt changes sampled parameters, and the space has none"),
+        (
+            {"scheduler": "pbt", "checkpoints": False},
+            "checkpoints: this scheduler continues trials from checkpoints",
+        ),
+        ({"scheduler": "pbt"}, "pbt changes sampled parameters, but the space has only"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_trial_starts(

@@ -1,4 +1,4 @@
-"""The parts of a search that need no cluster: spaces, a trial, records, the picture, arguments."""
+"""The parts of a search that need no cluster: spaces, a trial, records, the plot, arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from distributed.config import DistributedConfig, Layer, load, read_file
 from distributed.config.script_overlay import active
 from distributed.operations.report.record_format import NAME
 from distributed.operations.tuning.parent_run import ParentRun
-from distributed.operations.tuning.plot import write_picture
+from distributed.operations.tuning.plot import write_plot
 from distributed.operations.tuning.search_space import Range, parse_space
 from distributed.operations.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
-from distributed.operations.tuning.trial_channel import TRIAL, Ear, TrialReport
+from distributed.operations.tuning.trial_channel import TRIAL, TrialListener, TrialReport
 from distributed.operations.tuning.trial_record import Trial, best_of, load_trial, ranked
 from distributed.testing.conformance import problem, small_model
 
@@ -57,10 +57,10 @@ def test_plain_words_become_ranges_and_values_stay() -> None:
     [
         ({}, "a search needs parameters to sample"),
         (["lr"], "search_space: a search needs parameters"),
-        ({3: 1}, "not a name of a parameter"),
+        ({3: 1}, "not a parameter name"),
         (
             {"lr": {"logunform": [1, 2]}},
-            "search_space.lr: 'logunform' is no kind of range. Did you mean 'loguniform'?",
+            "search_space.lr: 'logunform' is not a kind of range. Did you mean 'loguniform'?",
         ),
         (
             {"lr": {"loguniform": [0, 1]}},
@@ -85,14 +85,14 @@ def test_ranges_that_make_no_sense_name_the_parameter(space: Any, words: str) ->
     ("given", "words"),
     [
         ({"train_fn": 3}, "train_fn: not a function. Got 'int'"),
-        ({"num_gpus": 0}, "num_gpus: not a number of things. Got 0"),
+        ({"num_gpus": 0}, "num_gpus: must be a positive integer. Got 0"),
         ({"trials_per_gpu": 0.5}, "trials_per_gpu: not a number"),
-        ({"num_gpus": 2, "num_cpus": 2}, "give one of them"),
-        ({"trials_per_gpu": 2, "ranks_per_trial": 2}, "a trial of several ranks has whole GPUs"),
+        ({"num_gpus": 2, "num_cpus": 2}, "Set only one of them"),
+        ({"trials_per_gpu": 2, "ranks_per_trial": 2}, "a trial of several ranks needs whole GPUs"),
         ({"mode": "most"}, "mode: not a mode"),
         ({"time_limit": 0}, "time_limit: not a time"),
         ({"seed": -1}, "seed: not a seed"),
-        ({"resume": True}, "resume: there is nothing to go on with"),
+        ({"resume": True}, "resume: there is no search to resume"),
     ],
 )
 def test_arguments_that_make_no_sense(given: dict[str, Any], words: str) -> None:
@@ -219,9 +219,9 @@ def leaves(config: dict[str, Any]) -> Any:
     ("deed", "words"),
     [
         ("exit", "SystemExit: 3"),
-        ("nothing", "train_fn called no fit and returned no figures, so there is nothing to judge"),
-        ("number", "what train_fn returns is its last report. Got 'float'"),
-        ("ranks", "has room for 2 ranks on one node, and its trainer asks for 3 on 1 node"),
+        ("nothing", "train_fn called no fit and returned no metrics, so the trial has no result"),
+        ("number", "train_fn must return its last report or nothing. Got 'float'"),
+        ("ranks", "has 2 slots on one node, and its trainer requests 3 on 1 node"),
     ],
 )
 def test_a_trial_that_fails_says_why(tmp_path: Path, deed: str, words: str) -> None:
@@ -243,8 +243,8 @@ def test_a_metric_that_a_trial_never_reports_is_said_at_its_end(tmp_path: Path) 
 
 def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
     heard: list[Any] = []
-    ear = Ear(lambda *said: heard.append(said), waits=False)
-    with ear.open():
+    listener = TrialListener(lambda *said: heard.append(said), waits=False)
+    with listener.open():
         address, _, _ = os.environ[TRIAL].split(" ")
         stranger = TrialReport(f"\0{address}", b"another key", False)
         with pytest.raises(Exception, match="digest"):
@@ -253,8 +253,8 @@ def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
 
 
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
-    ear = Ear(lambda *said: None, waits=False)
-    with ear.open(), socket.socket(socket.AF_UNIX) as silent:
+    listener = TrialListener(lambda *said: None, waits=False)
+    with listener.open(), socket.socket(socket.AF_UNIX) as silent:
         address, key, _ = os.environ[TRIAL].split(" ")
         silent.connect(f"\0{address}")
         report = TrialReport(f"\0{address}", bytes.fromhex(key), False)
@@ -291,7 +291,7 @@ def test_without_a_best_the_first_cause_is_named() -> None:
         best_of([made("a", float("inf"))], None, "auto")
     trial = Trial("a", {}, "finished", reports=[{"loss": 1.0}])
     trial.judge("gain", "auto")
-    with pytest.raises(UserError, match=r"no trial reported that figure. Got 'gain'. Allowed: loss"):
+    with pytest.raises(UserError, match=r"no trial reported this metric. Got 'gain'. Allowed: loss"):
         best_of([trial], "gain", "auto")
 
 
@@ -331,14 +331,14 @@ def test_a_search_goes_on_only_with_what_makes_its_trials_comparable(
     assert "0x" not in str(caught.value)
 
 
-# -- the picture -----------------------------------------------------------------------
+# -- the plot --------------------------------------------------------------------------
 
 
 def test_the_picture_needs_nothing_and_a_name_cannot_end_its_script(tmp_path: Path) -> None:
     trials = [made(f"{n:05d}", 1.0 / (n + 1)) for n in range(4)]
     for n, trial in enumerate(trials):
         trial.parameters = {"lr": 10.0**-n, "kind": "</script><b>"[: 9 + n], "size": n}
-    path = write_picture(trials, "auto", trials[3], tmp_path / "search.html", "a <title>")
+    path = write_plot(trials, "auto", trials[3], tmp_path / "search.html", "a <title>")
     page = Path(path).read_text()
     figures, _, _ = page.partition('id="figures">')[2].partition("</script>")
     course, lines = json.loads(figures)
@@ -353,7 +353,7 @@ def test_a_trial_that_failed_is_in_the_table_alone(tmp_path: Path) -> None:
     trials = [made("0", 1.0), made("1", 0.1, "failed", error="no disk"), made("2", 0.5)]
     for n, trial in enumerate(trials):
         trial.parameters = {"lr": 10.0**-n}
-    page = Path(write_picture(trials, "auto", trials[2], tmp_path / "search.html", "search")).read_text()
+    page = Path(write_plot(trials, "auto", trials[2], tmp_path / "search.html", "search")).read_text()
     course, lines = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
     assert course["data"][1]["y"] == [1.0, 0.5]
     assert len(lines["data"]) == 2
@@ -366,7 +366,7 @@ def test_a_trial_that_failed_is_in_the_table_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        ("epochs: 1", [], "the file has no part `tune:` with a search_space"),
+        ("epochs: 1", [], "the file has no section `tune:` with a search_space"),
         ("tune: {search_space: {lr: 1}, metrik: a}", [], "Did you mean 'metric'?"),
         (
             "tune: {search_space: {learning_rate: {uniform: [2, 1]}}}",
@@ -376,7 +376,7 @@ def test_a_trial_that_failed_is_in_the_table_alone(tmp_path: Path) -> None:
         ("epoch: 1\ntune: {search_space: {a: 1}}", [], "Did you mean 'epochs'?"),
         ("tune: {search_space: {a: 1}}", ["--num-samples", "few"], "--num-samples: not a number"),
         ("tune: {search_space: {a: 1}}", ["--num-sample", "2"], "Did you mean '--num-samples'?"),
-        ("tune: {search_space: {a: 1}}", ["--resume"], "resume: there is nothing to go on with"),
+        ("tune: {search_space: {a: 1}}", ["--resume"], "resume: there is no search to resume"),
     ],
 )
 def test_the_verb_refuses_what_makes_no_sense(

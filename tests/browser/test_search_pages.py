@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.operations.tuning.plot import write_picture
+from distributed.operations.tuning.plot import write_plot
 from distributed.operations.tuning.trial_record import Trial
 from tests.browser.browser import Browser
 from tests.browser.test_report_pages import VIEWS, drawn
@@ -34,7 +34,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trials[4].reports, trials[4].value = [], None
     best = min((t for t in trials if t.value is not None), key=lambda t: t.value or 0.0)
     path = tmp_path_factory.mktemp("search") / "search.html"
-    return Path(write_picture(trials, "auto", best, path, "digits"))
+    return Path(write_plot(trials, "auto", best, path, "digits"))
 
 
 @pytest.mark.parametrize(("width", "dark"), VIEWS)

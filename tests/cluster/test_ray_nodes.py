@@ -126,7 +126,7 @@ def test_a_node_is_killed_and_the_run_completes(
     assert (tmp_path / "here").exists()
     assert len([node for node in cluster.list_all_nodes() if node is second]) == 0
     # More than one where Ray places ranks on the dead node again before it has missed its heartbeats.
-    assert set(history.restarts) == {"Ray started all ranks anew"}
+    assert set(history.restarts) == {"Ray restarted all ranks"}
     assert (history.world_size, history.batch["global_batch_size"]) == (len(last), 8)
     # Every sample once an epoch and the same steps: the weights are those of one process that nobody touched.
     expected = Trainer(alone, backend="serial", **plain).fit((X, Y), (X, Y))

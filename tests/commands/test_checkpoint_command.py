@@ -238,7 +238,7 @@ def test_wrong_places_and_numbers(folder: Path, tmp_path: Path, capsys: pytest.C
     empty.mkdir()
     for words in (["ls", empty], ["show", empty], ["verify", empty], ["prune", empty, "--keep-last", 1]):
         assert main(["checkpoint", *map(str, words)]) == 2
-        assert "no checkpoint there" in capsys.readouterr().err
+        assert "no checkpoint found" in capsys.readouterr().err
     assert main(["checkpoint", "prune", str(folder), "--keep-last", "0"]) == 2
     assert "--keep-last" in capsys.readouterr().err
     assert left(folder) == [2, 4, 6, 8]

@@ -59,9 +59,9 @@ def test_runs_are_found_newest_first(capsys: pytest.CaptureFixture[str]) -> None
 def test_nothing_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys) == []
     assert main(["runs"]) == 0
-    assert "no run has left a record" in capsys.readouterr().out
+    assert "no run record found" in capsys.readouterr().out
     assert main(["runs", "nowhere"]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "no such directory" in capsys.readouterr().err
 
 
 def test_a_record_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_record_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str
     Path("theirs", NAME).write_text('{"event": "login"}\n')
     rows = {row["path"]: row for row in listed(capsys)}
     assert rows["theirs"]["status"] == "unreadable"
-    assert "no record of a run" in rows["theirs"]["problem"]
+    assert "not a run record" in rows["theirs"]["problem"]
     assert rows["good"]["status"] == "finished"
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_cannot_be_seen_from_here_is_not_said_to_have_been_killed() -
     spread("run", 1, 3600)
     (failure,) = one_run(Path("run")).failures
     assert "No line for 1 h 0 min, the last after step 50." in failure.summary
-    assert "It ran on elsewhere, which cannot be seen from here" in failure.summary
+    assert "It ran on elsewhere, which cannot be inspected from here" in failure.summary
 
 
 def test_a_run_that_was_told_to_go_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from distributed_kernels import use_blocks
 from distributed_kernels.attention.engine import Piece, local, piecewise_attention
-from distributed_kernels.attention.row_views import Run, Take
+from distributed_kernels.attention.row_views import RowRange, RowView
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,8 +15,8 @@ from tests.kernels import oracles
 from tests.kernels.attention_support import assert_matches, inputs
 
 
-def rows(first: int, end: int) -> Take:
-    return Take.rows(Run(first, end - first, end - first))
+def rows(first: int, end: int) -> RowView:
+    return RowView.rows(RowRange(first, end - first, end - first))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -46,7 +46,7 @@ def test_masked_pieces_that_overlap(seed: int, spans: list[tuple[int, int, int, 
 def test_a_row_without_key_in_any_of_several_pieces(blocks: str) -> None:
     mask = torch.ones(6, 3, dtype=torch.bool)
     mask[4] = False
-    pieces = [Piece(Take.all(6), rows(first, first + 3), mask=mask) for first in (0, 3)]
+    pieces = [Piece(RowView.all(6), rows(first, first + 3), mask=mask) for first in (0, 3)]
     qkv = inputs(1, 2, 6, 4)
     with use_blocks(blocks):
         out, lse = piecewise_attention(*qkv, [local(pieces)], 0.5)
@@ -58,10 +58,10 @@ def test_a_row_without_key_in_any_of_several_pieces(blocks: str) -> None:
 
 def test_heads_may_take_different_rows() -> None:
     """Two groups of heads in one piece, the rows of each joined from runs."""
-    take = Take(
+    row_view = RowView(
         (
-            (slice(0, None, 2), (Run(0, 2, 2), Run(4, 2, 2))),
-            (slice(1, None, 2), (Run(0, 8, 4, 1, 1, 2),)),
+            (slice(0, None, 2), (RowRange(0, 2, 2), RowRange(4, 2, 2))),
+            (slice(1, None, 2), (RowRange(0, 8, 4, 1, 1, 2),)),
         )
     )
     kept = torch.zeros(4, 8)
@@ -72,7 +72,7 @@ def test_heads_may_take_different_rows() -> None:
         return oracles.weighted_attention(q, k, v, kept[:, :, None] * kept[:, None, :])
 
     assert_matches(
-        lambda q, k, v: piecewise_attention(q, k, v, [local([Piece(take, take)])], 0.5)[0],
+        lambda q, k, v: piecewise_attention(q, k, v, [local([Piece(row_view, row_view)])], 0.5)[0],
         oracle,
         inputs(2, 4, 8, 4),
     )

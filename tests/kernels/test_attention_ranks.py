@@ -231,7 +231,7 @@ def test_modules_over_ranks(ranks: Ranks, name: str) -> None:
 )
 def test_ranks_are_not_guessed_to_share_a_sequence(ranks: Ranks, name: str) -> None:
     for message in ranks.run("module_error", 4, name=name):
-        assert "has to be told which ranks" in message
+        assert "needs the ranks that hold" in message
         assert "group=torch.distributed.group.WORLD" in message
 
 

@@ -167,5 +167,5 @@ def test_every_n_steps(every: int, seed: int, rank_pool: RankPool) -> None:
 
 def test_alone_there_is_nothing_to_do() -> None:
     train(model(), "serial", None, callbacks=[SynchronizeSketches(1)])
-    with pytest.raises(UserError, match=r"every_n_steps: not a number of steps. Got 0. Allowed: 1 or more"):
+    with pytest.raises(UserError, match=r"every_n_steps: must be a positive integer. Got 0. Allowed: 1 "):
         SynchronizeSketches(0)

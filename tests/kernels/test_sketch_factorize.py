@@ -157,13 +157,13 @@ C40 = torch.eye(40)
         ({"rank": 18}, "above break-even, which is rank 17 for 40 -> 30"),
         ({"energy": 0.99}, "takes rank 30 or more, and above rank 17 .break-even. nothing is saved"),
         ({"energy": 0.99, "method": "rsvd"}, "takes rank 19 or more"),
-        ({}, "give one of them"),
-        ({"rank": 3, "energy": 0.5}, "give one of them"),
+        ({}, "need exactly one of them"),
+        ({"rank": 3, "energy": 0.5}, "need exactly one of them"),
         ({"rank": 0}, "too small"),
         ({"energy": 1.5}, "not a share. Got 1.5"),
-        ({"rank": 3, "method": "qr"}, "no such method. Got 'qr'. Allowed: svd, rsvd, activation"),
+        ({"rank": 3, "method": "qr"}, "unknown method. Got 'qr'. Allowed: svd, rsvd, activation"),
         ({"rank": 3, "method": "activation"}, "'activation' needs it"),
-        ({"rank": 3, "covariance": torch.eye(30)}, r"of other inputs. Got \(30, 30\). Allowed: \(40, 40\)"),
+        ({"rank": 3, "covariance": torch.eye(30)}, r"layer's inputs. Got \(30, 30\). Allowed: \(40, 40\)"),
     ],
 )
 def test_bad_input(given: dict[str, Any], words: str) -> None:
@@ -227,7 +227,7 @@ def test_convolutions_start_as_large_as_dense_ones() -> None:
 
 
 def test_convolutions_that_are_refused() -> None:
-    with pytest.raises(KernelError, match=r"thin already\. Got 2"):
+    with pytest.raises(KernelError, match=r"are not supported\. Got 2"):
         SKConv2d(4, 8, 3, 2, groups=2)
     with pytest.raises(KernelError, match=r"Got \(1, 'circular'\)"):
         factorize_conv(conv(padding=1, padding_mode="circular"), 3)
@@ -357,8 +357,8 @@ def test_calibration_leaves_the_model_as_it_was() -> None:
     [
         ({"rank": 4, "modules": ["frist"]}, "no nn.Linear or nn.Conv2d has this name. Got 'frist'.*first"),
         ({"rank": 4, "method": "activation"}, "'activation' needs them"),
-        ({"rank": 4, "batches": []}, "batches: there is none"),
-        ({}, "give one of them"),
+        ({"rank": 4, "batches": []}, "batches: empty"),
+        ({}, "need exactly one of them"),
         ({"energy": 0.0}, "not a share"),
     ],
 )

@@ -78,7 +78,7 @@ def test_what_it_cannot_do() -> None:
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(KernelError, match=r"needs Triton and a GPU\. Got 'cpu'"):
+    with pytest.raises(KernelError, match=r"without Triton and a GPU\. Got 'cpu'"):
         fused_linear(torch.zeros(2, 4), torch.zeros(1, 4), torch.zeros(3, 1))
     with use_fused_linear(), torch.no_grad():
         assert SKLinear(40, 30, 5)(torch.zeros(2, 40)).shape == (2, 30)

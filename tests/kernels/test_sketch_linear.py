@@ -346,13 +346,13 @@ ONES = torch.ones
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "has to be said exactly once"),
-        ({"rank": 4, "sketch_size": 4}, "has to be said exactly once"),
-        ({"rank": 4, "num_terms": 1, "low_rank": 2}, "has to be said exactly once"),
-        ({"num_terms": 1}, "one without the other"),
+        ({}, "needs exactly one of its arguments"),
+        ({"rank": 4, "sketch_size": 4}, "needs exactly one of its arguments"),
+        ({"rank": 4, "num_terms": 1, "low_rank": 2}, "needs exactly one of its arguments"),
+        ({"num_terms": 1}, "only one is given"),
         ({"rank": 0}, "too small. Got 0. Allowed: 1 to 17"),
         ({"rank": 1, "train_both": False}, "too small. Got 1. Allowed: 2 to 17"),
-        ({"rank": 4, "sketch": "gauss"}, "no such kind. Got 'gauss'"),
+        ({"rank": 4, "sketch": "gauss"}, "unknown kind. Got 'gauss'"),
         ({"rank": 4, "train_both": False, "seed": -1}, "seed: not in range. Got -1"),
         ({"sketch": (ONES(2, 31), ONES(40, 2))}, r"shapes do not fit. Got \(\(2, 31\), \(40, 2\)\)"),
         ({"rank": 5, "sketch": (ONES(2, 30), ONES(40, 2))}, "do not add up.*r1 \\+ r2 = 5"),

@@ -237,7 +237,7 @@ def check_sync(group: Any, given: bool) -> None:
     check_sketch_sync(model, group)
     if size > 2 and not given:
         assert model[2].sketch.seed == 9
-    with pytest.raises(KernelError, match=f"no such rank in the group. Got {size}. Allowed: 0 to {size - 1}"):
+    with pytest.raises(KernelError, match=f"not a rank of the group. Got {size}. Allowed: 0 to {size - 1}"):
         synchronize_sketches(model, group, src=size)
     wrapped = nn.parallel.DistributedDataParallel(seeded(make), process_group=group)
     if rank == 1:

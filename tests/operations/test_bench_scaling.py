@@ -48,14 +48,14 @@ def test_efficiency_is_taken_within_a_repeat() -> None:
 def test_more_ranks_than_cores_are_remarked_upon() -> None:
     assert any("4096 ranks share" in text for text in _remarks(plan(ranks=[1, 4096])))
     assert not any("share" in text for text in _remarks(plan(ranks=[1])))
-    assert any("little about noise" in text for text in _remarks(plan(repeats=2)))
+    assert any("not enough to estimate noise" in text for text in _remarks(plan(repeats=2)))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--backends", "pytorch-dpd"], "Did you mean 'pytorch-ddp'"),
-        (["--backends", ","], "no backend is named"),
+        (["--backends", ","], "no backend given"),
         (["--ranks", "1,none"], "--ranks"),
         (["--steps", "0"], "--steps"),
         (["--script", "nowhere.py"], "no such file"),

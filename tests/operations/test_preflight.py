@@ -58,7 +58,7 @@ def test_healthy_hosts_have_nothing_wrong() -> None:
         ({"versions": {"python": "3.11.7"}}, "error", "torch", "none on n1"),
         ({"clock": 3.2}, "warn", "clocks", "n1 is 3.2 s ahead of node 0"),
         ({"clock": -3.2}, "warn", "clocks", "n1 is 3.2 s behind node 0"),
-        ({"name_resolves_to": "127.0.1.1"}, "warn", "host name", "n1 is 127.0.1.1 to itself"),
+        ({"name_resolves_to": "127.0.1.1"}, "warn", "host name", "n1 resolves its own name to 127.0.1.1"),
         ({"shared_memory": 2**26}, "warn", "/dev/shm", "n1 has 64 MiB free"),
         ({"links": {0: Link("10.0.0.1:9: timed out")}}, "error", "reach", "n1 cannot reach n0 at 10.0.0.1:9"),
         ({"checkpoint": "/x is not the folder of node 0"}, "error", "checkpoint_dir", "n1: /x is not"),
@@ -92,14 +92,14 @@ def test_a_slow_link_is_named_and_a_clock_that_may_be_right_is_not() -> None:
 
 def test_gpus_that_are_missing_are_counted() -> None:
     (finding,) = found(host(0, gpus=["A", "A"]), host(1, gpus=["A"]), wanted=2)
-    assert (finding.status, finding.message) == ("error", "2 a host are asked for: n1 has 1")
+    assert (finding.status, finding.message) == ("error", "2 per host requested: n1 has 1")
 
 
 @pytest.mark.parametrize(
     ("device", "status", "says"),
     [
-        ("auto", "warn", "none on any host, 2 a host are asked for"),
-        ("cuda", "error", "2 a host are asked for: n0 has 0, n1 has 0"),
+        ("auto", "warn", "no GPU on any host, 2 per host requested"),
+        ("cuda", "error", "2 per host requested: n0 has 0, n1 has 0"),
         ("cpu", "ok", "none: the same on all hosts"),
     ],
 )

@@ -35,21 +35,21 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_without_a_record_names_those_below(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such folder" in refused("nowhere", capsys=capsys)
+    assert "no such directory" in refused("nowhere", capsys=capsys)
     write_attempt(Path("below"))
     message = refused(".", capsys=capsys)
-    assert "no run has left a record there; there are some in below" in message
+    assert "no run record found here (found some in below" in message
     assert "checkpoint_dir" in message
 
 
 def test_somebody_elses_lines_are_no_record(capsys: pytest.CaptureFixture[str]) -> None:
     Path("theirs").mkdir()
     Path("theirs", NAME).write_text('{"event": "login"}\n{"kind": "log", "level": "info"}\n')
-    assert "no record of a run" in refused("theirs", capsys=capsys)
+    assert "not a run record" in refused("theirs", capsys=capsys)
     Path("theirs", NAME).write_bytes(bytes(range(256)) * 40)
-    assert "no record of a run" in refused("theirs", capsys=capsys)
+    assert "not a run record" in refused("theirs", capsys=capsys)
     Path("theirs", NAME).write_text("")
-    assert "no record of a run" in refused("theirs", capsys=capsys)
+    assert "not a run record" in refused("theirs", capsys=capsys)
 
 
 def test_a_newer_record_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_an_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) ->
     assert main(["report", "run", "--output", "no/such/out.html"]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert main(["report", "run", "--output", "run"]) == 2
-    assert "this is a folder" in capsys.readouterr().err
+    assert "is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
@@ -80,7 +80,9 @@ def test_a_torn_last_line_is_normal(cut: int) -> None:
     run = one_run(Path("run"))
     assert run.series("loss").steps[:4] == [10, 20, 30, 40]
     assert run.notes == (
-        ["The last line is torn: the run is writing it, or was killed while it did."] if cut > 1 else []
+        ["The last line is incomplete: the run is writing it, or was killed while writing it."]
+        if cut > 1
+        else []
     )
 
 
@@ -130,7 +132,7 @@ def test_every_prefix_of_a_record_is_a_report_or_a_plain_refusal() -> None:
         if told % 8 == 0:
             assert "<h1>" in report(runs)
     assert told > 20
-    assert refusals == {"this is no record of a run: not one of its lines is one"}
+    assert refusals == {"not a run record: no line could be parsed"}
 
 
 @pytest.mark.starts_processes

@@ -24,8 +24,8 @@ _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "bro
 
 
 class DDPBackend(ProcessGroupBackend):
-    """torch's DistributedDataParallel around the whole step, loss included. A rank alone has
-    nobody to reduce with and goes without.
+    """torch's DistributedDataParallel around the whole step, loss included. A single
+    rank runs without it.
 
     BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
     validation every rank takes rank 0's, so that what is validated is what is saved.
@@ -45,11 +45,10 @@ class DDPBackend(ProcessGroupBackend):
         )
 
     def warm_up(self, windows: Iterator[Window]) -> None:
-        """DDP packs its buckets anew before its second forward, by the order in which the first
-        backward made gradients; and where an element lies in a bucket decides in which order gloo and
-        NCCL add three or more ranks' values. A backward now, and the next forward does that
-        (torch 2.13: ``Reducer::rebuild_buckets``, called by ``_pre_forward``)."""
-        if self.world.size < 3 or self.config.find_unused_parameters:  # which never packs anew
+        """Run one backward, so that DDP rebuilds its buckets before the first step and not the second
+        (torch 2.13: ``Reducer::rebuild_buckets``, called by ``_pre_forward``). The bucket layout decides
+        the order in which gloo and NCCL add the values of three or more ranks, hence the bits."""
+        if self.world.size < 3 or self.config.find_unused_parameters:  # which never rebuilds
             return
         window = next(windows, None)
         if window is None:

@@ -40,7 +40,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class EngineScaler(torch.amp.GradScaler):
-    """The loop's loss scale, where DeepSpeed unscales by itself and says whether it could."""
+    """The loop's loss scale, where DeepSpeed unscales itself and reports an overflow."""
 
     overflowed = False
 
@@ -50,7 +50,7 @@ class EngineScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf.fill_(float(self.overflowed))}
 
     def after_step(self, optimizer: torch.optim.Optimizer, overflowed: bool) -> None:
-        """Grow or shrink the scale by what became of the step."""
+        """Grow or shrink the scale according to the step's overflow."""
         self.overflowed = overflowed
         self.unscale_(optimizer)
         self.update()
@@ -60,14 +60,14 @@ class DeepSpeedBackend(ProcessGroupBackend):
     """DeepSpeed's ZeRO under the one loop: stage 0 reduces gradients, 1 shards the optimizer,
     2 the gradients besides, 3 the parameters too.
 
-    **The engine** makes the mean over ranks, shards, gathers, and steps. What the contracts fix
-    it is told anew at each step: where a window ends, the largest norm, and one scale, which
+    **The engine** makes the mean over ranks, shards, gathers, and steps. The values that the
+    contracts fix are passed to it at each step: where a window ends, the largest norm, and one scale, which
     holds the loss scale of fp16 and the count of the global batch (C2, C6). Its own gradient
     norm is rounded to float32; ours takes its place.
 
     **Precision** is autocast over weights in their own dtype, as on every backend. DeepSpeed's
-    own way, 16-bit weights with float32 masters, is what ``bf16`` or ``fp16`` in the
-    ``deepspeed_config`` asks for.
+    own way, 16-bit weights with float32 masters, is selected by ``bf16`` or ``fp16`` in
+    the ``deepspeed_config``.
     """
 
     counts_with_gradients = False
@@ -81,7 +81,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def replicated(self) -> dict[str, Tensor] | None:
         return trained(self.module) if self.stage < 3 else None
 
-    # -- who and where ---------------------------------------------------------------------
+    # -- setup -----------------------------------------------------------------------------
 
     def setup(self, plan: RunPlan) -> World:
         self.stage = stage_of(plan.config)
@@ -90,32 +90,32 @@ class DeepSpeedBackend(ProcessGroupBackend):
         world = super().setup(plan)
         self._joined = plan.joined is not None
         if world.size == 1:
-            self._meet_alone(plan)
-        self._say_local_rank(world)
+            self._init_single_rank_group(plan)
+        self._export_local_rank(world)
         _import_for(world.device)
-        from distributed_backends.deepspeed.engine import meet
+        from distributed_backends.deepspeed.engine import attach_process_group
 
-        meet(world.device)
+        attach_process_group(world.device)
         return world
 
-    def _meet_alone(self, plan: RunPlan) -> None:
-        """DeepSpeed wants a process group also where there is nobody to meet."""
+    def _init_single_rank_group(self, plan: RunPlan) -> None:
+        """Initialize a process group of one, which DeepSpeed needs also on a single rank."""
         if not dist.is_initialized():
             kind = "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
             self._owns_group = True
         elif dist.get_world_size() != 1:
             raise UserError(
-                f"this process is in a process group of {dist.get_world_size()} ranks, which DeepSpeed would"
-                " use",
+                f"this process is in a process group of {dist.get_world_size()} ranks, which"
+                " DeepSpeed would use",
                 field="num_processes",
                 got=1,
                 allowed=str(dist.get_world_size()),
-                remedy="Train on all of them, or take the group down first",
+                remedy="Train on all of them, or destroy the group first",
             )
 
-    def _say_local_rank(self, world: World) -> None:
-        """DeepSpeed reads there which device is a rank's, now and then, whoever launched it."""
+    def _export_local_rank(self, world: World) -> None:
+        """Export LOCAL_RANK, from which DeepSpeed reads a rank's device, under every launcher."""
         index = world.device.partition(":")[2] or str(world.local_rank)
         # Under mpirun the two have to agree, or DeepSpeed stops.
         for name, value in (("LOCAL_RANK", index), ("OMPI_COMM_WORLD_LOCAL_RANK", None)):
@@ -133,7 +133,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     def place(self, model: nn.Module) -> nn.Module:
         if self._joined:
-            # Ranks that we started have the same weights; others built their own.
+            # Ranks that we started have the same weights; others build their own.
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
         self._before = Before(model)
@@ -239,7 +239,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Of a sharded gradient, as the engine scaled it, in float64 on the CPU."""
+        """Norm of the sharded gradient, with the engine's scale, in float64 on the CPU."""
         if self.sharded is None:
             return super().gradient_norm()
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -313,13 +313,13 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
 
 def _import_for(device: str) -> None:
-    """Import DeepSpeed, which looks for its accelerator at once and tells everybody."""
+    """Import DeepSpeed, which detects its accelerator at import, without its log lines."""
     if "deepspeed" in sys.modules:
         return
     before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
     try:
-        with _linker_unheard(), _missing("mlflow"):
+        with _silenced_linker(), _missing("mlflow"):
             import_module("deepspeed")
     finally:
         if before is None:
@@ -328,8 +328,8 @@ def _import_for(device: str) -> None:
 
 @contextmanager
 def _missing(name: str) -> Iterator[None]:
-    """As if the package were not installed, unless it is in use: DeepSpeed's autotuner, which no rank
-    runs, would import MLflow, and that takes three times as long as DeepSpeed itself."""
+    """Hide a package that is not in use: DeepSpeed's autotuner, which no rank runs, would import MLflow,
+    which takes three times as long as DeepSpeed itself."""
     # By Python's reference ("The module cache") None stands for what cannot be found.
     modules: dict[str, Any] = sys.modules
     if name in modules:
@@ -343,8 +343,8 @@ def _missing(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _linker_unheard() -> Iterator[None]:
-    """DeepSpeed tries at once whether it could offload to disks, and the linker prints its opinion."""
+def _silenced_linker() -> Iterator[None]:
+    """Suppress the linker's output while DeepSpeed probes at import whether it can offload to disks."""
     real = os.dup(2)
     with tempfile.TemporaryFile() as heard:
         os.dup2(heard.fileno(), 2)

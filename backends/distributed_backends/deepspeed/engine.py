@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["Root", "build_engine", "engine_options", "meet"]
+__all__ = ["Root", "build_engine", "engine_options", "attach_process_group"]
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _LARGEST_BUCKET = 500_000_000
@@ -39,12 +39,12 @@ _LARGEST_BUCKET = 500_000_000
 
 
 class Root(nn.Module):
-    """What a function called through this finds is gathered as its forward would find it: so
-    that a training step may do with the model what it likes, not only call it.
+    """Root module: a function called through it finds gathered parameters, as in forward, so that a
+    training step may use the model in other ways than calling it.
 
     Args:
-        model: the user's.
-        autocast: the context of a forward pass, entered inside: DeepSpeed switches off what
+        model: user's model.
+        autocast: context of a forward pass, entered inside: DeepSpeed switches off what
             surrounds it.
     """
 
@@ -75,7 +75,7 @@ class _WideEngine(_Engine):
     """For float64 weights, which DeepSpeed would reduce and step in float32, or not at all."""
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        if not self.zero_optimization():  # the optimizer is left alone only where this says float32
+        if not self.zero_optimization():  # the optimizer is left alone only where this returns float32
             return torch.float32, torch.float32
         return torch.float64, torch.float64
 
@@ -91,14 +91,14 @@ class _WideEngine(_Engine):
 def engine_options(
     config: DistributedConfig, batch: BatchPlan, stage: int, weights: torch.dtype, numel: int
 ) -> dict[str, Any]:
-    """What DeepSpeed is told: the user's own configuration, and ours where ours decides.
+    """DeepSpeed's options: the user's own, overridden where the loop decides.
 
     Args:
-        config: the run's.
-        batch: the batch identity.
-        stage: of ZeRO.
+        config: configuration of the run.
+        batch: batch identity.
+        stage: ZeRO stage.
         weights: dtype of the parameters that the engine holds.
-        numel: how many elements the trainable parameters have.
+        numel: number of elements of the trainable parameters.
     """
     options: dict[str, Any] = _without_auto(deepcopy(config.deepspeed_config or {}))
     for name in ("optimizer", "gradient_clipping", "fp16", "bf16"):
@@ -127,7 +127,7 @@ def engine_options(
         "train_batch_size": batch.global_batch_size,
         "train_micro_batch_size_per_gpu": batch.batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-        "gradient_clipping": 0.0,  # said anew at each step
+        "gradient_clipping": 0.0,  # set at each step
     }
 
 
@@ -147,7 +147,7 @@ def build_engine(
     place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
     gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
     try:
-        with _without_sending(), _wide_masters() if wide else nullcontext():
+        with _without_broadcast(), _wide_masters() if wide else nullcontext():
             engine: Any = (_WideEngine if wide else _Engine)(
                 args=place,
                 model=root,
@@ -177,14 +177,14 @@ def _checked(options: dict[str, Any]) -> Any:
         ) from None
 
 
-def _worth_saying(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Not what is checked or counted here: optimizers that are not DeepSpeed's, steps skipped under fp16."""
     message = record.getMessage()
     return "untested optimizer" not in message and "OVERFLOW! Skipping step" not in message
 
 
 @contextmanager
-def _without_sending() -> Iterator[None]:
+def _without_broadcast() -> Iterator[None]:
     """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
     cut = Init._zero_init_param
 
@@ -212,14 +212,14 @@ def _wide_masters() -> Iterator[None]:
         ZeROOptimizer._configure_master_weights = choose
 
 
-def meet(device: str) -> None:
-    """Let DeepSpeed use `device` and the process group that is there.
+def attach_process_group(device: str) -> None:
+    """Let DeepSpeed use `device` and the current process group.
 
-    A group that was there before may be another one than DeepSpeed remembers.
+    DeepSpeed may still hold an earlier, destroyed group.
     """
     # torch renames collectives that DeepSpeed calls by their old names.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    logger.addFilter(_worth_saying)
+    logger.addFilter(_is_relevant)
     kind = device.partition(":")[0]
     if get_accelerator().device_name() != kind:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

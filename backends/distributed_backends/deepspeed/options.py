@@ -1,4 +1,4 @@
-"""What the configuration and the task mean for DeepSpeed, decided before it is imported."""
+"""DeepSpeed's options from configuration and task, checked before it is imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
-# How DeepSpeed's own kernels run, not what they compute.
+# Options of how DeepSpeed's own kernels run, without an effect on results.
 _KERNELS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "lr"}
 
 
@@ -61,8 +61,8 @@ def native_optimizer(config: DistributedConfig) -> Any:
 
 
 def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> torch.dtype:
-    """Of the parameters that the engine holds: 16 bits where the DeepSpeed configuration asks for
-    them, else the model's own."""
+    """Dtype of the parameters that the engine holds: 16 bits where the DeepSpeed configuration sets
+    it, else the model's own."""
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
     for name, dtype in _HALVES.items():
         section = (config.deepspeed_config or {}).get(name) or {}
@@ -75,29 +75,28 @@ def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> to
 def check_weights(
     optimizer: torch.optim.Optimizer, model: nn.Module, stage: int, config: DistributedConfig
 ) -> None:
-    """Refuse what ZeRO cannot cut into flat ranges.
+    """Refuse parameters and optimizers that ZeRO cannot shard into flat ranges.
 
     Raises:
-        UserError: several dtypes, a group without trainable parameters, or an optimizer of which
-            nobody said that it treats every element by itself.
+        UserError: several dtypes, a group without trainable parameters, or an optimizer that is not
+            known to be elementwise.
     """
     if stage == 0:
         return
     trusted = (config.deepspeed_config or {}).get("zero_allow_untested_optimizer") is True
     if not trusted and not isinstance(optimizer, _ELEMENTWISE):
         raise UserError(
-            "ZeRO cuts parameters into flat ranges, which only optimizers that treat every element by itself"
-            " can step",
+            "ZeRO shards parameters into flat ranges, which only elementwise optimizers can step",
             field="optimizer",
             got=type(optimizer).__name__,
             allowed=", ".join(kind.__name__ for kind in _ELEMENTWISE),
-            remedy="Use zero_stage=0 or backend='pytorch-ddp'; if it does treat every element by itself, say"
+            remedy="Use zero_stage=0 or backend='pytorch-ddp'; if it is elementwise, set"
             " zero_allow_untested_optimizer: true in deepspeed_config",
         )
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(p.requires_grad for p in group["params"]):
             raise UserError(
-                f"parameter group {number} holds frozen parameters alone, which ZeRO cannot step",
+                f"parameter group {number} holds only frozen parameters, which ZeRO cannot step",
                 field="optimizer",
                 remedy="Leave the group out",
             )

@@ -1,4 +1,4 @@
-"""What a model was before DeepSpeed, which leaves hooks, dictionaries and attributes behind."""
+"""Restore a model after DeepSpeed, which leaves hooks, dictionaries and attributes behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Before"]
 
 
 class Before:
-    """The state of `model`'s modules and parameters, to go back to.
+    """Snapshot of `model`'s modules and parameters, to be restored.
 
     Args:
-        model: as the user gave it.
+        model: user's model, before DeepSpeed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self, whole: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """The same objects, as they were; parameters hold what `whole` says, one by one."""
+        """Restore the same objects; parameters get the values of `whole`, one by one."""
         places: dict[Tensor, Any] = {p: (dtype, device) for p, _, dtype, device in self._parameters}
         data = {}
         for parameter, value in whole:
@@ -53,7 +53,7 @@ class Before:
 
 
 def _tables(module: nn.Module) -> dict[str, set[Any]]:
-    """Which hooks `module` has, by table."""
+    """Hooks of `module` by table."""
     return {
         name: set(table)
         for name, table in vars(module).items()

@@ -1,7 +1,7 @@
-"""Where ZeRO keeps parameters and optimizer state, and how they go to and from names.
+"""Convert ZeRO's parameters and optimizer state to and from named tensors.
 
-DeepSpeed's attributes used here are its own affairs, as they are in 0.19.8;
-``tests/backends/test_deepspeed_state.py`` notices when one changes.
+The attributes of DeepSpeed used here are private, as of 0.19.8;
+``tests/backends/test_deepspeed_state.py`` detects a change.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ State = dict[Tensor, dict[str, Any]]
 
 
 class _Range(NamedTuple):
-    """What this rank owns of one parameter.
+    """This rank's range of one parameter.
 
     Attributes:
-        parameter: the model's own.
-        shape: of it, whole.
-        start: the first element owned, in the flattened parameter.
+        parameter: parameter of the model.
+        shape: full (unsharded) shape of the parameter.
+        start: index of the first owned element in the flattened parameter.
         group: index of its group in the optimizer.
-        flat: the tensor that the optimizer steps: master weights of many parameters, one after another.
-        offset: where in `flat` the elements lie.
-        length: how many; 0 where other ranks have them all.
+        flat: tensor that the optimizer steps: master weights of many parameters, one after another.
+        offset: index in `flat` of the first owned element.
+        length: number of owned elements; 0 where other ranks own all.
     """
 
     parameter: nn.Parameter
@@ -46,7 +46,7 @@ class _Range(NamedTuple):
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """This range of `flat`, or of state that lies as it does; live."""
+        """This range of `flat`, or of state with the same layout; a view."""
         return flat.detach()[self.offset : self.offset + self.length]
 
 
@@ -84,7 +84,7 @@ class ShardedOptimizer:
         return [g for part in self._zero.averaged_gradients.values() for g in part or ()]
 
     def forget_gradients(self) -> None:
-        """Stage 3 keeps the last ones of a parameter that a window does not use."""
+        """Drop gradients: stage 3 keeps the last ones of a parameter that a window does not use."""
         buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
         if buffer is not None:
             buffer.zero_()
@@ -113,7 +113,7 @@ class ShardedOptimizer:
         return shown, {piece: (self._names[p], self._ranges[p].start) for p, piece in pieces.items()}
 
     def take(self, shown: Optimizer) -> None:
-        """Keep what was put into the `view`.
+        """Store the values that were put into the `view`.
 
         Raises:
             UserError: parameters that ZeRO steps together differ in their counts of steps.
@@ -177,13 +177,13 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def spread_masters(self) -> None:
-        """Give stage 3's parameters, gathered ones excepted, what the masters hold."""
+        """Give stage 3's parameters, gathered ones excepted, the masters' values."""
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             self._zero.fp16_partitioned_groups_flat[number].data.copy_(flat.data)
             self._zero._unflatten_partitioned_parameters(number)
 
     def release_gathered(self) -> None:
-        """Let every parameter of stage 3 be gathered anew when it is next used."""
+        """Release gathered parameters of stage 3, so that their next use gathers them again."""
         if self.partitioned:
             self._zero._partition_all_parameters()
 

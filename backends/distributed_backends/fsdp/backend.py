@@ -1,4 +1,4 @@
-"""FSDPBackend: parameters, gradients and optimizer state cut over the ranks (torch's fully_shard)."""
+"""FSDPBackend: shard parameters, gradients and optimizer state over the ranks (torch's fully_shard)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ShardedScaler(torch.amp.GradScaler):
-    """Unscales what this rank holds; an overflow that one rank sees is everybody's (C8)."""
+    """Unscale this rank's gradients; an overflow on one rank counts on all (C8)."""
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -53,16 +53,16 @@ class ShardedScaler(torch.amp.GradScaler):
 
 
 class FSDPBackend(ProcessGroupBackend):
-    """torch's FSDP2 under the one loop. A rank alone has nobody to share with and keeps the
-    whole model.
+    """torch's FSDP2 under the one loop. FSDP2 does not shard on a single rank: the
+    whole model stays on its device.
 
     **Precision** is autocast over parameters in their own dtype, as under ``pytorch-ddp``, so
     that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
     whole modules instead.) ``fsdp.reduce_dtype`` alone changes what travels.
 
-    **Counts** (C2). Where only the forward passes tell how many tokens a global batch has, the
+    **Counts** (C2). Where the number of tokens of a global batch is known after forward only, the
     ranks add their counts in a small collective of its own, under way while the last backward
-    runs; a parameter that carries it, as under DDP, cannot be cut.
+    runs; a parameter that carries it, as under DDP, cannot be sharded.
 
     **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
     """
@@ -115,7 +115,7 @@ class FSDPBackend(ProcessGroupBackend):
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
 
     def _cut_optimizer_state(self) -> None:
-        """An optimizer that an earlier fit used holds state of whole parameters."""
+        """Shard the state of an optimizer that an earlier fit used, which is of whole parameters."""
         for parameter, state in self.optimizer.state.items():
             for slot, value in state.items():
                 if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -219,9 +219,9 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Refuse the one optimizer of torch whose step DTensors do not support (as of torch 2.13)."""
     if isinstance(optimizer, torch.optim.Adafactor):
         raise UserError(
-            "it steps by rows and columns of whole parameters, which torch cannot do once they are cut",
+            "Adafactor needs unsharded parameters (row/column statistics); FSDP2 shards them",
             field="optimizer",
             got=type(optimizer).__name__,
-            allowed="optimizers that treat every element by itself, such as SGD and AdamW, and Muon",
+            allowed="elementwise optimizers, such as SGD and AdamW, and Muon",
             remedy="Use backend='pytorch-ddp', or another optimizer",
         )

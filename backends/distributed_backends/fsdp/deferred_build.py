@@ -1,4 +1,4 @@
-"""Models that one rank builds, and the others hold their shards of and never more."""
+"""Build a model on rank 0 only; other ranks hold just their shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["build_without_data", "deal_out", "tensors_of"]
 
 
 def build_without_data(factory: Any, seed: int) -> nn.Module:
-    """What `factory` builds, on the meta device: shapes and names without memory.
+    """Call `factory` on the meta device: shapes and names without memory.
 
     A factory that computes with values while it builds (``.item()``, ``.numpy()``, a tensor kept
     outside parameters and buffers) cannot do without them, and builds on the CPU.
@@ -31,7 +31,7 @@ def build_without_data(factory: Any, seed: int) -> nn.Module:
 
 
 def _holds_other_tensors(model: nn.Module) -> bool:
-    """Whether a module keeps a meta tensor where nobody would fill it."""
+    """Whether a module keeps a meta tensor outside its parameters and buffers, which is never filled."""
     loose = (value for module in model.modules() for value in vars(module).values())
     return any(_has_meta(value) for value in loose)
 
@@ -48,9 +48,9 @@ def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
     """Fill every rank's share of `model` from rank 0's tensors, one at a time. Collective.
 
     Args:
-        model: cut; on ranks other than 0 its tensors hold memory and no data yet.
-        built: rank 0's whole tensors by name; not read elsewhere.
-        device: what the collective moves between.
+        model: sharded model; on ranks other than 0 its tensors hold memory and no data yet.
+        built: rank 0's unsharded tensors by name; not read elsewhere.
+        device: device of the collective.
     """
     first = dist.get_rank() == 0
     for name, tensor in tensors_of(model):

@@ -1,4 +1,4 @@
-"""A model sharded in place by torch's fully_shard, and made whole again."""
+"""Shard a model in place by torch's fully_shard, and unshard it again."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _FSDP = "torch.distributed.fsdp"
 
 
 class Root(nn.Module):
-    """What a function called through this finds is gathered as its forward would find it: so
-    that a training step may do with the model what it likes, not only call it."""
+    """Root module: a function called through it finds gathered parameters, as in forward, so that a
+    training step may use the model in other ways than calling it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -46,19 +46,19 @@ class Root(nn.Module):
 
 
 class ShardedModel:
-    """Shards `model` in place, each of `units` and the rest by itself.
+    """Shard `model` in place, each of `units` and the rest by itself.
 
     Args:
-        model: whole, the same on all ranks; each of its parameters becomes a DTensor cut by rows.
+        model: unsharded model, equal on all ranks; its parameters become DTensors sharded by rows.
         units: modules inside it, inner ones first.
-        section: the configuration.
-        world: over whose ranks.
-        built_by_one: rank 0 alone has the model's data; the others may hold meta tensors.
+        section: configuration.
+        world: ranks over which the model is sharded.
+        built_by_one: whether only rank 0 has the model's data; the others may hold meta tensors.
 
     Attributes:
-        root: through which the model is used.
-        group: the ranks that hold one copy of the model between them.
-        replicated: parameters without a dimension, which cannot be cut and stay on every rank.
+        root: root module, through which the model is used.
+        group: process group of the ranks that share one copy of the model.
+        replicated: parameters without a dimension, which cannot be sharded and stay on every rank.
 
     Raises:
         UserError: parameters that are gathered together differ in dtype, or hold no data.
@@ -109,13 +109,13 @@ class ShardedModel:
             unit.reshard()
 
     def make_whole(self) -> None:
-        """Give the model back as it came, on every rank. Collective."""
+        """Restore the unsharded model on every rank. Collective."""
         self.reshard()
         self._before.restore()
 
     @torch.no_grad()
     def average_replicated(self) -> None:
-        """Do for `replicated` parameters' gradients what is done for the others'. Collective."""
+        """Average the gradients of `replicated` parameters over the ranks. Collective."""
         found = [p for p in self.root.parameters() if p in self.replicated and p.requires_grad]
         if found:
             flat = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in found])
@@ -126,7 +126,7 @@ class ShardedModel:
 
 
 class _Before:
-    """What a module tree was before fully_shard, which has no way back of its own."""
+    """Snapshot of a module tree before fully_shard, which cannot be undone by torch."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
@@ -188,7 +188,7 @@ def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Those that fully_shard registered, told by where they were written."""
+    """Remove the hooks that fully_shard registered, recognized by their module."""
     tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
     for name, table in tables.items():
         if not name.endswith("_hooks"):
@@ -220,7 +220,7 @@ def _check_data(model: nn.Module) -> None:
             f"the model holds no data: {', '.join(empty[:3])} on the meta device",
             field="model",
             got="meta tensors",
-            remedy="Build it on the CPU; ranks keep their shards of it alone",
+            remedy="Build it on the CPU; each rank then keeps only its shard",
         )
 
 

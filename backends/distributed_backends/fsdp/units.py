@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP gathers together, and whose activations are recomputed."""
+"""Select the modules that FSDP gathers together, and those whose activations are recomputed."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def recompute(model: nn.Module, units: list[nn.Module]) -> Recomputed:
     outermost = [unit for unit in units if unit not in inner]
     if not outermost:
         raise UserError(
-            f"no blocks were found in {type(model).__name__} whose activations could be recomputed",
+            f"found no blocks in {type(model).__name__} whose activations could be recomputed",
             field="fsdp.activation_checkpointing",
             got=True,
             remedy="Name their classes: fsdp.wrap=blocks, fsdp.block_classes=[...]",
         )
     if any(isinstance(module, _BatchNorm) for unit in outermost for module in unit.modules()):
         raise UserError(
-            "BatchNorm in a block that is computed again would take every batch into its statistics twice",
+            "BatchNorm in a recomputed block would add every batch to its statistics twice",
             field="fsdp.activation_checkpointing",
             got=True,
             allowed="false with BatchNorm inside the blocks",

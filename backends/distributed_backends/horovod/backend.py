@@ -20,7 +20,7 @@ from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
 from distributed_backends.horovod.gradients import GradientSum
-from distributed_backends.horovod.world import meet
+from distributed_backends.horovod.world import start_horovod
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
@@ -34,12 +34,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class HorovodBackend(TorchBackend):
     """Horovod sums gradients; everything else is the plain torch backend.
 
-    Under ``deterministic`` tensors are not fused, for which are fused together depends on
-    timing. BatchNorm statistics stay per rank while training; before validation every rank
-    takes rank 0's, so that what is validated is what is saved.
+    Under ``deterministic``, tensor fusion is disabled because its grouping depends on timing. BatchNorm
+    statistics stay per rank while training; before validation every rank takes rank 0's,
+    so that what is validated is what is saved.
 
     Attributes:
-        store: where the ranks met; None for a rank alone, which needs no Horovod.
+        store: rendezvous store; None on a single rank, which needs no Horovod.
     """
 
     store: Any = None
@@ -54,7 +54,7 @@ class HorovodBackend(TorchBackend):
         if plan.world_size == 1 or place is None:
             self.world = World(host=socket.gethostname(), device=device)
             return self.world
-        self.store = meet(place, self.config)
+        self.store = start_horovod(place, self.config)
         _check_transport(plan)
         self.world = World(
             rank=place.rank,
@@ -190,7 +190,7 @@ class HorovodBackend(TorchBackend):
 
 
 def _check_transport(plan: RunPlan) -> None:
-    """What was asked for is built in.
+    """Check that Horovod was built with the requested transport.
 
     Raises:
         UserError: this Horovod has no NCCL or no MPI.
@@ -203,5 +203,5 @@ def _check_transport(plan: RunPlan) -> None:
             field="communication_backend",
             got=asked,
             allowed=", ".join(name for name, there in built.items() if there),
-            remedy="Build it again where the library is (make horovod), or use device=cpu",
+            remedy="Rebuild it where the library is installed (make horovod), or use device=cpu",
         )

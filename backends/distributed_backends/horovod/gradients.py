@@ -16,13 +16,13 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """Hooks on parameters that hand their gradient to Horovod while backward goes on.
+    """Hooks on parameters that hand their gradient to Horovod while backward continues.
 
     Horovod's own optimizer wrapper is not used: it builds another optimizer object, which a
     user's scheduler would not drive, and averages.
 
     Args:
-        names: parameter -> what errors call it; the same order on every rank.
+        names: parameter -> its name in errors; the same order on every rank.
         exact: parameters whose gradients are never compressed.
         compress: send gradients as float16.
         find_unused: parameters may take no part in some steps. Without it a gradient that is
@@ -77,7 +77,7 @@ class GradientSum:
         self._sent.clear()
         if used is not None:
             for parameter, ranks in zip(trained, hvd.synchronize(used).tolist(), strict=True):
-                if ranks == 0:  # an optimizer passes over what nobody used
+                if ranks == 0:  # an optimizer skips parameters that no rank used
                     parameter.grad = None
         self.waited += perf_counter() - start
 
@@ -86,7 +86,7 @@ class GradientSum:
             return
         if parameter in self._sent:
             raise UserError(
-                f"backward made the gradient of {self._names[parameter]} twice, and the first is on its way",
+                f"backward made the gradient of {self._names[parameter]} twice; the first is being sent",
                 field="model",
                 remedy="Under activation checkpointing use use_reentrant=False",
             )
@@ -100,7 +100,7 @@ class GradientSum:
         gradient: Any = parameter.grad
         if gradient.is_sparse:
             raise UserError(
-                f"the gradient of {self._names[parameter]} is sparse, and only dense ones are summed here",
+                f"the gradient of {self._names[parameter]} is sparse; Horovod sums only dense ones here",
                 field="model",
                 remedy="Build the embedding with sparse=False",
             )
@@ -117,11 +117,11 @@ class GradientSum:
         missing = [parameter for parameter in trained if parameter.grad is None]
         if missing and not self._find_unused:
             raise UserError(
-                f"no gradient for {', '.join(self._names[parameter] for parameter in missing)}: it took no"
-                " part in this step",
+                f"no gradient for {', '.join(self._names[parameter] for parameter in missing)}: not used"
+                " in this step",
                 field="find_unused_parameters",
                 got=False,
-                remedy="Set find_unused_parameters=True, or requires_grad_(False) on what is never used",
+                remedy="Set find_unused_parameters=True, or requires_grad_(False) on unused parameters",
             )
         if not self._find_unused:
             return None

@@ -1,8 +1,8 @@
-"""How ranks that anybody started become Horovod's.
+"""Start Horovod on the ranks of any launcher.
 
-horovodrun serves Horovod's rendezvous and tells every rank its place. Under every other
-launcher, ours and torchrun among them, rank 0 serves it and the ranks learn of it in the store
-where they meet anyway.
+horovodrun serves Horovod's rendezvous and sets every rank's environment. Under every other
+launcher, ours and torchrun among them, rank 0 serves it and publishes its address in the store of
+the ranks' own rendezvous.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.placement import Joined
 
-__all__ = ["meet"]
+__all__ = ["start_horovod"]
 
 _ours: dict[str, str] | None = None
-"""The settings with which this module started Horovod; None when the user did, or nobody."""
+"""The settings with which this module started Horovod; None when it did not."""
 
 
-def meet(place: Joined, config: DistributedConfig) -> Store:
+def start_horovod(place: Joined, config: DistributedConfig) -> Store:
     """Start Horovod on this rank unless it runs as wanted, and return the ranks' common store.
 
     Collective. It stays started until the process ends: the user may have started it, and may
     use it after `fit`.
 
     Args:
-        place: this rank's.
-        config: gives the time limit, and what Horovod only reads when it starts.
+        place: launcher environment of this rank.
+        config: time limit, and options that Horovod only reads when it starts.
 
     Raises:
-        UserError: ranks do not come, or the store cannot be reached.
+        UserError: ranks are missing, or the store cannot be reached.
     """
     settings, timeout = _settings(config), timedelta(seconds=config.collective_timeout)
     if place.launcher == "horovodrun":
@@ -67,10 +67,10 @@ def meet(place: Joined, config: DistributedConfig) -> Store:
 
 
 def _settings(config: DistributedConfig) -> dict[str, str]:
-    """What Horovod reads at its start and this run depends on."""
+    """Settings that Horovod reads at its start and this run depends on."""
     settings = {}
     if config.deterministic:
-        # Which gradients are fused depends on timing, and the order of additions on what is fused.
+        # Tensor fusion groups gradients by timing, and the grouping decides the order of additions.
         settings["HOROVOD_FUSION_THRESHOLD"] = "0"
     if config.horovod.timeline:
         settings["HOROVOD_TIMELINE"] = "DYNAMIC"
@@ -152,5 +152,5 @@ def _rendezvous(place: Joined, store: Store) -> Iterator[dict[str, str]]:
 
 def _slot(place: Joined, rank: int) -> Any:
     node, local = divmod(rank, place.local_size)
-    # Only told apart by it, nodes need no real name; two may share a host's.
+    # The name only distinguishes nodes; two may share a host.
     return SlotInfo(f"node{node}", rank, local, node, place.size, place.local_size, place.num_nodes)

@@ -25,25 +25,25 @@ from distributed.system.addresses import address_for_others, address_towards, fr
 __all__ = ["main"]
 
 _PATIENCE = 300.0
-"""Seconds in which all nodes have to come, unless told otherwise."""
+"""Default time for all nodes to join, in seconds."""
 _LONGEST = 24
 """Letters of a folder in which the paths of Ray's sockets, 80 letters more, are still short enough."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start this node's part of the cluster, or run a command on the whole of it."""
+    """Start this node's part of the cluster, or run a command on the whole cluster."""
     parser = argparse.ArgumentParser(prog="python -m distributed_backends.ray.allocation")
     actions = parser.add_subparsers(dest="action", required=True)
-    start = actions.add_parser("start", help="Be a node until told to go.")
+    start = actions.add_parser("start", help="Run this node's part of the cluster until it is stopped.")
     start.add_argument("--num-cpus", type=int, required=True)
     start.add_argument("--num-gpus", type=int, required=True)
     run = actions.add_parser("run", help="Wait for all nodes, then run a command.")
     run.add_argument("--num-nodes", type=int, required=True)
-    run.add_argument("--patience", type=float, default=_PATIENCE, help="Seconds in which they have to come.")
+    run.add_argument("--patience", type=float, default=_PATIENCE, help="Seconds to wait for the nodes.")
     run.add_argument("command", nargs="+")
     for action in (start, run):
         ours = action is start
-        action.add_argument("--meet", required=ours, help="The head's host, as the scheduler calls it.")
+        action.add_argument("--meet", required=ours, help="Host of the head, by the scheduler's name.")
         action.add_argument("--port", type=int, required=ours)
     args = parser.parse_args(words)
     try:
@@ -62,7 +62,7 @@ def _start(args: argparse.Namespace) -> int:
     address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
     if "RAY_TMPDIR" not in os.environ:
         os.environ["RAY_TMPDIR"] = _own_folder()
-    # Nobody asked for this server here: on its usual port, two jobs on a host are in each other's way.
+    # This server is not used here, and on its usual port two jobs on a host would collide.
     client = f"--ray-client-server-port={free_port()}"
     place = ["--head", f"--port={args.port}", client, "--include-dashboard=false"]
     where = place if own == args.meet else [f"--address={address}"]
@@ -72,8 +72,8 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _own_folder() -> str:
-    """A folder for Ray's own files. In the one that it takes by itself lies a file of whoever used this host
-    first, which nobody else may write."""
+    """A folder for Ray's own files. Its default folder has a file of the host's first user, which other
+    users cannot write."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= _LONGEST else "/tmp")
 
@@ -84,10 +84,10 @@ def _run(args: argparse.Namespace) -> int:
     missing = _await_nodes(address, args.num_nodes, args.patience)
     if missing:
         raise UserError(
-            f"{missing} of {args.num_nodes} Ray nodes did not come within {args.patience:g} s",
+            f"{missing} of {args.num_nodes} Ray nodes did not join within {args.patience:g} s",
             field="--num-nodes",
             got=args.num_nodes,
-            remedy="The output of what starts them says why: of the step, or of `ray monitor cluster.yaml`",
+            remedy="See the output of their launcher: the job step, or `ray monitor cluster.yaml`",
         )
     os.environ["RAY_ADDRESS"] = address
     os.execvp(args.command[0], args.command)
@@ -100,15 +100,15 @@ def _address(args: argparse.Namespace) -> str:
     known = os.environ.get("RAY_ADDRESS")
     if not known:
         raise UserError(
-            "which cluster? RAY_ADDRESS is not set",
+            "no cluster given: RAY_ADDRESS is not set",
             field="--meet",
-            remedy="Give --meet and --port, or call it in a job of Ray's",
+            remedy="Give --meet and --port, or run this in a Ray job",
         )
     return known
 
 
 def _await_nodes(address: str, number: int, patience: float) -> int:
-    """How many of `number` nodes are still missing at the end of our patience; 0 as soon as none is."""
+    """Number of the `number` nodes still missing after `patience` seconds; 0 as soon as all are there."""
     from importlib import import_module
 
     # Ray has no public way to ask that is not a client of the cluster; its own tools take this one.
@@ -118,7 +118,7 @@ def _await_nodes(address: str, number: int, patience: float) -> int:
         try:
             nodes = client(address=address).get_all_node_info(timeout=5.0).values()
             alive = sum(1 for node in nodes if node.state == 0)
-        except Exception:  # noqa: BLE001 - the head is not there yet, said in one of several ways
+        except Exception:  # noqa: BLE001 - the head is not up yet, which raises various errors
             alive = 0
         if alive >= number:
             return 0
@@ -143,7 +143,7 @@ def _ip(host: str) -> str:
             "no such host",
             field="host",
             got=host,
-            remedy="Every node has to resolve its own name and that of the first one",
+            remedy="Every node must resolve its own name and that of the first one",
         ) from None
 
 

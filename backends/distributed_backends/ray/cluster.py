@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one there is, the one at an address, or one for the run alone."""
+"""Connect to the Ray cluster of a run: a connected one, one at an address, or a new one for the run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from distributed.config.sections import RaySection
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["address_of", "check_room", "connected", "environment", "is_local", "needs_of", "num_gpus"]
+__all__ = ["address_of", "check_resources", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
 _PATIENCE = 10.0
-"""Seconds in which somebody has to answer at an address."""
+"""Time for an answer from an address, in seconds."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def address_of(section: RaySection) -> str | None:
-    """Where the run's cluster is; None for one on this host, or the one connected to already."""
+    """Address of the run's cluster; None for one on this host, or the one already connected."""
     return None if ray.is_initialized() else section.address or os.environ.get("RAY_ADDRESS")
 
 
@@ -35,16 +35,16 @@ def address_of(section: RaySection) -> str | None:
 def connected(
     section: RaySection, num_cpus: int, resources: Mapping[str, float] | None = None
 ) -> Iterator[bool]:
-    """Ray, connected; what was connected or started for it is gone afterwards. Gives whether the
-    cluster was started for this alone.
+    """Connect to Ray, and disconnect or stop the cluster afterwards. Yields whether the cluster was
+    started for this run only.
 
     Args:
-        section: the config's.
-        num_cpus: CPUs that a cluster started here says it has, at least.
-        resources: others that such a cluster says it has.
+        section: configuration of Ray.
+        num_cpus: minimum number of CPUs declared by a cluster started here.
+        resources: other resources declared by such a cluster.
 
     Raises:
-        UserError: nobody answers at the address, or what does is not this Ray.
+        UserError: no cluster answers at the address, or its Ray version differs.
     """
     if ray.is_initialized():
         _check_same(section.address)
@@ -65,7 +65,7 @@ def _check_same(address: str | None) -> None:
     here = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", here) and not (address or "").startswith("ray://"):
         raise UserError(
-            f"this process is connected to the Ray cluster at {here} already",
+            f"this process is already connected to the Ray cluster at {here}",
             field="ray.address",
             got=address,
             remedy="Leave it out, or call ray.shutdown() first",
@@ -73,8 +73,8 @@ def _check_same(address: str | None) -> None:
 
 
 def _start(num_cpus: int, resources: dict[str, float]) -> None:
-    # Some of Ray's servers listen on every interface all the same; the token that it has wanted
-    # of every client since 2.60 keeps strangers out.
+    # Some of Ray's servers listen on every interface regardless; the token that every client needs
+    # since 2.60 keeps other users out.
     with environment({"RAY_USAGE_STATS_ENABLED": "0"}):
         ray.init(
             address="local",
@@ -100,14 +100,14 @@ def _join(address: str) -> None:
 
 
 def _await_answer(address: str) -> str:
-    """Return what answered at `address` within `_PATIENCE` seconds. Ray's own attempts take minutes."""
+    """Return the address that answered within `_PATIENCE` seconds. Ray's own attempts take minutes."""
     place = address.removeprefix("ray://")
     if place == "auto":
         from ray._private.services import canonicalize_bootstrap_address
 
         try:
             place = canonicalize_bootstrap_address("auto") or ""
-        except Exception as error:  # noqa: BLE001 - no address, said in one of several ways
+        except Exception as error:  # noqa: BLE001 - no address, which raises various errors
             place = f" ({error})"
         if ":" not in place or " " in place:
             raise _unanswered(address, "this host's record of running clusters, which names none")
@@ -139,7 +139,7 @@ def _reach(host: str, port: int, deadline: float) -> str | None:
 
 
 def _shake_hands(place: str, deadline: float) -> str | None:
-    """Whether it is a gRPC server that listens there, as far as that can be asked in the clear."""
+    """Error unless a gRPC server listens there, as far as a plain-text connection can detect it."""
     if importlib.util.find_spec("grpc") is None or os.environ.get("RAY_USE_TLS") == "1":
         return None
     import grpc  # type: ignore[import-untyped]
@@ -148,7 +148,7 @@ def _shake_hands(place: str, deadline: float) -> str | None:
     try:
         grpc.channel_ready_future(channel).result(timeout=max(1.0, deadline - time.monotonic()))
     except grpc.FutureTimeoutError:
-        return "somebody listens there and does not speak gRPC"
+        return "the server there does not speak gRPC"
     finally:
         channel.close()
     return None
@@ -164,17 +164,17 @@ def _unanswered(address: str, tried: str) -> UserError:
 
 
 def needs_of(plan: RunPlan) -> dict[str, float]:
-    """What Ray has to set aside for each rank."""
+    """Resources that Ray reserves for each rank."""
     section = plan.config.ray
     gpus = {"GPU": 1.0} if plan.device == "cuda" else {}
     return {"CPU": section.num_cpus_per_rank, **gpus, **section.resources}
 
 
-def check_room(plan: RunPlan) -> None:
-    """Refuse ranks that the cluster could not hold were it empty: Ray would wait for ever.
+def check_resources(plan: RunPlan) -> None:
+    """Refuse ranks that do not fit into the empty cluster: Ray would wait forever.
 
     Raises:
-        UserError: says what is missing and what the cluster has.
+        UserError: names the missing and the existing resources.
     """
     if _grows():
         return
@@ -185,12 +185,12 @@ def check_room(plan: RunPlan) -> None:
         each = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         has = "; ".join(_contents(node) for node in nodes)
         raise UserError(
-            f"the Ray cluster has room for {room} of {plan.world_size} ranks of {each} each,"
+            f"the Ray cluster has resources for {room} of {plan.world_size} ranks of {each} each,"
             f" and {len(nodes)} of {plan.config.num_nodes} nodes: it has {has}",
             field="num_gpus",
             got=plan.world_size,
             allowed=f"at most {room} ranks on at most {len(nodes)} nodes",
-            remedy="Use fewer ranks, ask for less (ray.num_cpus_per_rank), or add nodes",
+            remedy="Use fewer ranks, lower ray.num_cpus_per_rank, or add nodes",
         )
 
 
@@ -207,7 +207,7 @@ def num_gpus(or_to_come: bool) -> int:
     """GPUs that the cluster has.
 
     Args:
-        or_to_come: count those that an autoscaler may add, as for a run that says how many it needs.
+        or_to_come: count those that an autoscaler may add, as for a run that sets its number of ranks.
     """
     here = int(ray.cluster_resources().get("GPU", 0))
     return max(here, int(_limits().get("GPU", 0))) if or_to_come else here
@@ -218,7 +218,7 @@ def _grows() -> bool:
 
 
 def _limits() -> Mapping[str, int]:
-    """What an autoscaler may let the cluster come to; empty without one."""
+    """Maximum resources with an autoscaler; empty without one."""
     from ray._private.state import state
 
     return (state.get_max_resources_from_cluster_config() or {}) if is_local() else {}

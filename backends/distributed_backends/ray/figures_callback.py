@@ -1,4 +1,4 @@
-"""Figures for Ray: to Ray Train from its workers, to Ray Tune from a trial that trains itself."""
+"""Report metrics to Ray: to Ray Train from its workers, to Ray Tune from a trial that trains itself."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def reporter(ours: bool) -> RayReport | None:
     """The callback for this process.
 
     Args:
-        ours: the run's backend is ``ray``. A trial hears of no other run: its function may train
-            several things.
+        ours: whether the run's backend is ``ray``. A trial reports no other run, because its function
+            may train several models.
     """
     if in_worker():
         from ray import train
@@ -51,10 +51,10 @@ def reporter(ours: bool) -> RayReport | None:
 
 
 class RayReport(Callback):
-    """Hands every epoch's figures on. Ray Train waits until all ranks have.
+    """Report every epoch's metrics. Ray Train waits until all ranks have.
 
     Args:
-        report: takes ``{name: number}``.
+        report: function that is called with ``{name: number}``.
     """
 
     band = Band.TRACK
@@ -64,5 +64,5 @@ class RayReport(Callback):
         self.report = report
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
-        """Report the epoch's training and validation figures, equal on all ranks."""
+        """Report the epoch's training and validation metrics, equal on all ranks."""
         self.report(dict(metrics))

@@ -28,7 +28,7 @@ from distributed.resilience.monitor_process import found_by_watcher
 from distributed.resilience.preemption import hearing
 from distributed_backends.ray.cluster import (
     address_of,
-    check_room,
+    check_resources,
     connected,
     environment,
     is_local,
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 __all__ = ["RayLauncher"]
 
 _POLL = "0.2"
-"""Seconds between Ray Train's looks at its workers. A worker's next report waits for that look."""
+"""Seconds between Ray Train's polls of its workers. A worker's next report waits for the poll."""
 _SECOND_LOOK = 30.0
 """Longer than the 20 s for which Ray Train's reservations are kept as they are."""
 _IDLE = frozenset({"DatasetsCallback"})
 """Callbacks of Ray Train that start a process of their own, here for datasets that no rank reads."""
 _IDLE_ON_OWN = _IDLE | {"PlacementGroupCleanerCallback"}
-"""A cluster that ends with the run needs nobody who gives back what the run held."""
+"""A cluster that ends with the run needs no process that releases the run's resources."""
 
 
 class RayLauncher(Launcher):
-    """Starts the ranks as workers of one Ray Train run, on the cluster that ``ray.address`` names.
+    """Start the ranks as workers of one Ray Train run, on the cluster that ``ray.address`` names.
 
     A single rank of a Tune trial trains in the trial, which holds the resources for it. A trial of
     `DistributedTuner` holds them for all its ranks, which it starts as every other backend does.
@@ -83,14 +83,14 @@ class RayLauncher(Launcher):
             return
         num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
         with connected(plan.config.ray, num_cpus) as own:
-            check_room(plan)
+            check_resources(plan)
             if plan.counts:
                 claim_directory(plan)
             heeds = plan.config.heeds_signals
             try:
                 with Relay(heeds) as relay, hearing(relay.ask) if heeds else nullcontext():
                     _fit(plan, command, relay, _IDLE_ON_OWN if own else _IDLE)
-                    note_restarts(command.folder, ["Ray started all ranks anew"] * (relay.num_starts - 1))
+                    note_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
 
@@ -124,7 +124,7 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
         # A rank prints and logs as under every other backend.
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-        # A process of its own, whose warnings only ranks that ask Ray would hear; ours heed signals.
+        # A separate process, whose warnings only reach ranks that poll Ray; ours catch signals.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout / _looks(plan)),
@@ -173,21 +173,21 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
 
 
 def _looks(plan: RunPlan) -> int:
-    """How often Ray looks for room within `start_timeout`: it counts workers that die in starting and
-    room that is not found alike. A run that can do with less looks again what there is, for Ray may not
-    have noticed yet that a node is gone, and waits for it."""
+    """Number of Ray's attempts within `start_timeout`: workers that die in starting and missing resources
+    count equally. An elastic run checks the resources again, because Ray may not have detected a lost
+    node yet, and waits for it."""
     often = len(plan.counts) > 1
     enough = math.ceil(plan.config.ray.start_timeout / _SECOND_LOOK) if often else 1
     return max(plan.config.max_restarts + 1, enough)
 
 
 def _num_workers(plan: RunPlan) -> Any:
-    """As many as the plan says, or between as few and as many as it may go on with."""
+    """The plan's number of ranks, or the range of an elastic run."""
     return (plan.counts[-1], plan.world_size) if len(plan.counts) > 1 else plan.world_size
 
 
 def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
-    """What a worker is told, as plain values: it has yet to find our code."""
+    """A worker's parameters as plain values, because it cannot import our code yet."""
     here = ray.get_runtime_context().get_node_id() if is_local() else None
     others = here is None or any(node["Alive"] and node["NodeID"] != here for node in ray.nodes())
     return {
@@ -198,7 +198,7 @@ def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
         "env": dict(command.env),
         "target": command.target,
         # In a list, so that it stays a reference: a worker in this folder needs none of it. Nodes that
-        # are not there yet ask this one.
+        # join later request it from this one.
         "files": [ray.put(pack(command.folder))] if others else None,
         "names": names_in(command.folder),
         "queue": relay.queue,
@@ -208,7 +208,7 @@ def _order(plan: RunPlan, command: RankCommand, relay: Relay) -> dict[str, Any]:
 
 def _rank(order: dict[str, Any]) -> Callable[[], Any]:
     def rank() -> Any:
-        # Pickled by value, for what it imports may have to be found first.
+        # Pickled by value, because our code may not be importable yet.
         import sys
 
         sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
@@ -245,7 +245,7 @@ def _is_main_thread() -> bool:
 
 
 def _raise(error: Any, plan: RunPlan, relay: Relay) -> NoReturn:
-    """Raise what the first rank that failed has to say, not what Ray says of it."""
+    """Raise the first failed rank's own error instead of Ray's."""
     failures = getattr(error, "worker_failures", None)
     if not failures:
         raise _not_started(error, plan) from None
@@ -269,7 +269,7 @@ def _report(rank: int, failure: Exception, relay: Relay) -> dict[str, Any]:
         "pid": pid,
         "time": time.time(),
         "exc_type": type(failure).__name__,
-        "what": f"is gone: {reason.rstrip('. ')}{hint}",
+        "what": f"is lost: {reason.rstrip('. ')}{hint}",
         "second_hand": is_second_hand(failure),
     }
 
@@ -287,10 +287,10 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
     has = ", ".join(f"{a:g} {n}" for n, a in sorted(free.items()) if ":" not in n and "memory" not in n)
     each = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(plan).items())
     return UserError(
-        f"the Ray cluster had no room for {plan.world_size} ranks of {each} each within"
+        f"the Ray cluster had no resources for {plan.world_size} ranks of {each} each within"
         f" {plan.config.ray.start_timeout:g} s: free are {has or 'no CPUs'}",
         field="ray.start_timeout",
         got=plan.config.ray.start_timeout,
-        remedy="Wait longer, ask for less, or end what holds the rest; in a Tune trial let the trial itself"
-        " hold no CPU: tune.with_resources(train, {'memory': 1})",
+        remedy="Raise ray.start_timeout, request less, or end other jobs; in a Tune trial let the trial"
+        " itself hold no CPU: tune.with_resources(train, {'memory': 1})",
     )

@@ -1,4 +1,4 @@
-"""What ranks print, shown where `fit` was called."""
+"""Forward the ranks' output to the caller of `fit`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.resilience.preemption import ask
 
-__all__ = ["Relay", "Voice", "hear"]
+__all__ = ["Relay", "OutputSender", "forward_requests"]
 
 _WAIT = 10.0
-"""Seconds that the last lines may take."""
+"""Time limit for the last lines, in seconds."""
 _LOOK = 0.5
-"""Seconds between looks for what the caller asks."""
+"""Seconds between polls for the caller's requests."""
 
 
 class Relay:
     """The caller's end: a thread that prints the ranks' lines, rank 0's as they are.
 
     Attributes:
-        queue: for the ranks' ends.
-        orders: what `ask` says, for rank 0's end; None where nobody may ask.
+        queue: queue of the ranks' lines.
+        orders: queue of requests from `ask`, for rank 0; None where requests are not possible.
         places: rank -> (host, process id).
-        num_starts: how often rank 0 has begun.
+        num_starts: number of starts of rank 0.
 
     Args:
-        asks: whether `ask` is to work.
+        asks: whether `ask` is possible.
     """
 
     def __init__(self, asks: bool) -> None:
@@ -58,9 +58,9 @@ class Relay:
         self.close()
 
     def close(self) -> None:
-        """Show what has come so far, and end."""
+        """Print the received lines, and end."""
         if self._thread.is_alive():
-            with suppress(RayError):  # the cluster is gone: what the ranks had to say is what counts
+            with suppress(RayError):  # the cluster is gone: the ranks' own errors are reported
                 self.queue.put(None)
                 self._thread.join(_WAIT)
                 self.queue.shutdown(force=True)
@@ -68,7 +68,7 @@ class Relay:
                     self.orders.shutdown(force=True)
 
     def ask(self, name: str) -> None:
-        """Ask rank 0 to save and go, as signal `name` does. In a thread: a handler of signals may
+        """Request that rank 0 saves and exits, as signal `name` does. In a thread: a handler of signals may
         interrupt Ray in the middle of something."""
         assert self.orders is not None
         threading.Thread(target=self.orders.put, args=(name,), daemon=True).start()
@@ -77,7 +77,7 @@ class Relay:
         try:
             return self.queue.get()
         except RayError:
-            return None  # the cluster is gone, which whoever waits for the run says
+            return None  # the cluster is gone, which the thread that waits for the run reports
 
     def _show(self) -> None:
         while (item := self._next()) is not None:
@@ -92,26 +92,26 @@ class Relay:
                 stream.write("".join(f"{prefix}{line}" for line in value.splitlines(keepends=True)))
                 stream.flush()
             except (OSError, ValueError):
-                continue  # nobody listens any more; the ranks go on
+                continue  # standard output is closed; the ranks continue
 
 
-class Voice:
-    """A rank's end: what it prints goes to the caller line by line, and waits for nobody.
+class OutputSender:
+    """A rank's end: forwards its output to the caller line by line, without blocking.
 
     Args:
-        rank: of this process.
-        to: the relay's queue.
+        rank: rank of this process.
+        to: queue of the relay.
     """
 
     def __init__(self, rank: int, to: Queue) -> None:
         self.rank, self._to = rank, to
-        self._said: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True, name="ray-output")
         to.put((rank, "place", (socket.gethostname(), os.getpid())))
 
-    def __enter__(self) -> Voice:
+    def __enter__(self) -> OutputSender:
         self._before = sys.stdout, sys.stderr
-        self._lines = _Lines("out", self._said), _Lines("err", self._said)
+        self._lines = _Lines("out", self._pending), _Lines("err", self._pending)
         sys.stdout, sys.stderr = self._lines
         self._thread.start()
         return self
@@ -120,26 +120,26 @@ class Voice:
         sys.stdout, sys.stderr = self._before
         for lines in self._lines:
             lines.finish()
-        self._said.put(None)
+        self._pending.put(None)
         self._thread.join(_WAIT)
 
     def _send(self) -> None:
         ended = False
         while not ended:
-            batch = [self._said.get()]
-            while not self._said.empty():  # what came while the last batch was under way
-                batch.append(self._said.get())
+            batch = [self._pending.get()]
+            while not self._pending.empty():  # lines printed while the last batch was being sent
+                batch.append(self._pending.get())
             ended = None in batch
             for kind in ("out", "err"):
                 if text := "".join(item[1] for item in batch if item and item[0] == kind):
                     self._to.put((self.rank, kind, text))
 
 
-def hear(orders: Queue) -> None:
-    """In rank 0: pass on what the caller asks, until Ray is gone.
+def forward_requests(orders: Queue) -> None:
+    """In rank 0: deliver the caller's requests as signals, until Ray is gone.
 
-    It looks instead of waiting in `orders.get`: what a rank 0 that was killed waits for goes to it, and not
-    to the one that took its place. What was asked stays asked, for that one."""
+    It polls instead of waiting in `orders.get`, because an item would go to a killed rank 0 that waited for
+    it, and not to its successor. A request stays in the queue for that one."""
 
     def wait() -> None:
         with suppress(RayError):

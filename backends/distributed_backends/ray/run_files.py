@@ -1,4 +1,4 @@
-"""A run's private folder on nodes that do not share the caller's: its files travel as bytes."""
+"""A run's private folder on nodes that do not share the caller's: its files are sent as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed_backends.ray.cluster import is_local
 __all__ = ["files_of", "folder_on", "names_in", "pack", "remove_everywhere", "unpack"]
 
 _WAIT = 10.0
-"""Seconds that the nodes may take to clear up."""
+"""Time limit for the nodes' cleanup, in seconds."""
 
 
 def names_in(folder: Path) -> list[str]:
@@ -39,12 +39,12 @@ def unpack(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def folder_on(node: str, name: str) -> Path:
-    """Where the node with this id keeps the folder called `name`."""
+    """Path of the folder called `name` on the node with this id."""
     return Path(tempfile.gettempdir(), f"{name}-{node[:16]}")
 
 
 def files_of(order: Mapping[str, Any]) -> Any:
-    """A reference to the files that were in the caller's folder when `fit` began, for a node that came
+    """A reference to the files that were in the caller's folder when `fit` began, for a node that joined
     later.
 
     Args:
@@ -79,7 +79,7 @@ def remove_everywhere(name: str) -> None:
         node = ray.get_runtime_context().get_node_id()
         shutil.rmtree(pathlib.Path(tempfile.gettempdir(), f"{name}-{node[:16]}"), ignore_errors=True)
 
-    # Where the cluster is gone, so is what was there; and the run's own error is the one to tell.
+    # If the cluster is gone, so are the files, and the run's own error is the one to report.
     with suppress(Exception):
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         if len(nodes) == 1 and is_local():

@@ -21,13 +21,13 @@ from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import forget_round
 from distributed.system.addresses import loopback_interface
 from distributed.system.private_files import write_private
-from distributed_backends.ray.output import Voice, hear
+from distributed_backends.ray.output import OutputSender, forward_requests
 from distributed_backends.ray.run_files import files_of, folder_on, pack, unpack
 
 __all__ = ["REPORT", "run_rank"]
 
 REPORT = "distributed-report:"
-"""What stands before a rank's own report in the message of the exception that Ray carries here."""
+"""Marks a rank's own report in the message of the exception that Ray carries."""
 
 _TIMEOUT = timedelta(seconds=300)
 _served: list[Rendezvous] = []
@@ -47,8 +47,8 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
     if os.path.isdir(order["cwd"]):
         os.chdir(order["cwd"])
     if rank == 0 and order["orders"] is not None:
-        hear(order["orders"])
-    with Voice(rank, order["queue"]):
+        forward_requests(order["orders"])
+    with OutputSender(rank, order["queue"]):
         place = _place()
         folder, shared = _folder(order, first_here=place["LOCAL_RANK"] == "0")
         os.environ.update({**order["env"], **place, "DISTRIBUTED_RUN_DIR": str(folder)})
@@ -78,7 +78,7 @@ def _folder(order: Mapping[str, Any], *, first_here: bool) -> tuple[Path, bool]:
 
 
 def _extend_path(folder: Path) -> None:
-    """The caller's places to import from, then this node's own: its layout may be another."""
+    """Extend sys.path by the caller's entries; this node's own stay, because its layout may differ."""
     listed = folder / "sys_path.json"
     if listed.exists():
         path = dict.fromkeys([*json.loads(listed.read_text(encoding="utf-8")), *sys.path])
@@ -86,7 +86,7 @@ def _extend_path(folder: Path) -> None:
 
 
 def _place() -> dict[str, str]:
-    """What torchrun would tell this rank, with a store that rank 0 serves. Collective."""
+    """torchrun's environment for this rank, with a store that rank 0 serves. Collective."""
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     same_address = context.get_local_world_size() == size

@@ -59,10 +59,10 @@ class TensorFlowBackend(GroupMixin, Backend):
 
     Attributes:
         module: the Keras model.
-        optimizer: holds the learning rate in torch's form; its ``keras`` trains.
-        strategy: tf.distribute's.
-        scaler: of the loss under fp16, else None.
-        timers: where forward and backward (one compiled call, told as backward) and optimizer seconds go.
+        optimizer: learning rate in torch's form; its ``keras`` trains.
+        strategy: tf.distribute strategy.
+        scaler: loss scaler under fp16, else None.
+        timers: seconds of forward and backward (one compiled call, counted as backward) and optimizer.
     """
 
     scaler: LossScale | None = None
@@ -88,7 +88,7 @@ class TensorFlowBackend(GroupMixin, Backend):
     def prepare(self, task: Task) -> None:
         seed = self.config.seed
         self._callers_seed = context.global_seed()
-        # Also what has no seed of its own has to begin alike on all ranks.
+        # Layers without a seed of their own must begin in the same way on all ranks.
         tf.random.set_seed(seed)
         self._take_apart(task)
         with self.strategy.scope():
@@ -168,7 +168,7 @@ class TensorFlowBackend(GroupMixin, Backend):
         return result
 
     def _seed(self, position: int) -> Any:
-        """Random layers draw by (seed, rank, step, micro-batch), so that a resumed run draws alike."""
+        """Random layers draw by (seed, rank, step, micro-batch), so that a resumed run draws the same."""
         iterations = int(to_array(self.optimizer.keras.iterations)) if position == 0 else self._iterations
         self._iterations = iterations
         return tf.constant(mix(self.config.seed, self.world.rank, iterations, position) % 2**32, tf.int64)
@@ -225,7 +225,7 @@ class TensorFlowBackend(GroupMixin, Backend):
     # -- evaluation ----------------------------------------------------------------------
 
     def set_training(self, training: bool) -> None:
-        """Every call says whether it trains. What is evaluated is what is saved: rank 0's statistics."""
+        """Every call passes its mode. Evaluation uses the saved statistics: rank 0's."""
         if training or self.world.size * self.world.num_replicas == 1:
             return
         statistics = self._statistics()

@@ -2,7 +2,7 @@
 
 A tf.data pipeline travels as its graph. Before each epoch its shuffles are given seeds that follow
 from their own seed, or from the run's where they have none, and the epoch: so every rank reads the
-same order, and a resumed run reads on in it.
+same order, and a resumed run continues in it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def read_data(data: Any, argument: str, config: DistributedConfig) -> Any:
     Args:
         data: a ``tf.data.Dataset``, a function that returns one, a ``keras.utils.PyDataset``,
             (nested) arrays, or anything else, which is given back.
-        argument: its name, for messages.
-        config: says whether training ends by itself, the seed, and whether to shuffle.
+        argument: name of the argument, for messages.
+        config: configuration: limits of training, seed, shuffling.
 
     Raises:
-        UserError: an endless pipeline, or one whose order nobody can know.
+        UserError: an endless pipeline, or one whose order cannot be reproduced.
     """
     make = None
     if inspect.isfunction(data) or (callable(data) and not hasattr(data, "__getitem__")):
         if isinstance(data, (tf.data.Dataset, Dataset, DataLoader)):
             pass
         elif detect(os.environ) is not None:
-            # TensorFlow may not start before this rank knows of the others: read there.
+            # TensorFlow must not start before the rendezvous of the ranks: read there.
             return PipelineStream(None, data, config.seed)
         else:
             make, data = data, data()
@@ -92,11 +92,11 @@ class PipelineStream(IterableDataset[Any]):
     Args:
         dataset: the pipeline; None where `make` is called in the ranks only.
         make: a function that returns it, for one whose graph cannot travel.
-        seed: of the run, for shuffles without a seed.
+        seed: seed of the run, for shuffles without a seed.
 
     Attributes:
-        num_stream_samples: samples of an epoch, None when only reading tells.
-        batch_size: of its own batches; None when it yields samples.
+        num_stream_samples: samples of an epoch, None when unknown before reading.
+        batch_size: size of its own batches; None when it yields samples.
     """
 
     num_stream_samples: int | None = None
@@ -157,7 +157,7 @@ def _pipeline(dataset: Any, make: Any, argument: str, config: DistributedConfig)
     training = argument == "train_loader"
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY and not (training and config.max_steps):
         raise UserError(
-            "the pipeline never ends, and an epoch is one pass over it",
+            "the pipeline never ends, but an epoch is one pass over it",
             field=argument,
             got="tf.data.Dataset with .repeat()",
             remedy="Leave .repeat() out" + ("" if not training else ", or set max_steps"),
@@ -171,7 +171,7 @@ def _batch_size(config: DistributedConfig) -> int:
 
 
 def _check_order(dataset: Any, stream: PipelineStream, argument: str) -> None:
-    """An order that nobody can repeat is refused; one that we could seed is told."""
+    """Refuse an order that cannot be reproduced; note one that we could seed."""
     if stream._graph is None:
         if unseeded_shuffles(dataset):
             raise UserError(
@@ -179,7 +179,7 @@ def _check_order(dataset: Any, stream: PipelineStream, argument: str) -> None:
                 " ranks would read different orders, and samples would be repeated and left out",
                 field=argument,
                 got="Dataset.shuffle without seed",
-                remedy="Say shuffle(n, seed=...)",
+                remedy="Call shuffle(n, seed=...)",
             )
         return
     drawn = random_ops(stream._graph)
@@ -195,7 +195,7 @@ def _check_elements(dataset: Any, argument: str) -> None:
     kinds = {type(spec).__name__ for spec in tf.nest.flatten(dataset.element_spec)} - {"TensorSpec"}
     if kinds:
         raise UserError(
-            "samples of these kinds cannot be dealt out one by one",
+            "samples of these types cannot be split into single samples",
             field=argument,
             got=", ".join(sorted(kinds)),
             allowed="dense tensors",
@@ -230,7 +230,7 @@ class BatchesStream(IterableDataset[Any]):
 
     Args:
         dataset: the batches.
-        seed: of the run.
+        seed: seed of the run.
         shuffle: take the batches in an order that follows from seed and epoch, as Keras's own
             fit shuffles batches and not samples.
     """

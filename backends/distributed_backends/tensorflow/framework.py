@@ -36,12 +36,12 @@ __all__ = ["TensorFlowObjects"]
 
 
 class TensorFlowObjects(Framework):
-    """What `Trainer` asks of TensorFlow."""
+    """`Trainer`'s interface to TensorFlow."""
 
     def __init__(self) -> None:
         if keras.backend.backend() != "tensorflow":
             raise UserError(
-                "Keras computes with another library than TensorFlow",
+                "Keras uses another backend than TensorFlow",
                 field="KERAS_BACKEND",
                 got=keras.backend.backend(),
                 allowed="tensorflow",
@@ -105,7 +105,7 @@ class TensorFlowObjects(Framework):
 
 
 def _compiled(model: Any, name: str) -> Any:
-    """What `model.compile` was given, None when it was not called."""
+    """Argument of `model.compile`, None when it was not called."""
     return getattr(model, name, None) if getattr(model, "compiled", False) else None
 
 

@@ -1,5 +1,5 @@
-"""Imports TensorFlow without the dozen lines that it prints about the machine before it can be told
-not to. Import this before anything that imports TensorFlow.
+"""Import TensorFlow without the dozen lines that it prints about the machine before logging can be
+configured. Import this before anything that imports TensorFlow.
 
 What is no line of that kind (an error, a warning of Python's, another thread's print) is shown.
 """
@@ -27,7 +27,7 @@ def quiet_stderr() -> Iterator[None]:
     sys.stderr.flush()
     try:
         shown = os.dup(2)
-    except OSError:  # Nobody listens: there is nothing to keep back.
+    except OSError:  # Standard error is closed: there is nothing to suppress.
         yield
         return
     with tempfile.TemporaryFile() as kept:
@@ -49,4 +49,4 @@ if "tensorflow" not in sys.modules:
     with quiet_stderr():
         import tensorflow
 
-        tensorflow.config.list_physical_devices()  # says once that there is no GPU
+        tensorflow.config.list_physical_devices()  # logs once that there is no GPU

@@ -16,7 +16,7 @@ class LossScale:
     All ranks see the same sums and keep the same scale (C8). The saved form is torch's GradScaler's.
 
     Args:
-        scale: the first.
+        scale: initial scale.
         interval: good steps before it doubles.
     """
 
@@ -24,7 +24,7 @@ class LossScale:
         self.scale, self.interval, self._good = scale, interval, 0
 
     def update(self, overflowed: bool) -> None:
-        """Take note of a step."""
+        """Update the scale after a step."""
         if overflowed:
             self.scale, self._good = self.scale * BACKOFF, 0
             return
@@ -43,5 +43,5 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore `state_dict`."""
         self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])

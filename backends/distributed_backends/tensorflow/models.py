@@ -58,7 +58,7 @@ def build_model(model: Any, seed: int, precision: str, batch: Callable[[], Any])
             refuse_foreign(model, "model", "tensorflow")
         if not isinstance(model, keras.Model):
             raise UserError(
-                "not something that can be trained",
+                "not a trainable model",
                 field="model",
                 got=type(model).__name__,
                 allowed="a Keras model, or a function without arguments that builds one",
@@ -101,7 +101,7 @@ def first_batch(source: Any) -> Any:
     """A batch of the source's first sample alone, as NumPy arrays."""
     if source is None:
         raise UserError(
-            "the model has no weights yet and there is no data to tell its shapes",
+            "the model has no weights yet and there is no data to derive its shapes from",
             field="model",
             remedy="Give it an Input layer, or call it once",
         )
@@ -172,7 +172,7 @@ def check_model(model: Any) -> None:
             got=f"{type(model).__name__} with {total} variables, all frozen"
             if total
             else f"{type(model).__name__} without variables",
-            remedy="Set layer.trainable = True on what should learn",
+            remedy="Set layer.trainable = True on the layers that should learn",
         )
 
 
@@ -199,7 +199,7 @@ class PackedModel:
 
     Attributes:
         config: Keras's own serialized form.
-        weights: of its variables in their order; None before it is built.
+        weights: values of its variables in their order; None before it is built.
         custom: classes that are not Keras's, by their registered names.
     """
 
@@ -218,7 +218,7 @@ class PackedModel:
             config = keras.saving.serialize_keras_object(model)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise UserError(
-                f"Keras cannot serialize the model, so that it cannot travel to the ranks: {error}",
+                f"Keras cannot serialize the model, so it cannot be sent to the ranks: {error}",
                 field="model",
                 got=type(model).__name__,
                 remedy="Give a function that builds it, or a get_config method",
@@ -230,7 +230,7 @@ class PackedModel:
         return cls(config, weights, custom)
 
     def unpack(self) -> Any:
-        """Build it again, here; `fill` it once it has its weights."""
+        """Rebuild it here; `fill` it once it has its weights."""
         with keras.saving.custom_object_scope(self.custom):
             return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
 
@@ -242,7 +242,7 @@ class PackedModel:
 
 
 def framework_alone(part: Any) -> bool:
-    """Whether the class of `part` is somebody's own, which Keras must be told of."""
+    """Whether the class of `part` is a custom one, which Keras needs as an argument."""
     return type(part).__module__.split(".")[0] not in ("keras", "tensorflow", "tf_keras")
 
 
@@ -294,5 +294,5 @@ class PackedLoss:
 
 
 def unpack(value: Any) -> Any:
-    """What was packed, built again; anything else as it is."""
+    """Rebuild a packed object; return anything else unchanged."""
     return value.unpack() if isinstance(value, (PackedModel, PackedOptimizer, PackedLoss)) else value

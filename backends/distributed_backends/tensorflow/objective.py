@@ -4,7 +4,7 @@
 - A Keras loss: called as Keras calls it, ``(y_true, y_pred)``, unreduced; what its `ignore_class`
   or a mask leaves out is not counted. Sample weights multiply losses and do not change the count.
 - A function ``(output, target)`` or a training step: a mean over the micro-batch's samples, or
-  what it says as ``(sum, count)``.
+  its result ``(sum, count)``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Objective:
         activation = getattr(getattr(last, "activation", None), "__name__", type(last).__name__)
         if self._loss_fn is None and self._training_step is None and activation.lower() == "softmax":
             raise UserError(
-                "the model ends in a softmax, and the loss taken when none is given reads logits",
+                "the model ends in a softmax, but the default loss reads logits",
                 field="loss_fn",
                 got="None",
                 remedy="Give loss_fn='sparse_categorical_crossentropy', or leave the softmax out",
@@ -62,10 +62,10 @@ class Objective:
         """(sum of losses, count) of a micro-batch; regularisation losses are part of its mean.
 
         Args:
-            model: what is called.
-            batch: of tensors.
-            number: its samples, a scalar tensor; 0 for a stand-in, which counts nothing.
-            training: how layers behave.
+            model: model to call.
+            batch: batch of tensors.
+            number: number of its samples, a scalar tensor; 0 for a stand-in, which does not count.
+            training: mode of the layers.
         """
         called = _Called(model, training)
         if self._training_step is not None:
@@ -98,7 +98,7 @@ class Objective:
             return _keras_terms(self._loss_fn, output, target, weights)
         if weights is not None:
             raise UserError(
-                "the loss function has no place for the sample weights in the batches",
+                "the loss function does not accept the sample weights in the batches",
                 field="loss_fn",
                 got="batches of (input, target, weight)",
                 remedy="Give a Keras loss, or training_step",
@@ -122,7 +122,7 @@ class Objective:
 
 
 class _Called:
-    """A model whose calls know that they train: a user's step need not say so."""
+    """A model whose calls know that they train: a user's step need not pass it."""
 
     def __init__(self, model: Any, training: bool) -> None:
         self._model, self._training = model, training
@@ -152,7 +152,7 @@ def split_batch(batch: Any) -> tuple[Any, Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
         return batch[0], batch[1], batch[2] if len(batch) == 3 else None
     raise UserError(
-        "cannot tell inputs from target in a batch",
+        "cannot separate inputs from target in a batch",
         field="train_loader",
         got=f"a batch of type {type(batch).__name__}"
         + (f" and length {len(batch)}" if isinstance(batch, (tuple, list)) else ""),
@@ -198,7 +198,7 @@ def keras_loss(loss_fn: Any) -> Any:
         found = _Function(found)
     if found.reduction == "sum":
         raise UserError(
-            "the loss must be the mean of its micro-batch, so that it can be weighed",
+            "the loss must return the micro-batch mean so that it can be reweighted by sample count",
             field="loss_fn",
             got="reduction='sum'",
             allowed="reduction='sum_over_batch_size'",
@@ -293,7 +293,7 @@ def _metric(name: str, metric: Any) -> Callable[..., Any]:
     if not isinstance(found, keras.metrics.Metric) and callable(found):
         return _MeanMetric(keras.metrics.MeanMetricWrapper(found))
     raise UserError(
-        "a metric that is no mean over samples cannot be reduced over ranks",
+        "a metric that is not a mean over samples cannot be reduced over ranks",
         field="metrics",
         got=f"{name}: {type(found).__name__}",
         allowed="a function (output, target) -> (sum, count), or a Keras metric that is a mean",

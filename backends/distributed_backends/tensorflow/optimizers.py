@@ -29,14 +29,14 @@ __all__ = ["SGD", "Adam", "RateHolder", "build_optimizer", "check_optimizer", "h
 
 
 class RateHolder(torch.optim.Optimizer):
-    """What schedules and the loop drive: one group, whose rate the Keras optimizer is given.
+    """Optimizer for schedules and the loop: one group, whose rate is passed to the Keras optimizer.
 
     It has torch's form so that built-in schedules, and a user's torch schedulers, count and are
     saved as under every other backend.
 
     Args:
         optimizer: the Keras optimizer.
-        asked: the rate as it was configured, which Keras may hold rounded to float32.
+        asked: configured learning rate, which Keras may hold rounded to float32.
 
     Attributes:
         keras: the optimizer that trains.
@@ -62,7 +62,7 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
     """torch.optim.SGD: ``buffer = momentum * buffer + gradient``, the L2 penalty in the gradient.
 
     Args:
-        learning_rate: at the start.
+        learning_rate: initial learning rate.
         momentum: 0 keeps no buffer.
         l2: torch's `weight_decay`.
     """
@@ -93,7 +93,7 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.assign_sub(variable, rate * step)
 
     def get_config(self) -> dict[str, Any]:
-        """What rebuilds it."""
+        """Arguments that rebuild it."""
         base: dict[str, Any] = super().get_config()
         return {
             "learning_rate": base["learning_rate"],
@@ -107,11 +107,11 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
     """torch.optim.Adam and AdamW: epsilon is added to the root of the corrected second moment.
 
     Args:
-        learning_rate: at the start.
+        learning_rate: initial learning rate.
         decay: decoupled weight decay, AdamW's.
         l2: penalty in the gradient, Adam's `weight_decay`.
-        beta_1: of the first moment.
-        beta_2: of the second moment.
+        beta_1: decay of the first moment.
+        beta_2: decay of the second moment.
         epsilon: torch's default, 1e-8.
     """
 
@@ -154,7 +154,7 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.assign_sub(variable, rate * first / (root + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """What rebuilds it."""
+        """Arguments that rebuild it."""
         base: dict[str, Any] = super().get_config()
         own = {key: getattr(self, key) for key in ("decay", "l2", "beta_1", "beta_2", "epsilon", "name")}
         return {"learning_rate": base["learning_rate"], **own}
@@ -175,7 +175,7 @@ def build_optimizer(optimizer: Any, model: Any, config: DistributedConfig, learn
     Args:
         optimizer: a Keras optimizer, its class or a `functools.partial` of one (called with
             ``learning_rate``), a function from the model to an optimizer, or None.
-        model: what a function is called with.
+        model: argument of a function.
         config: names the optimizer when none is given.
         learning_rate: after `lr_scaling`.
 

@@ -1,4 +1,4 @@
-"""The graph of a tf.data pipeline: how it travels, and how its shuffles are seeded."""
+"""Serialize the graph of a tf.data pipeline, and seed its shuffles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def graph_of(dataset: Any) -> bytes | None:
 
 
 def restored(graph: bytes, spec: Any) -> Any:
-    """The pipeline of `graph`, whose elements are as `spec` says."""
+    """The pipeline of `graph`, whose elements have `spec`."""
     from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 
     return _VariantDataset(tf.raw_ops.DatasetFromGraph(graph_def=graph), spec)

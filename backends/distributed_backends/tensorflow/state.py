@@ -69,7 +69,7 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def optimizer_slots(optimizer: Any, variables: list[Any]) -> dict[str, list[Any]]:
-    """Slot -> its variable for each of `variables`, None where it has none, e.g. ``momentums``."""
+    """Slot -> variables for each of `variables`, None where it has none, e.g. ``momentums``."""
     slots = {}
     for attribute, value in vars(optimizer).items():
         plain = attribute not in ("_trainable_variables", "_variables")
@@ -211,10 +211,10 @@ def _saved_group(reader: StateReader, optimizer: Any) -> Mapping[str, Any]:
         )
     if saved != kind:
         raise UserError(
-            "the checkpoint is of another kind of optimizer",
+            "the checkpoint was saved with another kind of optimizer",
             field="optimizer",
             got=kind,
             allowed=str(saved),
-            remedy="Build the optimizer that was trained with",
+            remedy="Use the optimizer of the checkpoint",
         )
     return groups[0]

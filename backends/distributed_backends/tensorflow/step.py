@@ -16,7 +16,7 @@ __all__ = ["Finished", "StepFunctions"]
 
 
 class Finished(NamedTuple):
-    """What a step leaves: the norm of the mean gradient before clipping, and whether it is finite."""
+    """Result of a step: the norm of the mean gradient before clipping, and whether it is finite."""
 
     norm: Any
     finite: Any
@@ -54,8 +54,8 @@ class StepFunctions:
         Args:
             batch: nested tensors, per replica.
             numbers: samples that count, per replica.
-            scale: what the sum of losses is multiplied by.
-            seed: (2,) uint32 for the random layers, or None to let them go on.
+            scale: factor on the sum of losses.
+            seed: (2,) uint32 for the random layers, or None to continue their state.
         """
         result: tuple[Any, Any] = self._accumulate(batch, numbers, tf.constant(scale, tf.float64), seed)
         return result
@@ -72,7 +72,7 @@ class StepFunctions:
         self._compiled("update")()
 
     def forget(self) -> None:
-        """Drop what `finish` left: the step is skipped."""
+        """Drop the results of `finish`: the step is skipped."""
         self._compiled("forget")()
 
     def evaluate(self, batch: Any, numbers: Any) -> dict[str, tuple[Any, Any]]:

@@ -1,6 +1,6 @@
-"""Which devices a rank drives, and the tf.distribute strategy over them.
+"""Choose a rank's devices and the tf.distribute strategy over them.
 
-TensorFlow can be told of its devices and of the other processes only before it has started, and a
+TensorFlow's devices and other processes can only be set before it has started, and a
 process can have one MultiWorkerMirroredStrategy in its life: what was made is kept.
 """
 
@@ -34,12 +34,12 @@ def make_strategy(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
     """The strategy of this rank; collective where there are several.
 
     Args:
-        plan: what was decided.
-        world: this rank's place.
-        gather: every rank's value, on every rank.
+        plan: plan of the run.
+        world: this rank and its world.
+        gather: function that gathers every rank's value on every rank.
 
     Raises:
-        UserError: TensorFlow has started already and cannot be told of devices or processes.
+        UserError: TensorFlow has already started, so devices and processes cannot be set.
     """
     key = (world.rank, world.size, world.num_replicas, plan.device)
     if _made and _made[0].key == key:
@@ -60,7 +60,7 @@ def make_strategy(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
 
 def _too_late(error: Exception) -> UserError:
     return UserError(
-        f"TensorFlow has started in this process, and only then was told of the other ranks ({error})",
+        f"TensorFlow was started in this process before the other ranks were configured ({error})",
         field="model, train_loader",
         remedy="Under torchrun and the like give functions that build the model and the tf.data dataset, or"
         " arrays, and call nothing of TensorFlow before fit; or start the script plainly, once, with"
@@ -115,7 +115,7 @@ def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
         holder.close()
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.MultiWorkerMirroredStrategy(
-        # Said here and not in TF_CONFIG, which would mislead whatever runs in this process next.
+        # Set here and not in TF_CONFIG, which would mislead later code in this process.
         cluster_resolver=tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": workers}),
             task_type="worker",

@@ -34,7 +34,7 @@ def build_keras_model(width: int, depth: int) -> Any:
 
 
 def main() -> None:
-    """Train; how long and on how many ranks is for the flags to say."""
+    """Train; the flags set the number of epochs and ranks."""
     parser = argparse.ArgumentParser()
     for name, default in (("--width", 256), ("--depth", 4), ("--samples", 8192)):
         parser.add_argument(name, type=int, default=default)

@@ -1,4 +1,4 @@
-"""How throughput grows with the number of ranks: strong and weak, repeats in turns, the spread shown."""
+"""Strong and weak scaling: throughput by the number of ranks, interleaved repeats, with their spread."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from distributed.operations.report.stitch import read_runs
 __all__ = ["Case", "Figure", "Plan", "Result", "cases_of", "measure"]
 
 _INTERVALS = 6
-"""Log intervals a run is cut into; the first is its warm-up and does not count."""
+"""Log intervals per run; the first is the warm-up and does not count."""
 _CAUSE = re.compile(r"error: |rank \d+ \(")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     Attributes:
-        backends: names.
+        backends: backend names.
         ranks: ascending; the first is what efficiency is measured against.
-        modes: of ``strong`` and ``weak``.
+        modes: any of ``strong`` and ``weak``.
         batch_size: samples per rank on the fewest ranks.
-        steps: optimizer steps a run.
-        repeats: how often each is run.
-        script: a user's, None for the bundled network.
-        arguments: of the script.
+        steps: optimizer steps per run.
+        repeats: runs of each case.
+        script: user's script, None for the bundled network.
+        arguments: arguments of the script.
         options: further words for ``train``.
     """
 
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figure:
-    """Repeats of one figure: the median and how far they lie apart."""
+    """Repeats of one measurement: median and spread."""
 
     values: tuple[float, ...]
 
@@ -84,7 +84,7 @@ class Result:
     """One row of the table.
 
     Attributes:
-        case: what was run.
+        case: measured case.
         mode: ``strong`` or ``weak``.
         throughput: samples per second.
         efficiency: per rank, against the fewest ranks in the same repeat: 1 is perfect.
@@ -100,7 +100,7 @@ def cases_of(plan: Plan) -> dict[tuple[str, str, int], Case]:
     """(backend, mode, ranks) -> what to run; modes share what is the same run.
 
     Raises:
-        UserError: the global batch of strong scaling cannot be cut into equal shares.
+        UserError: the global batch of strong scaling is not divisible by a number of ranks.
     """
     fewest, found = plan.ranks[0], {}
     for backend in plan.backends:
@@ -110,7 +110,7 @@ def cases_of(plan: Plan) -> dict[tuple[str, str, int], Case]:
                 if mode == "strong" and (rest or not share):
                     whole = plan.batch_size * fewest
                     raise UserError(
-                        f"a global batch of {whole} cannot be cut into {ranks} equal shares",
+                        f"global batch {whole} is not divisible by {ranks} ranks",
                         field="--batch-size",
                         got=plan.batch_size,
                         allowed=f"multiples of {math.lcm(*plan.ranks) // fewest}",
@@ -122,15 +122,15 @@ def cases_of(plan: Plan) -> dict[tuple[str, str, int], Case]:
 
 
 def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Run every case `plan.repeats` times, all cases in turns, so that what else the machine does hits all
-    alike.
+    """Run every case `plan.repeats` times, interleaved, so that background load affects all cases
+    equally.
 
     Args:
-        plan: what to measure.
-        say: gets a line about each run.
+        plan: plan of the measurement.
+        say: called with a line about each run.
 
     Raises:
-        UserError: a run failed; holds the line that says why.
+        UserError: a run failed; holds the line with the cause.
     """
     rows = cases_of(plan)
     cases = list(dict.fromkeys(rows.values()))
@@ -176,13 +176,13 @@ def _run(plan: Plan, case: Case) -> tuple[float, int]:
             cause = _cause(done.stderr) or _cause(done.stdout) or f"exit code {done.returncode}"
             raise UserError(
                 f"{case.backend} on {case.ranks} ranks failed: {cause}",
-                remedy=f"Look at the whole of it: {shlex.join(command[1:])}",
+                remedy=f"Rerun it to see the full output: {shlex.join(command[1:])}",
             )
         return _rate(Path(folder))
 
 
 def _cause(said: str) -> str:
-    """The line of a failed run's output that says why; empty without any."""
+    """The line of a failed run's output with the cause; empty without any."""
     lines = said.strip().splitlines()
     # A rank's traceback follows the line that names it; a script's own ends with its error.
     return next((line for line in reversed(lines) if _CAUSE.match(line)), lines[-1] if lines else "")
@@ -194,10 +194,10 @@ def _rate(folder: Path) -> tuple[float, int]:
     steps = [b - a for a, b in zip(series.steps, series.steps[1:], strict=False)]
     if not steps:
         raise UserError(
-            "the run was too short to be measured: it logged once",
+            "the run was too short to be measured: it logged only once",
             field="--steps",
             got=series.steps[-1] if series.steps else 0,
-            remedy="Take more steps, or more samples",
+            remedy="Use more steps or more samples",
         )
     seconds = sum(number / rate for number, rate in zip(steps, series.values[1:], strict=True))
     return sum(steps) / seconds, len(earlier) + 1

@@ -1,4 +1,4 @@
-"""What clusters accept as names, times, amounts and environment variables."""
+"""Checks of names, times, amounts and environment variables for clusters."""
 
 from __future__ import annotations
 
@@ -52,17 +52,21 @@ def env_mapping(value: Any) -> Any:
 
 
 def check_env(env: Mapping[str, str], remedy: str) -> None:
-    """Refuse what is no variable, what no file can hold, and secrets in clear.
+    """Refuse invalid variable names, text that no file can hold, and plain-text secrets.
 
     Raises:
         ValueError: with `remedy` when a name or value looks like a secret.
     """
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"'{name}' is no name of a variable: letters, digits and _, no digit first")
+            raise ValueError(
+                f"'{name}' is not a valid variable name: use letters, digits and _, not starting with a digit"
+            )
         check_text(value, name)
         if looks_secret(name, value):
-            raise ValueError(f"{name} looks like a secret, and the files would hold it in clear. {remedy}")
+            raise ValueError(
+                f"{name} looks like a secret, and the files would hold it in plain text. {remedy}"
+            )
 
 
 def check_line(line: str, what: str, remedy: str) -> None:
@@ -77,13 +81,13 @@ def check_line(line: str, what: str, remedy: str) -> None:
     if assigned or _TOLD.search(line) or looks_secret("", _LOOKED_UP.sub("", line)):
         # The line itself stays out of the message, which may end in a log.
         raise ValueError(
-            f"{what} has a line with a secret in it, and the files would hold it in clear. {remedy}, and"
+            f"{what} contains a line with a secret, and the files would hold it in plain text. {remedy}, and"
             " write $NAME in the line"
         )
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Whether a variable's name, or a password in an address, says that it is nobody else's business."""
+    """Whether a variable's name, or a password in an address, indicates a secret."""
     points = name.upper().endswith(("_FILE", "_PATH", "_DIR"))
     return bool((_SECRET.search(name) and not points) or _URL_SECRET.search(value))
 
@@ -95,7 +99,7 @@ def check_text(text: str, what: str) -> None:
         ValueError: a NUL, or half a character.
     """
     if "\0" in text:
-        raise ValueError(f"{what} holds a NUL character, which no program can be given")
+        raise ValueError(f"{what} holds a NUL character, which no program accepts")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -110,13 +114,13 @@ def parse_slurm_time(text: str) -> int:
     """
     match = _SLURM_TIME.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text}' is no time limit: give minutes, H:M:S or DAYS-H:M:S")
+        raise ValueError(f"'{text}' is not a time limit: give minutes, H:M:S or DAYS-H:M:S")
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
     units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
     if seconds <= 0:
-        raise ValueError(f"'{text}' is no time at all")
+        raise ValueError(f"'{text}' is zero: give a time limit of at least one minute")
     return seconds
 
 
@@ -129,8 +133,8 @@ def parse_bytes(text: str, units: Mapping[str, int]) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
     if match is None or match[2] not in units:
         known = ", ".join(unit or "none" for unit in units)
-        raise ValueError(f"'{text}' is no amount of memory: a number and a unit ({known})")
+        raise ValueError(f"'{text}' is not an amount of memory: give a number and a unit ({known})")
     amount = int(float(match[1]) * units[match[2]])
     if amount <= 0:
-        raise ValueError(f"'{text}' is no memory at all")
+        raise ValueError(f"'{text}' is zero: give a positive amount of memory")
     return amount

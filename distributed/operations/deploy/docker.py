@@ -29,11 +29,11 @@ _REQUIREMENT = re.compile(
 
 
 class DockerSettings(Settings):
-    """What an image depends on besides the configuration."""
+    """Contents of an image besides the configuration."""
 
-    base: str = Field("python:3.12.12-slim-bookworm", description="What Dockerfile.cpu starts from.")
+    base: str = Field("python:3.12.12-slim-bookworm", description="Base image of Dockerfile.cpu.")
     cuda_base: str = Field(
-        "nvidia/cuda:13.0.1-base-ubuntu24.04", description="What Dockerfile.cuda starts from."
+        "nvidia/cuda:13.0.1-base-ubuntu24.04", description="Base image of Dockerfile.cuda."
     )
     constraints: str | None = Field(
         None, description="File of pinned versions for pip. None: the versions installed here."
@@ -45,7 +45,7 @@ class DockerSettings(Settings):
         description="Python program to run in the image after pip, with compilers at hand, such as the"
         " deploy/horovod/build.py of a checkout.",
     )
-    user: PositiveInt = Field(1000, description="Number of the user who runs; never root.")
+    user: PositiveInt = Field(1000, description="Uid of the processes; never root.")
 
     @model_validator(mode="after")
     def _docker_takes_them(self) -> Self:
@@ -53,14 +53,16 @@ class DockerSettings(Settings):
             check_image(image)
         for image in (self.base, self.cuda_base):
             if ":" not in image.rpartition("/")[2]:
-                raise ValueError(f"'{image}' has no tag: it would be another image tomorrow")
+                raise ValueError(f"'{image}' has no tag, so the base would change over time")
         for package in self.package:
             check_text(package, "package")
             if not _REQUIREMENT.fullmatch(package):
-                raise ValueError(f"'{package}' is no requirement: such as timm==1.0.22")
+                raise ValueError(
+                    f"'{package}' is not a requirement: give NAME==VERSION, such as timm==1.0.22"
+                )
         for extra in self.extra:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", extra):
-                raise ValueError(f"'{extra}' is no extra of {_OURS}")
+                raise ValueError(f"'{extra}' is not an extra of {_OURS}")
         return self
 
 
@@ -69,8 +71,8 @@ def render(job: Job, settings: DockerSettings, output: PurePath) -> Rendered:
 
     Args:
         job: whose backend and trackers decide what is installed.
-        settings: what else the image holds.
-        output: where the files go: the build's context.
+        settings: other contents of the image.
+        output: output directory: the build's context.
 
     Raises:
         UserError: a file that cannot be read.
@@ -79,7 +81,7 @@ def render(job: Job, settings: DockerSettings, output: PurePath) -> Rendered:
     files = {
         "Dockerfile.cpu": _dockerfile(job, settings, extras, settings.base, cuda=False),
         "Dockerfile.cuda": _dockerfile(job, settings, extras, settings.cuda_base, cuda=True),
-        # Nothing of what lies around may travel, least of all checkpoints and keys.
+        # Only the listed files enter the build context, no checkpoints or keys.
         ".dockerignore": "*\n!constraints.txt\n!build_script.py\n!wheels/*.whl\n",
         "constraints.txt": _constraints(settings),
     }
@@ -142,7 +144,7 @@ def _packages(job: Job, settings: DockerSettings, cuda: bool) -> Iterator[str]:
     if wanted:
         listed = " ".join(dict.fromkeys(wanted))
         yield (
-            "# The base is pinned, and its distribution mends packages without changing them.\n"
+            "# The base is pinned, and its distribution fixes packages without new versions.\n"
             "# hadolint ignore=DL3008\n"
             "RUN apt-get update \\\n"
             f"    && apt-get install --yes --no-install-recommends {listed} \\\n"
@@ -203,7 +205,7 @@ def _user(settings: DockerSettings) -> str:
         f"    && useradd --uid {user} --user-group --home-dir /work --create-home trainer\n"
         f"USER {user}:{user}\n"
         "WORKDIR /work\n"
-        "# A run that hangs says so itself, with the rank's name; nothing outside of it knows better.\n"
+        "# A run reports a hang itself, with the rank; a check from outside cannot.\n"
         "HEALTHCHECK NONE\n"
         'CMD ["python", "-m", "distributed.cli", "doctor"]'
     )
@@ -246,7 +248,7 @@ def _read(path: str, field: str) -> str:
 def _notes(job: Job, settings: DockerSettings, output: PurePath, tag: str) -> Iterator[str]:
     wheels = quote(str(output / "wheels"))
     yield (
-        f"the wheel of {_OURS} {__version__} has to lie in {wheels}: in a checkout,"
+        f"the wheel of {_OURS} {__version__} must be in {wheels}: in a checkout,"
         f" python -m build --wheel --outdir {wheels}"
     )
     yield f'try it: docker run --rm --shm-size 1g --volume "$PWD":/work {quote(tag)}'

@@ -1,4 +1,4 @@
-"""What a target renders, and how it reaches the disk: all of it, or nothing."""
+"""The files that a target renders, written all or none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Rendered", "write"]
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a target makes of a job.
+    """The files of a job for one target.
 
     Attributes:
         files: contents by path relative to the output directory.
-        submit: the one command that hands the job to the cluster.
-        notes: what the user should know, one sentence each.
+        submit: command that submits the job to the cluster.
+        notes: notes for the user, one sentence each.
         executable: those of `files` that are programs.
     """
 
@@ -39,7 +39,7 @@ def write(rendered: Rendered, output: Path, force: bool) -> list[Path]:
     existing = [str(path) for path in paths if path.exists() or path.is_symlink()]
     if existing and not force:
         raise UserError(
-            f"there is already {', '.join(existing)}; nothing was written",
+            f"{', '.join(existing)} already exists; nothing was written",
             field="--output",
             got=str(output),
             remedy="Choose another directory, or overwrite with --force",

@@ -1,4 +1,4 @@
-"""What is to run, before any target's words for it: nodes, ranks, the configuration and the command."""
+"""A job, independent of the target: nodes, ranks, configuration and command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Job", "form_of", "make_job", "restartable", "run_yaml", "torchrun_fl
 
 _Form = TypeVar("_Form")
 
-# Said by whoever starts the ranks: Slurm, Kubernetes, torchrun.
+# Set by the launcher of the ranks: Slurm, Kubernetes, torchrun.
 _PLACE = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes", "node_rank", "rdzv_endpoint", "launch")
 
 
@@ -35,15 +35,15 @@ class Job:
     """A run that a cluster is to start.
 
     Attributes:
-        config: what was asked, whole.
-        spec: the backend's.
+        config: full configuration.
+        spec: spec of the backend.
         script: the user's script, None for the bundled example.
-        script_name: its path as it was typed.
-        arguments: the script's own.
-        num_nodes: hosts, the most of them when they may come and go.
+        script_name: path of the script as typed.
+        arguments: arguments of the script.
+        num_nodes: number of hosts; the maximum when the run is elastic.
         ranks_per_node: processes that train, on each host.
         uses_gpus: each rank has a GPU.
-        notes: what the user should know.
+        notes: notes for the user.
     """
 
     config: DistributedConfig
@@ -68,11 +68,11 @@ class Job:
 
     @property
     def min_nodes(self) -> int | None:
-        """Fewest hosts to go on with; None: all."""
+        """Fewest hosts that can continue; None: all."""
         return self.config.elastic.min_nodes
 
     def script_text(self) -> str | None:
-        """What is in the script, None without one.
+        """Text of the script, None without one.
 
         Raises:
             UserError: it cannot be read as UTF-8, which is all that the files can hold.
@@ -92,7 +92,7 @@ class Job:
         Args:
             config: path of the file that `run_yaml` gives, where the job runs.
             script: path of the script there, None for the bundled example.
-            resume: go on from the newest checkpoint, if there is one.
+            resume: resume from the newest checkpoint, if there is one.
         """
         words = ["distributed.cli", "train", "--config", config]
         words += ["--script", script] if script is not None else []
@@ -108,14 +108,14 @@ def make_job(
     catalog: Catalog,
     asks_for_ranks: bool = True,
 ) -> Job:
-    """Decide what runs, and refuse what could not.
+    """Make the job, and refuse one that could not run.
 
     Args:
         layers: the configuration's sources, weakest first.
         script: the user's script, None for the bundled example.
-        script_name: its path as it was typed.
+        script_name: path of the script as typed.
         arguments: the script's own.
-        catalog: what is installed; what a backend requires need not be, here.
+        catalog: installed backends; their requirements need not be installed here.
         asks_for_ranks: the target has to know how many ranks there are.
 
     Raises:
@@ -127,7 +127,7 @@ def make_job(
         for word in words:
             check_text(word, "an argument of the script")
             if looks_secret("", word):
-                raise ValueError("an argument has a password in it, and the files would hold it in clear")
+                raise ValueError("an argument contains a password, and the files would hold it in plain text")
     except ValueError as error:
         raise UserError(str(error), field="--") from None
     if config.launch in ("spawn", "per-rank"):
@@ -140,9 +140,9 @@ def make_job(
     num_ranks = config.num_ranks
     if num_ranks is None and asks_for_ranks:
         raise UserError(
-            "the cluster has to be asked for ranks, and their number is not known",
+            "the number of ranks to request from the cluster is not set",
             field="gpus_per_node",
-            remedy="Say --gpus-per-node N (and --num-nodes), or --num-processes N for ranks without GPUs",
+            remedy="Set --gpus-per-node N (and --num-nodes), or --num-processes N for ranks without GPUs",
         )
     _check_secrets(config)
     notes: list[str] = []
@@ -163,7 +163,7 @@ def make_job(
 
 
 def run_yaml(job: Job) -> str:
-    """The configuration as the ranks read it: what somebody set, less what the cluster says."""
+    """The configuration that the ranks read: explicit values, without those that the cluster sets."""
     tree: dict[str, Any] = {}
     for name, value in _run_values(job, _dropped(job)).items():
         *path, leaf = name.split(".")
@@ -175,7 +175,7 @@ def run_yaml(job: Job) -> str:
 
 
 def _dropped(job: Job) -> tuple[str, ...]:
-    """Fields that the cluster says, or that are wrong as soon as a host is missing."""
+    """Fields that the cluster sets, or that are wrong as soon as a host is missing."""
     if job.spec.remote:
         return ("launch", "ray.address")
     counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
@@ -183,46 +183,46 @@ def _dropped(job: Job) -> tuple[str, ...]:
 
 
 def restartable(job: Job, wanted: bool, flag: str) -> bool:
-    """Whether a job that is started again goes on where it was.
+    """Whether a restarted job resumes.
 
     Args:
         job: the job.
-        wanted: the cluster starts it again.
-        flag: what says that it should not.
+        wanted: the cluster restarts it.
+        flag: flag that disables restarts.
 
     Raises:
-        UserError: it is wanted, and the run would begin anew each time.
+        UserError: it is wanted, and the run would start over each time.
     """
     config = job.config
     if not wanted:
         return config.resume_from_checkpoint is True
     if config.checkpoint_dir is None:
         raise UserError(
-            "a job that is started again would begin anew: there are no checkpoints to go on from",
+            "a restarted job would start over: there are no checkpoints to resume from",
             field="checkpoint_dir",
-            remedy=f"Set it to a directory that all nodes share, or say {flag}",
+            remedy=f"Set it to a directory that all nodes share, or set {flag}",
         )
     if isinstance(config.resume_from_checkpoint, str):
         raise UserError(
-            "a job that is started again would begin at that checkpoint each time",
+            "a restarted job would resume from that checkpoint each time",
             field="resume_from_checkpoint",
             got=config.resume_from_checkpoint,
             allowed="true: the newest in checkpoint_dir",
-            remedy=f"Copy the checkpoint into checkpoint_dir, from where the job goes on; or say {flag}",
+            remedy=f"Copy the checkpoint into checkpoint_dir, from which the job resumes, or set {flag}",
         )
     return True
 
 
 def form_of(job: Job, forms: Mapping[str, _Form], target: str) -> _Form:
-    """What `target` has for the way in which the job's backend is deployed.
+    """The form of `target` for the way in which the job's backend is deployed.
 
     Raises:
-        UserError: it has nothing for it.
+        UserError: `target` has no such form.
     """
     form = job.spec.deploy_form
     if form not in forms:
         raise UserError(
-            f"backend '{job.spec.name}' is deployed as '{form}', and {target} has no such form here",
+            f"backend '{job.spec.name}' is deployed as '{form}', which {target} does not support",
             field="backend",
             got=job.spec.name,
             allowed=f"backends deployed as {', '.join(forms)}",
@@ -235,7 +235,7 @@ def torchrun_flags(job: Job, nodes: str) -> list[str]:
 
     Args:
         job: the job.
-        nodes: the cluster's word for the number of hosts.
+        nodes: the cluster's expression for the number of hosts.
     """
     low = f"{job.min_nodes}:" if job.min_nodes is not None else ""
     flags = [f"--nnodes={low}{nodes}", f"--nproc-per-node={job.ranks_per_node}"]
@@ -251,7 +251,7 @@ def _check_secrets(config: DistributedConfig) -> None:
         for name, value in layer.values.items():
             if any(looks_secret("", text) for text in _texts(value)):
                 raise UserError(
-                    "there is a password in it, and the files would hold it in clear",
+                    "it contains a password, and the files would hold it in plain text",
                     field=name,
                     remedy="Leave it out of the address, and give it to the job as an environment variable",
                 )
@@ -293,10 +293,10 @@ def _check_plan(job: Job, catalog: Catalog) -> None:
         return
     if job.config.elastic.min_ranks is not None:
         raise UserError(
-            "on a cluster ranks come and go by hosts",
+            "on a cluster the number of ranks changes by whole hosts",
             field="elastic.min_ranks",
             got=job.config.elastic.min_ranks,
-            remedy="Say elastic.min_nodes",
+            remedy="Set elastic.min_nodes",
         )
     plan = _plan(job, catalog, _place(job, job.num_nodes))
     if job.min_nodes is None:
@@ -306,7 +306,7 @@ def _check_plan(job: Job, catalog: Catalog) -> None:
             "with fewer hosts the global batch would shrink",
             field="global_batch_size",
             allowed=f"a number, such as the {plan.batch.global_batch_size} of all {job.num_nodes} hosts",
-            remedy="Set it: what each rank takes of it follows",
+            remedy="Set it; the batch size of each rank follows from it",
         )
     for nodes in range(job.min_nodes, job.num_nodes):
         try:

@@ -28,7 +28,7 @@ _PATIENCE = 1800
 
 
 class RaySettings(RunSettings):
-    """What a job on a Ray cluster needs to know."""
+    """Settings of a job on a Ray cluster."""
 
     dashboard: str | None = Field(
         None, description="Dashboard of a cluster that runs, such as http://head:8265. None with --host."
@@ -36,12 +36,12 @@ class RaySettings(RunSettings):
     host: tuple[str, ...] = Field(
         (), description="Host for a new cluster by ssh, the head first; its ranks run on all of them."
     )
-    ssh_user: str | None = Field(None, description="Who logs in there.")
+    ssh_user: str | None = Field(None, description="User who logs in there.")
     ssh_key: str | None = Field(None, description="File with the private key; None is ssh's own choice.")
     setup: tuple[str, ...] = Field((), description="Line of shell to run on each host, such as pip install.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Set it where the nodes start, or in the cluster's own environment"
 
     @model_validator(mode="after")
@@ -49,17 +49,19 @@ class RaySettings(RunSettings):
         check_label(self.name, "name")
         if (self.dashboard is None) == (not self.host):
             raise ValueError(
-                "say which cluster: dashboard of one that runs, or host for each of a new one, not both"
+                "set exactly one of dashboard (of a running cluster) and host (for each host of a new one)"
             )
         if self.dashboard is not None and not _URL.fullmatch(self.dashboard):
-            raise ValueError(f"dashboard={self.dashboard!r} is no address: such as http://head:8265")
+            raise ValueError(
+                f"dashboard={self.dashboard!r} is not an address: give one such as http://head:8265"
+            )
         for host in self.host:
             if not _HOST.fullmatch(host):
-                raise ValueError(f"host={host!r} is no host's name or address")
+                raise ValueError(f"host={host!r} is not a host name or address")
         if len(set(self.host)) != len(self.host):
-            raise ValueError("a host is named twice")
+            raise ValueError("a host is listed twice")
         if self.host and self.ssh_user is None:
-            raise ValueError("ssh_user is missing: who logs in on the hosts?")
+            raise ValueError("ssh_user is missing: set the user who logs in on the hosts")
         for name, value in self.env.items():
             if re.search(r"\$\{[A-Z0-9_]+\}", value):
                 raise ValueError(
@@ -76,9 +78,9 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     """The job, the cluster if it is a new one, and one script that submits.
 
     Args:
-        job: what is to run.
+        job: job to run.
         settings: which cluster.
-        output: where the files go; the job's part of them is uploaded to the cluster.
+        output: output directory; its folder ``job`` is uploaded to the cluster.
 
     Raises:
         UserError: another backend; checkpoints that would be lost with the job's folder.
@@ -87,14 +89,14 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     directory = local_path(job.config.checkpoint_dir)
     if directory is not None and not PurePosixPath(directory).is_absolute():
         raise UserError(
-            "the job runs in a folder of its own that goes with it, and the checkpoints in there, too",
+            "the job's own folder is deleted with it, and so would be the checkpoints in it",
             field="checkpoint_dir",
             got=directory,
             allowed="a path from the root on a file system that all nodes share, or an object store's URL",
         )
     if settings.host and job.num_nodes > len(settings.host):
         raise UserError(
-            f"{job.num_nodes} nodes are wanted, and the cluster has {len(settings.host)} hosts",
+            f"{job.num_nodes} nodes are requested; the cluster has {len(settings.host)} hosts",
             field="num_nodes",
             got=job.num_nodes,
             allowed=f"at most {len(settings.host)}",
@@ -134,7 +136,7 @@ def _cluster(settings: RaySettings) -> dict[str, Any]:
         "cluster_name": settings.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
         "auth": {"ssh_user": settings.ssh_user, **key},
-        # Every node and every client shows it; whoever has it may use the cluster.
+        # Every node and every client presents it; it grants access to the cluster.
         "file_mounts": {_TOKEN: _TOKEN},
         "setup_commands": list(settings.setup),
         "head_start_ray_commands": [f"{start} stop", lead],
@@ -147,7 +149,7 @@ def _start(job: Job, settings: RaySettings, words: list[str]) -> str:
     train = f"{python} -m {' '.join(map(quote, words))}"
     if not settings.host:
         return f"#!/bin/bash\nexec {train}\n"
-    # A run that says nothing of nodes has its ranks on all hosts.
+    # A run without num_nodes has its ranks on all hosts.
     number = job.num_nodes if job.num_nodes > 1 else len(settings.host)
     wait = f"{python} -m distributed_backends.ray.allocation run --num-nodes {number} --patience {_PATIENCE}"
     return (
@@ -184,9 +186,11 @@ def _in_url(host: str) -> str:
 
 
 def _notes(job: Job, settings: RaySettings) -> list[str]:
-    found = ["the script alone travels; modules beside it have to be on the nodes"] if job.script else []
+    found = ["only the script is copied; modules beside it must be on the nodes"] if job.script else []
     if settings.dashboard is not None:
-        found.append("the cluster's token has to lie in ~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH say where")
+        found.append(
+            "the cluster's token must be in ~/.ray/auth_token, or in the file of RAY_AUTH_TOKEN_PATH"
+        )
     if job.config.checkpoint_dir is not None and job.config.resume_from_checkpoint is False:
-        found.append("a second submission begins anew; with --resume it goes on from the newest checkpoint")
+        found.append("a second submission starts over; with --resume it resumes from the newest checkpoint")
     return found

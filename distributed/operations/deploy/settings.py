@@ -1,4 +1,4 @@
-"""What all targets ask besides the configuration, and where it comes from: a file, then flags."""
+"""Settings of all targets besides the configuration, from a file, then flags."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _Model = TypeVar("_Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """What a target asks. Each target's model adds its own fields; its flags, help and messages are made
-    from them."""
+    """Settings of a target. Each target's model adds its own fields, from which its flags, help and messages
+    are made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
 
 class RunSettings(Settings):
-    """What every target asks that runs a job."""
+    """Settings of every target that runs a job."""
 
     python: str = Field("python", description="The Python that runs the job, where it runs.")
     env: dict[str, str] = Field(
@@ -35,7 +35,7 @@ class RunSettings(Settings):
     )
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Leave it out of the files"
 
     @field_validator("env", mode="before")
@@ -58,7 +58,7 @@ def read_settings(model: type[_Model], file: str | None, flags: Mapping[str, Any
     """The target's settings: defaults < `file` < `flags`, field by field.
 
     Raises:
-        UserError: the file cannot be read, a name nobody knows, a value that cannot be.
+        UserError: the file cannot be read, an unknown name, an invalid value.
     """
     given = dict(read_file(file).values) if file is not None else {}
     for name in given:

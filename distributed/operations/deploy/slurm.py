@@ -38,7 +38,7 @@ _EARLY = 60
 
 
 class SlurmSettings(RunSettings):
-    """What Slurm asks about a job."""
+    """Settings of a Slurm job."""
 
     partition: str | None = Field(None, description="Partition, or several joined by commas.")
     account: str | None = Field(None, description="Account that is charged.")
@@ -52,19 +52,19 @@ class SlurmSettings(RunSettings):
     gpu_request: Literal["gpus-per-node", "gres"] = Field(
         "gpus-per-node", description="How GPUs are asked for; older clusters want gres."
     )
-    gpu_type: str | None = Field(None, description="Kind of GPU, as the cluster calls it.")
+    gpu_type: str | None = Field(None, description="GPU type, by the cluster's name.")
     warning: PositiveInt = Field(
         120, description="Seconds before the time limit at which the run saves and requeues."
     )
-    requeue: bool = Field(True, description="Go on after the time limit or preemption.")
-    max_requeues: NonNegativeInt = Field(100, description="How often, at most.")
+    requeue: bool = Field(True, description="Requeue and resume after the time limit or preemption.")
+    max_requeues: NonNegativeInt = Field(100, description="Maximum number of requeues.")
     setup: tuple[str, ...] = Field(
         (), description="Line of bash to run first, such as 'module load cuda' or 'source venv/bin/activate'."
     )
     option: tuple[str, ...] = Field((), description="Further option of sbatch, such as reservation=NAME.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
+        """Remedy for a secret in a file."""
         return "Export it in the shell that calls sbatch, which hands its environment on"
 
     @model_validator(mode="after")
@@ -77,8 +77,8 @@ class SlurmSettings(RunSettings):
         _fits(_CONSTRAINT, "constraint", self.constraint, "features joined by & | , without blanks")
         if self.time is not None and parse_slurm_time(self.time) <= self.warning + _EARLY:
             raise ValueError(
-                f"time={self.time} leaves nothing to train in: the run is told to save warning={self.warning}"
-                f" seconds before its end, and Slurm may say so {_EARLY} seconds early"
+                f"time={self.time} leaves no time to train: the run is signalled to save"
+                f" warning={self.warning} seconds before its end, and Slurm may signal {_EARLY} seconds early"
             )
         if self.mem not in (None, "0"):
             parse_bytes(str(self.mem), _UNITS)
@@ -93,13 +93,13 @@ class SlurmSettings(RunSettings):
 
 def _fits(pattern: re.Pattern[str], field: str, text: str | None, allowed: str) -> None:
     if text is not None and not pattern.fullmatch(text):
-        raise ValueError(f"{field}={text!r} is nothing that Slurm takes: {allowed}")
+        raise ValueError(f"{field}={text!r} is not accepted by Slurm. Allowed: {allowed}")
 
 
 def _check_option(option: str) -> None:
     if not re.fullmatch(r"[a-z][a-z-]*(=[^\s#\"'\\]+)?", option):
         raise ValueError(
-            f"option={option!r} is no option of sbatch: NAME or NAME=VALUE, without dashes and blanks"
+            f"option={option!r} is not an option of sbatch: give NAME or NAME=VALUE without dashes, blanks"
         )
     if _OWN_OPTIONS.match(option):
         raise ValueError(f"option={option!r} is set by the template; it has a flag of its own, or must stay")
@@ -109,12 +109,12 @@ def render(job: Job, settings: SlurmSettings, output: PurePath) -> Rendered:
     """The batch script and the run's configuration.
 
     Args:
-        job: what is to run.
-        settings: how Slurm is asked.
-        output: where the files go, relative to where sbatch will be called, or absolute.
+        job: job to run.
+        settings: Slurm settings.
+        output: output directory, relative to the folder in which sbatch is called, or absolute.
 
     Raises:
-        UserError: a requeued run would begin anew; a backend that Slurm cannot start.
+        UserError: a requeued run would start over; a backend that Slurm cannot start.
     """
     form = form_of(job, _FORMS, "Slurm")
     resume = restartable(job, settings.requeue, "--no-requeue")
@@ -211,13 +211,14 @@ def _ending(settings: SlurmSettings) -> list[str]:
         return ["", 'exit "$code"']
     return [
         "",
-        "# 75: told to go, and saved. Anything else is an end, good or bad; so is 75 after scancel.",
+        "# 75: preempted after saving. Any other code is final; so is 75 after scancel.",
         'state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)',
         'if [ "$code" -eq 75 ] && [ "$state" = RUNNING ]; then',
         f'    if [ "$restarts" -lt {settings.max_requeues} ]; then',
         '        scontrol requeue "$SLURM_JOB_ID"',
         "    else",
-        f"        echo 'requeued {settings.max_requeues} times already (--max-requeues): sbatch goes on' >&2",
+        f"        echo 'requeued {settings.max_requeues} times already (--max-requeues): run sbatch"
+        " again to resume' >&2",
         "    fi",
         "fi",
         'exit "$code"',

@@ -1,4 +1,4 @@
-"""The job step of a batch script: how each backend's ranks are started in an allocation of Slurm's."""
+"""Job steps of a batch script, which start each backend's ranks in a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cpus_per_node(job: Job, asked: int | None) -> int | None:
 def torchrun_step(job: Job, python: str, cpus: int | None, train: list[str]) -> list[str]:
     """One torchrun on each node; together they start the ranks."""
     elastic = job.min_nodes is not None
-    # Nodes that come and go end at different times.
+    # The nodes of an elastic run end at different times.
     ends = "--no-kill --kill-on-bad-exit=0 --wait=0" if elastic else "--kill-on-bad-exit=0 --wait=60"
     lines = [
         f'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 {_cpus(job, cpus)} {ends}',
@@ -37,12 +37,12 @@ def _elastic_comment(job: Job) -> list[str]:
     if not config.is_elastic:
         return []
     lines = [
-        f"# A rank that fails makes torchrun start all anew from the newest checkpoint, {config.max_restarts}"
+        f"# When a rank fails, torchrun restarts all ranks from the newest checkpoint, {config.max_restarts}"
     ]
     lines.append("# times at most (elastic.max_restarts).")
     if job.min_nodes is not None:
         lines += [
-            f"# The run goes on while {job.min_nodes} of {job.num_nodes} nodes are left (elastic.min_nodes),",
+            f"# The run continues while {job.min_nodes} of {job.num_nodes} nodes remain (elastic.min_nodes),",
             "# the first node among them: the others meet there. Without it the job ends.",
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         ]
@@ -59,7 +59,7 @@ def ray_step(job: Job, python: str, cpus: int | None, train: list[str]) -> list[
         f"{quote(python)} -m {words}",
     ]
     return [
-        "# Whoever reads this file may use the cluster: it is this user's alone, and goes with the job.",
+        "# The token grants access to the cluster: only this user can read it, and the job removes it.",
         "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0",
         'export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID-$restarts"',
         "trap 'rm -f \"$RAY_AUTH_TOKEN_PATH\"' EXIT",
@@ -88,7 +88,7 @@ TRAPS = [
     "warned=0",
     "# Slurm warns this shell alone; scancel passes it on to every process of every step, and not back here.",
     'trap \'warned=1; [ -z "$step" ] || scancel --signal=USR1 "$SLURM_JOB_ID"\' USR1',
-    "# Ranks hear of SIGTERM themselves: wait for them to save.",
+    "# Ranks receive SIGTERM themselves: wait for them to save.",
     "trap : TERM",
 ]
 
@@ -106,12 +106,12 @@ def _start(step: str) -> list[str]:
 
 _WAIT = [
     "step=$!",
-    "# wait returns early when a signal was trapped; the step has ended when it is no process any more.",
+    "# wait returns early when a signal was trapped; the step has ended when its process is gone.",
     'while kill -0 "$step" 2>/dev/null; do',
     '    wait "$step"',
     "done",
     'wait "$step"',
     "code=$?",
-    "# Warned before Python could listen, a step dies of it: as good as saved, for it had done nothing yet.",
+    "# A signal before Python's handler is set kills the step: as good as saved, it had not trained yet.",
     'if [ "$warned" -eq 1 ] && [ "$code" -eq 138 ]; then code=75; fi',
 ]

@@ -10,13 +10,13 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """Result of one check.
 
     Attributes:
-        name: what was looked at, e.g. ``import name``.
+        name: name of the check, e.g. ``import name``.
         status: ``ok``; ``warn`` where training works and may disappoint; ``error`` where it fails.
-        message: what was found, on one line.
-        remedy: what to do about it, empty when there is nothing to do.
+        message: result on one line.
+        remedy: remedy, empty when none is needed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Checks of several hosts (`preflight`): what is wrong with a survey, and what to do about it."""
+"""Checks of several hosts (`preflight`): problems in a survey, with remedies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from distributed.system.addresses import is_loopback
 __all__ = ["judge"]
 
 _CLOCK = 1.0
-"""Seconds between clocks above which times in logs and checkpoints mislead."""
+"""Seconds between clocks above which times in logs and checkpoints are misleading."""
 _SLOW = 4.0
-"""How many times slower than the median link is too slow."""
+"""Factor of the median link above which a link is reported as slow."""
 _LATE = 1e-3
 """Seconds of a round trip below which no link is called slow."""
 _SHARED_MEMORY = 256 * 2**20
@@ -26,9 +26,9 @@ def judge(survey: Survey, gpus_per_node: int | None, device: str) -> list[Findin
     """Every finding, in the order of printing.
 
     Args:
-        survey: of all hosts.
-        gpus_per_node: ranks that each host is to run, None when not said.
-        device: of the configuration: auto, cpu or cuda.
+        survey: survey of all hosts.
+        gpus_per_node: number of ranks on each host, None when not set.
+        device: the configuration's device: auto, cpu or cuda.
     """
     hosts = survey.hosts
     found = [*_versions(hosts), *_gpus(hosts, gpus_per_node, device), *_clocks(hosts), *_names(hosts)]
@@ -44,8 +44,8 @@ def _versions(hosts: list[Facts]) -> Iterator[Finding]:
             by_version.setdefault(host.versions.get(name, "none"), []).append(host.host)
         if len(by_version) > 1:
             differ = True
-            told = "; ".join(f"{version} on {_some(who)}" for version, who in by_version.items())
-            yield Finding(name, "error", f"it differs: {told}", f"Install the same {name} everywhere")
+            message = "; ".join(f"{version} on {_some(who)}" for version, who in by_version.items())
+            yield Finding(name, "error", f"it differs: {message}", f"Install the same {name} everywhere")
     if not differ:
         yield Finding("versions", "ok", f"{', '.join(names)}: the same on all hosts")
 
@@ -56,8 +56,8 @@ def _gpus(hosts: list[Facts], wanted: int | None, device: str) -> Iterator[Findi
         return
     kinds = {tuple(host.gpus) for host in hosts}
     if len(kinds) > 1:
-        told = "; ".join(f"{host.host}: {', '.join(host.gpus) or 'none'}" for host in hosts)
-        yield Finding("GPUs", "warn", told, "The slowest sets the pace of all")
+        message = "; ".join(f"{host.host}: {', '.join(host.gpus) or 'none'}" for host in hosts)
+        yield Finding("GPUs", "warn", message, "The slowest GPU determines the speed of all")
     else:
         gpus = ", ".join(hosts[0].gpus) or "none"
         yield Finding("GPUs", "ok", f"{gpus}: the same on all hosts")
@@ -65,21 +65,23 @@ def _gpus(hosts: list[Facts], wanted: int | None, device: str) -> Iterator[Findi
 
 def _too_few(hosts: list[Facts], wanted: int, device: str) -> Finding | None:
     if device == "auto" and not any(host.gpus for host in hosts):
-        told = f"none on any host, {wanted} a host are asked for: ranks would be processes on the CPU"
-        remedy = "Ask for them in the cluster's way (srun --gpus-per-node), or say --device cpu"
-        return Finding("GPUs", "warn", told, remedy)
+        message = f"no GPU on any host, {wanted} per host requested: ranks would run on the CPU"
+        remedy = "Ask for them in the cluster's way (srun --gpus-per-node), or set --device cpu"
+        return Finding("GPUs", "warn", message, remedy)
     short = [f"{host.host} has {len(host.gpus)}" for host in hosts if len(host.gpus) < wanted]
     if not short:
         return None
-    told = f"{wanted} a host are asked for: {', '.join(short)}"
-    return Finding("GPUs", "error", told, "See nvidia-smi there")
+    message = f"{wanted} per host requested: {', '.join(short)}"
+    return Finding("GPUs", "error", message, "See nvidia-smi there")
 
 
 def _clocks(hosts: list[Facts]) -> Iterator[Finding]:
     wrong = [host for host in hosts if abs(host.clock) - host.clock_error > _CLOCK]
     for host in wrong:
-        told = f"{host.host} is {abs(host.clock):.1f} s {'ahead of' if host.clock > 0 else 'behind'} node 0"
-        yield Finding("clocks", "warn", told, "Let the hosts take their time from one source (chrony, ntpd)")
+        message = (
+            f"{host.host} is {abs(host.clock):.1f} s {'ahead of' if host.clock > 0 else 'behind'} node 0"
+        )
+        yield Finding("clocks", "warn", message, "Synchronize the clocks of the hosts (chrony, ntpd)")
     if not wrong:
         worst = max(abs(host.clock) + host.clock_error for host in hosts)
         yield Finding("clocks", "ok", f"within {worst * 1e3:.0f} ms of node 0's")
@@ -89,18 +91,20 @@ def _names(hosts: list[Facts]) -> Iterator[Finding]:
     if len(hosts) == 1:
         return
     for host in hosts:
-        # Hosts that meet on loopback are one, and gloo is told to listen there.
+        # A rendezvous on loopback means one host, and gloo listens there.
         if host.name_resolves_to.startswith("127.") and not is_loopback(host.address):
-            told = f"{host.host} is {host.name_resolves_to} to itself: gloo would listen where none comes"
+            message = (
+                f"{host.host} resolves its own name to {host.name_resolves_to}, where no host can reach gloo"
+            )
             remedy = f"Map {host.host} to {host.address} in its /etc/hosts, or set GLOO_SOCKET_IFNAME there"
-            yield Finding("host name", "warn", told, remedy)
+            yield Finding("host name", "warn", message, remedy)
 
 
 def _memory(hosts: list[Facts]) -> Iterator[Finding]:
     for host in hosts:
         if host.shared_memory < _SHARED_MEMORY:
-            told = f"{host.host} has {host.shared_memory / 2**20:.0f} MiB free in /dev/shm"
-            yield Finding("/dev/shm", "warn", told, "Loader workers need more (docker run --shm-size=8g)")
+            message = f"{host.host} has {host.shared_memory / 2**20:.0f} MiB free in /dev/shm"
+            yield Finding("/dev/shm", "warn", message, "Loader workers need more (docker run --shm-size=8g)")
 
 
 def _links(hosts: list[Facts]) -> Iterator[Finding]:
@@ -123,14 +127,14 @@ def _links(hosts: list[Facts]) -> Iterator[Finding]:
     # The host that most slow ways have in common is the one to look at.
     culprit = Counter(name for a, b, _ in slow for name in (a, b)).most_common(1)
     for a, b, link in slow:
-        told = f"{a} to {b}: {link.round_trip * 1e3:.2f} ms and {link.bandwidth / 1e6:.0f} MB/s"
-        told += f"; the median of all is {usual * 1e3:.2f} ms and {pace / 1e6:.0f} MB/s"
+        message = f"{a} to {b}: {link.round_trip * 1e3:.2f} ms and {link.bandwidth / 1e6:.0f} MB/s"
+        message += f"; the median of all is {usual * 1e3:.2f} ms and {pace / 1e6:.0f} MB/s"
         yield Finding(
-            "links", "warn", told, f"Look at {culprit[0][0]}: its cable, port and load; or leave it out"
+            "links", "warn", message, f"Look at {culprit[0][0]}: its cable, port and load; or leave it out"
         )
     if not slow:
-        told = f"every host reaches every other: {usual * 1e3:.2f} ms, {pace / 1e6:.0f} MB/s (medians)"
-        yield Finding("links", "ok", told)
+        message = f"every host reaches every other: {usual * 1e3:.2f} ms, {pace / 1e6:.0f} MB/s (medians)"
+        yield Finding("links", "ok", message)
 
 
 def _folder(hosts: list[Facts]) -> Iterator[Finding]:
@@ -150,11 +154,11 @@ def _reduced(survey: Survey) -> Iterator[Finding]:
     if result is None:
         yield Finding("all-reduce", "error", "not tried: hosts cannot reach each other")
     elif result.error:
-        remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; NCCL_DEBUG=INFO tells more"
+        remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; NCCL_DEBUG=INFO logs more"
         yield Finding("all-reduce", "error", f"{result.transport}: {result.error}", remedy)
     else:
-        told = f"{result.transport}: {result.small * 1e6:.0f} us for 4 bytes, 16 MiB at"
-        yield Finding("all-reduce", "ok", f"{told} {result.bandwidth / 1e6:.0f} MB/s")
+        message = f"{result.transport}: {result.small * 1e6:.0f} us for 4 bytes, 16 MiB at"
+        yield Finding("all-reduce", "ok", f"{message} {result.bandwidth / 1e6:.0f} MB/s")
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of what is installed: versions, import names, plugins. Imports none of it."""
+"""Checks of the installation: versions, import names, plugins. Imports none of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TESTED = {
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter is one we are tested with."""
+    """The interpreter is a tested one."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= (3, 13):
         yield Finding("python", "warn", f"{version} is newer than what was tested", "Use Python 3.11 or 3.12")
@@ -68,7 +68,7 @@ def packages(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
 
 
 def import_name(owners: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Nobody but us owns the import name ``distributed``: Dask's package has the same.
+    """No other distribution owns the import name ``distributed``; Dask's package has the same.
 
     Args:
         owners: distributions that install a top-level ``distributed``, instead of those here.
@@ -105,17 +105,17 @@ def kernels_name() -> Iterator[Finding]:
 
 
 def plugins(catalog: Catalog | None = None) -> Iterator[Finding]:
-    """Every plugin could be loaded."""
+    """Every plugin can be loaded."""
     broken = (catalog or get_catalog()).broken
     if not broken:
         yield Finding("plugins", "ok", "all could be loaded")
     for plugin in broken:
-        remedy = f"Mend, update or uninstall {plugin.origin.partition(' (')[0]}"
+        remedy = f"Fix, update or uninstall {plugin.origin.partition(' (')[0]}"
         yield Finding(f"plugin {plugin.name}", "error", plugin.error, remedy)
 
 
 def backends(catalog: Catalog | None = None) -> Iterator[Finding]:
-    """What each backend needs is installed."""
+    """The requirements of each backend are installed."""
     for name, spec in sorted((catalog or get_catalog()).backends.items()):
         missing = missing_modules(spec.requires)
         if missing:

@@ -34,7 +34,7 @@ _GIB = 2**30
 
 
 def devices() -> Iterator[Finding]:
-    """What torch sees, asked in a process of its own so that a broken driver ends only that."""
+    """Devices that torch sees, listed in a separate process because a broken driver may end it."""
     if missing_modules(["torch"]):
         yield Finding("devices", "warn", "torch is not installed", "pip install 'distributed-trainer[torch]'")
         return
@@ -83,7 +83,7 @@ def shared_memory(folder: str = "/dev/shm", wanted: int = _GIB) -> Iterator[Find
     """Shared memory holds what DataLoader workers and ranks pass through it.
 
     Args:
-        folder: where it is mounted.
+        folder: mount point.
         wanted: bytes that should be free.
     """
     if not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""What one host knows of itself and has measured to the others."""
+"""Facts about one host, and its links to the others."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _GIB = 2**30
 
 @dataclass
 class Link:
-    """The way from one host to another.
+    """Link from one host to another.
 
     Attributes:
-        error: why there is none; empty when there is.
+        error: why the other host cannot be reached; empty when it can.
         round_trip: seconds of the fastest of several one-byte round trips.
         bandwidth: bytes a second of one stream.
     """
@@ -46,19 +46,19 @@ class Facts:
     """One host.
 
     Attributes:
-        node: its number.
-        host: its name.
-        address: from which it reaches the meeting.
+        node: node number.
+        host: host name.
+        address: address from which it reaches the rendezvous.
         name_resolves_to: the address that it finds under its own name; empty when it finds none.
-        versions: of Python and the packages that decide about training; absent ones are left out.
+        versions: versions of Python and of the installed packages that matter for training.
         gpus: names of its CUDA devices.
         cpus: cores that this process may use.
         memory: bytes of main memory.
         shared_memory: bytes free in /dev/shm.
         clock: seconds that its clock is ahead of node 0's.
-        clock_error: seconds by which that may be wrong.
-        links: other node -> the way there.
-        checkpoint: what is wrong with ``checkpoint_dir`` there; empty when nothing is, None without one.
+        clock_error: uncertainty of `clock` in seconds.
+        links: other node -> link to it.
+        checkpoint: problem with ``checkpoint_dir`` there; empty without a problem, None without one.
     """
 
     node: int
@@ -83,11 +83,11 @@ class Facts:
 
 
 def own_facts(node: int, address: str, with_gpus: bool = True) -> Facts:
-    """What this host knows of itself.
+    """Collect the facts about this host.
 
     Args:
-        node: its number.
-        address: from which it reaches the meeting.
+        node: node number.
+        address: address from which it reaches the rendezvous.
         with_gpus: ask torch for CUDA devices.
     """
     import psutil

@@ -1,4 +1,4 @@
-"""How fast, and whether at all, every host reaches every other."""
+"""Measure round trip and bandwidth between hosts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _partners(node: int, number: int) -> list[int]:
 def _measure(address: str, port: int, ends: float) -> Link:
     left = ends - time.monotonic()
     if left <= 0:
-        return Link(f"{address}:{port}: not tried, the ways before it took too long")
+        return Link(f"{address}:{port}: not tried: the links before it took too long")
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as line:
             line.settimeout(left)

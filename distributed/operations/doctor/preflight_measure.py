@@ -1,4 +1,4 @@
-"""The hosts meet, tell each other what they are, and try what a run will need."""
+"""Rendezvous of the hosts: exchange their facts, measure links, clocks and an all-reduce."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AllReduce:
         transport: gloo or nccl.
         small: seconds for 4 bytes, the median of several.
         bandwidth: bytes of a 16 MiB buffer over the seconds that it took.
-        error: what went wrong; empty when nothing did.
+        error: cause of a failure; empty on success.
     """
 
     transport: str
@@ -51,10 +51,10 @@ class AllReduce:
 
 @dataclass
 class Survey:
-    """All that was found.
+    """Results of a survey.
 
     Attributes:
-        hosts: by node number.
+        hosts: facts by node number.
         all_reduce: None when it was not tried, since hosts cannot reach each other.
     """
 
@@ -77,84 +77,84 @@ def survey(place: Joined, timeout: float, checkpoint_dir: str | None = None, use
     node, size = place.rank, place.size
     store = open_store(place, node, size, timedelta(seconds=timeout))
     await_ranks(store, node, size, timeout)
-    meeting = _Meeting(store, node, size)
+    exchange = _Exchange(store, node, size)
     facts = own_facts(node, address_among(place.master_addr, place.master_port or 1), use_gpus)
     server = EchoServer(is_loopback(place.master_addr))
     try:
-        places = meeting.all("place", (facts.address, server.port))
-        facts.clock, facts.clock_error = _clock(meeting)
+        places = exchange.all("place", (facts.address, server.port))
+        facts.clock, facts.clock_error = _clock(exchange)
         ends = {other: (p[0], p[1]) for other, p in enumerate(places)}
-        # The others wait for what this host has to say, and not longer than `timeout`.
+        # The others wait for this host's values, at most `timeout`.
         facts.links = measure_links(node, ends, timeout / 2)
-        facts.checkpoint = _shared(meeting, checkpoint_dir)
-        hosts = [Facts.from_dict(told) for told in meeting.all("facts", asdict(facts))]
+        facts.checkpoint = _shared(exchange, checkpoint_dir)
+        hosts = [Facts.from_dict(received) for received in exchange.all("facts", asdict(facts))]
     finally:
         server.close()
     found = Survey(hosts)
     if not any(link.error for host in hosts for link in host.links.values()):
-        found.all_reduce = _worst(meeting.all("reduced", asdict(_all_reduce(place, store, hosts, timeout))))
-    meeting.all("done", None)
+        found.all_reduce = _worst(exchange.all("reduced", asdict(_all_reduce(place, store, hosts, timeout))))
+    exchange.all("done", None)
     return found
 
 
-class _Meeting:
-    """What every host says under a name, for all to hear."""
+class _Exchange:
+    """Exchange of named values between all hosts, through a store."""
 
     def __init__(self, store: dist.Store, node: int, size: int) -> None:
         self.store, self.node, self.size = store, node, size
 
-    def say(self, name: str, value: Any) -> None:
+    def publish(self, name: str, value: Any) -> None:
         self.store.set(f"preflight/{name}", json.dumps(value))
 
-    def hear(self, name: str) -> Any:
+    def receive(self, name: str) -> Any:
         return json.loads(self.store.get(f"preflight/{name}"))
 
     def all(self, name: str, value: Any) -> list[Any]:
-        self.say(f"{name}/{self.node}", value)
-        return [self.hear(f"{name}/{other}") for other in range(self.size)]
+        self.publish(f"{name}/{self.node}", value)
+        return [self.receive(f"{name}/{other}") for other in range(self.size)]
 
 
-def _clock(meeting: _Meeting) -> tuple[float, float]:
+def _clock(exchange: _Exchange) -> tuple[float, float]:
     """Seconds that this clock is ahead of node 0's, and how wrong that may be: node 0 is asked for its
     time, one host after the other, and the fastest answer counts (Cristian 1989)."""
-    if meeting.node == 0:
-        for other in range(1, meeting.size):
+    if exchange.node == 0:
+        for other in range(1, exchange.size):
             for ping in range(_PINGS):
-                meeting.hear(f"ask/{other}/{ping}")
-                meeting.say(f"time/{other}/{ping}", time.time())
+                exchange.receive(f"ask/{other}/{ping}")
+                exchange.publish(f"time/{other}/{ping}", time.time())
         return 0.0, 0.0
     tries = []
     for ping in range(_PINGS):
-        name = f"{meeting.node}/{ping}"
+        name = f"{exchange.node}/{ping}"
         before = time.time()
-        meeting.say(f"ask/{name}", None)
-        there = float(meeting.hear(f"time/{name}"))
+        exchange.publish(f"ask/{name}", None)
+        there = float(exchange.receive(f"time/{name}"))
         after = time.time()
         tries.append((after - before, (before + after) / 2 - there))
     trip, ahead = min(tries[1:])  # the first waits for node 0's turn
     return ahead, trip / 2
 
 
-def _shared(meeting: _Meeting, directory: str | None) -> str | None:
+def _shared(exchange: _Exchange, directory: str | None) -> str | None:
     """Whether all hosts see node 0's file in `directory` and can write there."""
     path = local_path(directory)
     if path is None:
         return None
     folder = Path(path)
-    name = f".preflight_{meeting.hear('token') if meeting.node else _new_token(meeting)}"
-    problem = _written(folder / f"{name}_{meeting.node}")
-    meeting.all("written", problem)
+    name = f".preflight_{exchange.receive('token') if exchange.node else _new_token(exchange)}"
+    problem = _written(folder / f"{name}_{exchange.node}")
+    exchange.all("written", problem)
     if not problem and not _seen(folder / f"{name}_0"):
         problem = f"{folder} is not the folder of node 0: its file is not there"
-    meeting.all("looked", problem)
+    exchange.all("looked", problem)
     with suppress(OSError):
-        (folder / f"{name}_{meeting.node}").unlink()
+        (folder / f"{name}_{exchange.node}").unlink()
     return problem
 
 
-def _new_token(meeting: _Meeting) -> str:
+def _new_token(exchange: _Exchange) -> str:
     token = secrets.token_hex(8)
-    meeting.say("token", token)
+    exchange.publish("token", token)
     return token
 
 
@@ -212,7 +212,7 @@ def _timed(call: Callable[[], Any], cuda: bool, times: int) -> float:
     return median(taken[1:])  # the first makes the connections
 
 
-def _worst(told: list[dict[str, Any]]) -> AllReduce:
-    results = [AllReduce(**result) for result in told]
+def _worst(received: list[dict[str, Any]]) -> AllReduce:
+    results = [AllReduce(**result) for result in received]
     failed = [result for result in results if result.error]
     return failed[0] if failed else max(results, key=lambda result: result.small)

@@ -1,6 +1,6 @@
-"""What `doctor` runs in processes of their own: ``python -m distributed.operations.doctor.probes NAME``.
+"""Probes that `doctor` runs in separate processes: ``python -m distributed.operations.doctor.probes NAME``.
 
-Each probe prints one line of JSON, or fails with a traceback whose last line says why.
+Each probe prints one line of JSON, or fails with a traceback whose last line is the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What sets runs apart, and how well they scale."""
+"""Differences between runs, and their scaling."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Scaling:
     """Runs that differ in their number of ranks.
 
     Attributes:
-        backend: of all of them.
+        backend: backend of all runs.
         kind: ``strong``, the global batch stays; ``weak``, each rank's share stays.
         ranks: ascending.
         throughput: samples per second.
-        efficiency: of each, against the fewest ranks: 1 is perfect.
+        efficiency: efficiency of each, relative to the fewest ranks: 1 is perfect.
     """
 
     backend: str
@@ -47,7 +47,7 @@ class Scaling:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run, no two alike."""
+    """A short, unique name for each run."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{name} {run.folder.resolve().parent.name}/" for name, run in zip(names, runs, strict=True)]
@@ -61,7 +61,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each run) of what is not the same in all; resolved values of batch and ranks
-    first, then fields of the configuration, places where files go left out."""
+    first, then fields of the configuration, paths of files left out."""
     rows = [("backend", [str(run.place.get("backend", "")) for run in runs])]
     rows.append(("ranks", [str(run.place.get("world_size", "")) for run in runs]))
     rows += [
@@ -115,7 +115,7 @@ def _share(run: Run) -> Any:
 
 
 def _rest(run: Run) -> str:
-    """Everything but ranks, batch and places, to tell whether two runs are otherwise alike."""
+    """Everything but ranks, batch and paths, to compare whether two runs are otherwise equal."""
     hidden = _RANKS | _BATCH
     values = [(n, setting(v)) for n, v, _ in run.config if n not in hidden and not _is_place(n)]
     return repr((values, run.place.get("device", "")[:4], run.place.get("precision")))

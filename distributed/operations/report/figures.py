@@ -23,11 +23,11 @@ Lines = Sequence[tuple[str, Series, Mapping[str, Any]]]
 
 
 def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
-    """Every plot for which some run has figures.
+    """Every plot for which some run has data.
 
     Args:
-        runs: one, or several that are laid over each other.
-        names: of the runs, in legends.
+        runs: one run, or several to overlay.
+        names: names of the runs, for legends.
     """
     found = [_losses(runs, names)]
     for name in _union(run.figures("epoch") for run in runs):
@@ -44,7 +44,7 @@ def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
 
 
 def _without_gaps(panels: list[Panel]) -> list[Panel]:
-    """Two stand in a row; one that is left alone takes all of it."""
+    """Widen a panel that is alone in its row; a row has two."""
     room, filled = False, []
     for index, panel in enumerate(panels):
         last = index + 1 == len(panels) or panels[index + 1].wide
@@ -62,7 +62,7 @@ def line_panel(
     note: str = "",
     ticks: Sequence[int] = (),
 ) -> Panel:
-    """Lines over steps (or whatever `x` says); with `ticks`, from zero and with marks at those places."""
+    """Lines over steps (or the quantity named by `x`); `ticks` sets the marks of an axis from zero."""
     figure = go.Figure()
     for name, series, options in lines:
         few = options.get("points") or len(series.steps) < 3
@@ -134,7 +134,7 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Panel | None:
             lines.append(("repeated", repeated, {"color": index, "faint": True}))
         lines.append(("training" if alone else name, run.series("loss"), {"color": index}))
         validation: dict[str, Any] = {"color": 1 if alone else index, "points": True}
-        if not alone:  # the note below tells of it, and a legend twice as long tells less
+        if not alone:  # the note below explains it, which keeps the legend short
             validation |= {"dash": "dot", "hidden": True}
         lines.append(
             ("validation" if alone else f"{name}, validation", run.series("val_loss", "epoch"), validation)
@@ -142,11 +142,7 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Panel | None:
     lines = [line for line in lines if line[1].steps]
     if not lines:
         return None
-    note = (
-        "Faint: steps that were trained again after a restart."
-        if any(x[2].get("faint") for x in lines)
-        else ""
-    )
+    note = "Faint: steps that were repeated after a restart." if any(x[2].get("faint") for x in lines) else ""
     dotted = "Solid: training. Dotted: validation." if len(runs) > 1 else ""
     panel = line_panel("Loss", lines, note=" ".join(filter(None, [dotted, note])))
     return _marked(panel, runs)
@@ -227,7 +223,7 @@ def _whole(runs: Sequence[Run], names: Sequence[str]) -> Panel | None:
 
 
 def _marked(panel: Panel, runs: Sequence[Run]) -> Panel:
-    """Mark where a run went on, and where it failed; of one run only, or nobody could tell whose it is."""
+    """Mark resumes and failures; of a single run only, because marks of several cannot be distinguished."""
     if len(runs) > 1:
         return panel
     (run,) = runs

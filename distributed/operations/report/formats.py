@@ -1,4 +1,4 @@
-"""Numbers, times and settings as a person reads them."""
+"""Human-readable numbers, times and settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def with_unit(name: str, value: float) -> str:
-    """The figure `name` with its unit; accuracies in percent."""
+    """The metric `name` with its unit; accuracies in percent."""
     unit = unit_of(name)
     if name.endswith("accuracy") and unit == "%":
         return f"{value * 100:.2f} %"
@@ -52,14 +52,14 @@ def with_unit(name: str, value: float) -> str:
 
 
 def unit_of(name: str) -> str:
-    """Unit of a logged figure, empty for a plain number."""
+    """Unit of a logged metric, empty for a plain number."""
     if name.endswith("accuracy"):
         return "%"
     return _UNITS.get(name) or _UNITS.get(name.split("_")[0], "")
 
 
 def label_of(name: str) -> str:
-    """What a plot of the figure `name` is called."""
+    """Title of a plot of the metric `name`."""
     if name in _LABELS:
         return _LABELS[name]
     text = name.removeprefix("val_").replace("_", " ")

@@ -1,4 +1,4 @@
-"""Pages of figures: each is one HTML file that holds all it needs, and asks the network for nothing."""
+"""Pages of plots: each is one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ class Html(str):
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. The page gives it its colours, for there are two sets of them.
+    """One plot. The page sets its colours, because there are two sets of them.
 
-    A trace says which colour it wants by ``meta``: ``{"color": n}``, the n-th of the page's series, and
+    A trace selects its colour by ``meta``: ``{"color": n}``, the n-th of the page's series, and
     ``"faint"``, ``"hidden"`` from the legend, or ``"share"``, how much of the colour from 0 to 1. A shape
-    says it by its name: ``resume`` or ``failure``.
+    selects it by its name: ``resume`` or ``failure``.
 
     Attributes:
-        title: above it.
-        figure: what plotly draws.
-        note: a sentence below it, may be empty.
-        wide: takes the whole width of the page.
+        title: heading above the plot.
+        figure: plotly's figure.
+        note: sentence below the plot, may be empty.
+        wide: whether it spans the width of the page.
         min_width: pixels; where there are fewer, the plot scrolls by itself.
     """
 
@@ -100,7 +100,7 @@ def check_plotly(what: str = "the report") -> None:
     """Raise a UserError with the command to run when plotly is not installed.
 
     Args:
-        what: needs it.
+        what: feature that needs plotly.
     """
     require(("plotly",), what, "pip install 'distributed-trainer[report]'")
 
@@ -110,7 +110,7 @@ def _html(text: str) -> str:
 
 
 def section(title: str, *parts: Html) -> Html:
-    """A heading and what is below it; nothing when that is nothing."""
+    """A heading and its content; empty without content."""
     inner = "".join(parts)
     return Html(f"<section><h2>{_html(title)}</h2>{inner}</section>\n" if inner else "")
 
@@ -126,7 +126,7 @@ def note(text: str) -> Html:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Key figures: (what, value)."""
+    """Key values: (what, value)."""
     cells = "".join(
         f'<div class="fact"><b>{_html(value)}</b><span>{_html(what)}</span></div>' for what, value in pairs
     )
@@ -134,7 +134,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Html:
 
 
 def unfold(title: str, *parts: Html) -> Html:
-    """What is shown when asked for."""
+    """Content that the reader can unfold."""
     return Html(f"<details><summary>{_html(title)}</summary>{''.join(parts)}</details>\n")
 
 
@@ -144,10 +144,10 @@ def table(
     """A table that scrolls by itself where it is too wide.
 
     Args:
-        heads: of the columns.
+        heads: headings of the columns.
         rows: texts, or `Html`.
-        numbers: indices of the columns that stand to the right.
-        best: index of the row that stands out.
+        numbers: indices of the right-aligned columns.
+        best: index of the highlighted row.
     """
     kinds = [' class="number"' if index in numbers else "" for index in range(len(heads))]
     head = "".join(f"<th{kind}>{_html(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
@@ -163,17 +163,17 @@ def table(
 
 
 def _cell(text: str, kind: str) -> str:
-    # What is short enough is easier to read on one line, also where a table has to scroll.
+    # A short cell is easier to read on one line, also where a table has to scroll.
     seen = _TAG.sub("", text) if isinstance(text, Html) else text
     kind = kind or (' class="short"' if len(seen) <= _SHORT else "")
     return f"<td{kind}>{_html(text)}</td>"
 
 
 def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
-    """Places for plots, two in a row where there is room.
+    """Elements for plots, two per row where they fit.
 
     Args:
-        panels: in their order.
+        panels: plots in their order.
         first: number of plots on the page before these.
         key: HTML that explains marks which several of them have.
     """
@@ -192,7 +192,7 @@ def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
 
 
 def _legend(panel: Panel) -> str:
-    # Names in a figure are escaped already, for plotly takes some HTML in them.
+    # Names in a plot are escaped already, because plotly accepts some HTML in them.
     marks = [
         f'<span><i class="mark {kind}" style="--own:var(--c{colour % 8})"></i>{name}</span>'
         for name, colour, kind in panel.legend()
@@ -204,8 +204,8 @@ def page(title: str, body: Sequence[Html], panels: Sequence[Panel]) -> str:
     """The whole file.
 
     Args:
-        title: of the window.
-        body: what is on it; has a place for each of `panels`, by `plots`.
+        title: title of the window.
+        body: content, with an element for each of `panels`, from `plots`.
         panels: all plots of the page, in order.
     """
     drawn = ""
@@ -232,9 +232,9 @@ def write(path: Path, text: str, field: str = "--output") -> None:
     """Write a page whole or not at all, readable by this user only.
 
     Args:
-        path: of the file, in a folder that exists.
-        text: of `page`.
-        field: what named the path, for the error.
+        path: path of the file, in a folder that exists.
+        text: HTML from `page`.
+        field: flag or argument that named the path, for the error.
 
     Raises:
         UserError: it cannot be written there.

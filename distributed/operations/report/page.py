@@ -1,4 +1,4 @@
-"""What a report says: of one run, or of several beside each other."""
+"""Content of a report about one run, or comparing several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENDED = {
     "stopped": "was stopped",
     "failed": "failed",
     "interrupted": "was cut off",
-    "running": "is running and has come so far:",
+    "running": "is running; so far:",
 }
 
 
@@ -63,7 +63,7 @@ def _alone(run: Run, title: str) -> tuple[list[Html], list[Panel]]:
 
 
 def _sentence(run: Run) -> str:
-    """What ran, where, and what came of it."""
+    """Summary of the run: script, hosts, result."""
     place, end = run.place, _ENDED.get(run.status, run.status)
     what = str(run.head.get("script") or "The run")
     ranks = int(place.get("world_size") or 0)
@@ -82,9 +82,7 @@ def _sentence(run: Run) -> str:
     text = f"{what} {end} after {done}{took}" if run.status != "running" else f"{what} {end} {done}{took}"
     reason = f" ({run.reason})" if run.reason else ""
     restarts = len(run.attempts) - 1
-    again = (
-        f"; it was started again {'once' if restarts == 1 else f'{restarts} times'}" if restarts > 0 else ""
-    )
+    again = f"; it was restarted {'once' if restarts == 1 else f'{restarts} times'}" if restarts > 0 else ""
     best = run.best()
     result = ""
     if best is not None:
@@ -104,7 +102,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     found.append(("time in training", seconds(run.seconds())))
     total = run.totals.get("total_time")
     if isinstance(total, int | float) and len(run.attempts) == 1:
-        found.append(("in all, start of the ranks included", seconds(float(total))))
+        found.append(("total, including the start of the ranks", seconds(float(total))))
     peak = _peak(run)
     if peak is not None:
         found.append((peak[0], f"{number(peak[1])} MiB"))
@@ -130,7 +128,7 @@ def _peak(run: Run) -> tuple[str, float] | None:
 def _key(run: Run) -> str:
     parts = []
     if run.resumes():
-        parts.append('<span class="key"></span>training went on from there')
+        parts.append('<span class="key"></span>training resumed from here')
     if any(failure.step is not None for failure in run.failures):
         parts.append('<span class="key failure"></span>a failure')
     return "".join(parts)
@@ -141,7 +139,7 @@ def _event(failure: Failure) -> Html:
     who += [f"rank {failure.rank}"] if failure.rank is not None else []
     who += [failure.host] if failure.host else []
     who += [f"step {failure.step}"] if failure.step is not None else []
-    what = "The run ended" if failure.fatal else "An attempt ended, or a rank stood still"
+    what = "The run ended" if failure.fatal else "An attempt ended, or a rank stalled"
     details = Html(f"<pre>{escape(failure.details.strip())}</pre>") if failure.details.strip() else Html("")
     return Html(
         f'<div class="event{" fatal" if failure.fatal else ""}">'
@@ -171,18 +169,18 @@ def _attempts(run: Run) -> Html:
                 Path(source).name if "/" in source else source,
             ]
         )
-    heads = ["attempt", "began", "ranks", "hosts", "from step", "to step", "went on from"]
+    heads = ["attempt", "began", "ranks", "hosts", "from step", "to step", "resumed from"]
     return html.table(heads, rows, numbers=(2, 4, 5))
 
 
 def _config(run: Run) -> list[Html]:
     if not run.config:
         return []
-    heads = ["field", "value", "where it comes from"]
+    heads = ["field", "value", "set by"]
     given = [item for item in run.config if item[2] != "default"]
     rest = [item for item in run.config if item[2] == "default"]
     return [
-        html.table(heads, _settings(given)) if given else html.note("Everything is as it is by default."),
+        html.table(heads, _settings(given)) if given else html.note("All fields are at their defaults."),
         html.unfold(
             f"{len(rest)} fields at their defaults", html.table(heads[:2], [r[:2] for r in _settings(rest)])
         ),
@@ -293,7 +291,7 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> Html:
 def _differing(runs: Sequence[Run], names: Sequence[str]) -> Html:
     rows = [[name, *values] for name, values in differences(runs)]
     if not rows:
-        return Html("<p>Nothing but where files go: the same configuration throughout.</p>\n")
+        return Html("<p>Only file paths differ; the configuration is the same in all runs.</p>\n")
     return html.table(["setting", *names], rows)
 
 
@@ -333,7 +331,7 @@ def _scaling_panels(scaled: Sequence[Scaling]) -> list[Panel]:
         percent = [100 * value for value in item.efficiency]
         shares.append((name, Series(item.ranks, percent), options))
     ticks = sorted({ranks for item in scaled for ranks in item.ranks})
-    note = "Against the fewest ranks of each."
+    note = "Relative to the fewest ranks of each."
     return [
         line_panel("Throughput by ranks", rates, unit="samples/s", x="ranks", ticks=ticks),
         line_panel("Efficiency by ranks", shares, unit="%", x="ranks", ticks=ticks, note=note),

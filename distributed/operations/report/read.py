@@ -1,4 +1,4 @@
-"""Reads ``record.jsonl``: every line that can be read, and a note about each that cannot."""
+"""Read ``record.jsonl``, with a note about each unreadable line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "restart": {"error": dict},
     "end": {"status": str},
 }
-"""kind -> what its lines have to hold."""
+"""kind -> required keys of its lines."""
 _NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 _NAMED = 5
 
@@ -32,9 +32,9 @@ class Record:
     """The lines of one file.
 
     Attributes:
-        folder: where it is.
-        lines: in the order of the file; every one has ``kind``, ``time`` and what its kind needs.
-        notes: what could not be read, one sentence each.
+        folder: folder of the file.
+        lines: lines in the order of the file; each has ``kind``, ``time`` and the keys of its kind.
+        notes: descriptions of unreadable lines, one sentence each.
     """
 
     folder: Path
@@ -53,11 +53,11 @@ def record_path(path: Path) -> Path:
     if (path / NAME).exists():
         return path / NAME
     if not path.exists():
-        raise UserError("there is no such folder", field="RUN", got=str(path), remedy="Check the path")
+        raise UserError("no such directory", field="RUN", got=str(path), remedy="Check the path")
     below = sorted(found.parent for found in path.glob(f"*/{NAME}"))
     shown = ", ".join(map(str, below[:3]))
     raise UserError(
-        f"no run has left a record there{f'; there are some in {shown}' if below else ''}",
+        f"no run record found here{f' (found some in {shown})' if below else ''}",
         field="RUN",
         got=str(path),
         allowed=f"a folder with {NAME}: a run's checkpoint_dir or tracking.record_dir",
@@ -69,7 +69,7 @@ def read_record(path: Path) -> Record:
     """Read the record that `path` stands for.
 
     Raises:
-        UserError: there is none, it cannot be read, is somebody else's, or a newer version's.
+        UserError: there is none, it cannot be read, is not a run record, or a newer version's.
     """
     path = record_path(path)
     try:
@@ -91,7 +91,9 @@ def read_record(path: Path) -> Record:
         elif number <= len(whole):
             (unknown if _is_object(text) else bad).append(number)
         else:
-            record.notes.append("The last line is torn: the run is writing it, or was killed while it did.")
+            record.notes.append(
+                "The last line is incomplete: the run is writing it, or was killed while writing it."
+            )
     _check(record, path)
     record.notes += _note(bad, "cannot be read (damaged) and {are} left out")
     record.notes += _note(unknown, "{are} not of a kind that this version knows and {are} left out")
@@ -102,10 +104,10 @@ def _check(record: Record, path: Path) -> None:
     versions = [line["record"] for line in record.lines if isinstance(line.get("record"), int)]
     if not record.lines:
         raise UserError(
-            "this is no record of a run: not one of its lines is one",
+            "not a run record: no line could be parsed",
             field="RUN",
             got=str(path),
-            allowed=f"a {NAME} that a run has written",
+            allowed=f"a {NAME} written by a run",
         )
     if versions and max(versions) > VERSION:
         raise UserError(
@@ -118,7 +120,7 @@ def _check(record: Record, path: Path) -> None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """The line, with its figures as numbers; None when it is none of ours."""
+    """The line, with its metrics as numbers; None when it is not a record line."""
     try:
         line = json.loads(text)
     except ValueError:

@@ -2,11 +2,11 @@
 
 | kind | written by | when |
 |---|---|---|
-| ``start`` | rank 0 | ranks are up: configuration, place, versions, where the training goes on |
+| ``start`` | rank 0 | ranks are up: configuration, place, versions, step from which the training resumes |
 | ``log``, ``epoch``, ``checkpoint`` | rank 0 | a log step, the end of an epoch, a committed checkpoint |
 | ``finish`` | rank 0 | the ranks are done: status |
-| ``restart`` | who started the ranks | a failure, and the ranks start again |
-| ``end`` | who called `fit` | status, totals, and the error if there was one |
+| ``restart`` | launcher of the ranks | a failure after which the ranks restart |
+| ``end`` | caller of `fit` | status, totals, and the error if there was one |
 
 Each line is one write, so that lines of several processes do not mix; a process that is killed leaves a torn
 last line at worst. ``run`` names a `fit`, ``attempt`` one start of its ranks.
@@ -33,11 +33,11 @@ _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
 def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
     """Add one line to the record in `folder`, which is made when it is missing.
 
-    The file is open no longer than that: an open one would keep a file system from being taken away.
+    The file is closed after each line, because an open file would block unmounting its file system.
 
     Args:
-        folder: of this host.
-        kind: as in this module's table.
+        folder: folder of the record on this host.
+        kind: kind from this module's table.
         values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
 
     Raises:
@@ -47,7 +47,7 @@ def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any])
     line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     descriptor = _opened(folder)
     try:
-        # What a killed process or a full disk tore ends here, and takes none of ours with it.
+        # End a line that a killed process or a full disk left incomplete, so that ours stays readable.
         data = line if _ends_well(descriptor) else b"\n" + line
         if os.write(descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

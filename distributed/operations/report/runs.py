@@ -1,4 +1,4 @@
-"""What a run was: attempts stitched together, failures, how it ended."""
+"""A run from its record: attempts, failures, end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from distributed.interfaces.metric import larger_is_better, metric_name
 __all__ = ["Attempt", "Failure", "Run", "Series"]
 
 STALE = 600.0
-"""Seconds without a line after which a run on another host counts as gone, if it has written often."""
+"""Seconds without a line after which a run on another host counts as interrupted, if it wrote often."""
 _PAUSES = 3.0
-"""A run that writes seldom counts as gone after so many of its longest pauses."""
+"""Multiple of its longest pause after which a run that writes seldom counts as interrupted."""
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A figure over optimizer steps."""
+    """Values of a metric over optimizer steps."""
 
     steps: list[int]
     values: list[float]
@@ -37,8 +37,8 @@ class Attempt:
     """One start of the ranks, and what they wrote.
 
     Attributes:
-        start: its first line; empty when that is damaged.
-        lines: the others, in order.
+        start: first line; empty when that is damaged.
+        lines: other lines, in order.
     """
 
     start: Line
@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The optimizer step from which it goes on."""
+        """The optimizer step from which it resumes."""
         place = self.start.get("place", {})
         return int(place.get("step") or 0)
 
@@ -56,23 +56,23 @@ class Attempt:
 
     @property
     def last_step(self) -> int:
-        """The last step that it tells of."""
+        """The last step in its lines."""
         return max((line["step"] for line in self.lines if "step" in line), default=self.step)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure: the one that ended the run, or one after which its ranks were started again.
+    """A failure that ended the run, or after which its ranks were restarted.
 
     Attributes:
         time: seconds since the epoch.
         summary: one paragraph.
-        rank: to blame, None when unknown.
-        host: its host, empty when unknown.
+        rank: failed rank, None when unknown.
+        host: host of `rank`, empty when unknown.
         details: traceback, stacks, or the report's text; may be empty.
-        step: in which it was, None when unknown.
+        step: step of the failure, None when unknown.
         fatal: whether it ended the run.
-        told_by: which calls of `fit` told of it: one a host.
+        reported_by: calls of `fit` that reported it: one per host.
     """
 
     time: float
@@ -82,7 +82,7 @@ class Failure:
     details: str = ""
     step: int | None = None
     fatal: bool = False
-    told_by: tuple[str, ...] = ()
+    reported_by: tuple[str, ...] = ()
 
 
 @dataclass
@@ -90,13 +90,13 @@ class Run:
     """One training, from its first attempt to its last.
 
     Attributes:
-        folder: of the record.
-        attempts: in order.
-        failures: in order.
+        folder: folder of the record.
+        attempts: attempts in order.
+        failures: failures in order.
         end: the last ``end`` line, None while there is none.
         end_elsewhere: the last ``end`` line of a host that rank 0 was not on, None once rank 0 has written
-            again: the run went on without that host.
-        notes: what a reader should know, one sentence each.
+            again: the run continued without that host.
+        notes: notes for the reader, one sentence each.
     """
 
     folder: Path
@@ -106,11 +106,11 @@ class Run:
     end_elsewhere: Line | None = None
     notes: list[str] = field(default_factory=list)
 
-    # -- what it was -------------------------------------------------------------------
+    # -- settings ----------------------------------------------------------------------
 
     @property
     def head(self) -> Line:
-        """The line that says what ran last: the last attempt's first, or what failed before any."""
+        """The line that describes the run: the last attempt's first, or that of a failure before any."""
         known = [attempt.start for attempt in self.attempts if attempt.start]
         return known[-1] if known else self.end or {}
 
@@ -144,12 +144,12 @@ class Run:
         """When its last line was written."""
         return max((line["time"] for line in self._all()), default=0.0)
 
-    # -- what came of it ----------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------
 
     @property
     def status(self) -> str:
         """``running``, ``finished``, ``stopped``, ``failed``, or ``interrupted``: no end was written, and
-        nobody is left to write it."""
+        no process is left to write it."""
         if self.end is not None:
             return str(self.end["status"])
         done = self.attempts[-1].of("finish") if self.attempts else []
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """What the last `fit` summed up; empty when it did not return."""
+        """Totals of the last `fit`; empty when it did not return."""
         return (self.end or {}).get("totals") or {}
 
     @property
@@ -188,7 +188,7 @@ class Run:
 
     @property
     def epochs(self) -> list[Line]:
-        """The epochs' figures that count, in order."""
+        """The epochs' metrics that count, in order."""
         return list(self._kept("epoch"))
 
     def best(self) -> tuple[str, float, int] | None:
@@ -208,18 +208,18 @@ class Run:
     # -- curves --------------------------------------------------------------------------
 
     def figures(self, kind: str = "log") -> list[str]:
-        """Names of what was logged, in the order in which they came up."""
+        """Names of the logged metrics, in order of first use."""
         return list(dict.fromkeys(name for line in self._kept(kind) for name in line["figures"]))
 
     def series(self, name: str, kind: str = "log") -> Series:
-        """The figure `name` of log steps (or epochs), of each step the last attempt's."""
+        """The metric `name` of log steps (or epochs); for each step, the last attempt's value."""
         pairs = [
             (line["step"], line["figures"][name]) for line in self._kept(kind) if name in line["figures"]
         ]
         return Series([step for step, _ in pairs], [value for _, value in pairs])
 
     def repeated(self, name: str) -> list[Series]:
-        """What attempts logged beyond the step from which a later one went on, one series each."""
+        """Values that attempts logged beyond the step from which a later one resumed, one series each."""
         found = []
         for attempt, end in zip(self.attempts, self._ends(), strict=True):
             lines = [line for line in attempt.of("log") if line["step"] > end and name in line["figures"]]
@@ -230,7 +230,7 @@ class Run:
         return found
 
     def resumes(self) -> list[int]:
-        """Steps from which later attempts went on."""
+        """Steps from which later attempts resumed."""
         return [attempt.step for attempt in self.attempts[1:]]
 
     def checkpoints(self) -> list[int]:
@@ -259,7 +259,7 @@ class Run:
             yield self.end
 
     def _ends(self) -> list[float]:
-        """Of each attempt the last step that counts: a later one began anew from there."""
+        """The last step that counts of each attempt: a later one resumed from there."""
         starts = [attempt.step for attempt in self.attempts]
         return [min(starts[index + 1 :], default=float("inf")) for index in range(len(starts))]
 
@@ -277,7 +277,7 @@ class Run:
         return [p for p in self.head.get("processes") or [] if isinstance(p, dict)]
 
     def _longest_pause(self) -> float:
-        """Seconds between two lines of an attempt; from one attempt to the next nobody could write."""
+        """Seconds between two lines of an attempt; pauses between attempts do not count."""
         longest = 0.0
         for attempt in self.attempts:
             times = [line["time"] for line in (attempt.start, *attempt.lines) if line]

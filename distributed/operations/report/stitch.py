@@ -1,4 +1,4 @@
-"""Puts the lines of a record together as runs, and adds the failure reports that lie beside it."""
+"""Group the lines of a record into runs, and add the failure reports beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_runs(path: Path) -> list[Run]:
         UserError: as `read_record`.
     """
     record = read_record(path)
-    runs = _told(record)
+    runs = _group_runs(record)
     runs[-1].notes[:0] = record.notes
     _add_reports(runs, record.folder)
     for run in runs:
@@ -35,15 +35,15 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Folders with a record at and below `folder`; what may not be entered is passed over."""
+    """Folders with a record at and below `folder`; unreadable folders are skipped."""
     for place, folders, files in os.walk(folder):
         folders.sort()
         if NAME in files:
             yield Path(place)
 
 
-def _told(record: Record) -> list[Run]:
-    """Put the lines of a record together as runs."""
+def _group_runs(record: Record) -> list[Run]:
+    """Group the lines of a record into runs."""
     runs: list[Run] = []
     attempts: dict[str, Attempt] = {}
     owners: dict[str, Run] = {}
@@ -80,19 +80,19 @@ def _begin(run: Run, attempt: Attempt) -> None:
 def _silent_end(attempt: Attempt) -> Failure:
     return Failure(
         _last_time(attempt),
-        f"The ranks ended after step {attempt.last_step} and left no word of why: they were killed together"
-        " with what started them, or the host went down.",
+        f"The ranks ended after step {attempt.last_step} without writing a cause: they were killed together"
+        " with their launcher, or the host went down.",
         step=attempt.last_step,
     )
 
 
 def _silence(run: Run) -> Failure:
-    """What can be said of a run on another host that writes no more."""
+    """A failure for a run on another host that stopped writing."""
     last = run.attempts[-1]
     return Failure(
         _last_time(last),
         f"No line for {seconds(time.time() - run.last_seen)}, the last after step {last.last_step}. It ran on"
-        f" {run.unseen_host}, which cannot be seen from here: look there whether it still lives.",
+        f" {run.unseen_host}, which cannot be inspected from here: check on that host whether it still runs.",
         step=last.last_step,
     )
 
@@ -102,13 +102,13 @@ def _last_time(attempt: Attempt) -> float:
 
 
 def _conclude(run: Run, line: Line, own: bool) -> None:
-    """Add what a caller of `fit` says of a failure, or of the end.
+    """Add a failure, or the end, reported by a caller of `fit`.
 
     Args:
-        run: that it is about.
-        line: its ``restart`` or ``end``.
+        run: run that the line is about.
+        line: ``restart`` or ``end`` line.
         own: whether rank 0 was on the caller's host in some attempt. Another host may have been cut off,
-            and the run went on without it.
+            and the run continued without it.
     """
     error = line.get("error")
     elsewhere = not own and isinstance(error, dict) and bool(run.attempts) and run.several_nodes
@@ -118,7 +118,7 @@ def _conclude(run: Run, line: Line, own: bool) -> None:
         run.end = line
     if isinstance(error, dict):
         failure = _failure(error, line, fatal=line["kind"] == "end" and not elsewhere)
-        same = _told_already(run, failure, own)
+        same = _find_reported(run, failure, own)
         if same is None:
             run.failures.append(failure)
         else:
@@ -127,7 +127,7 @@ def _conclude(run: Run, line: Line, own: bool) -> None:
                 known,
                 details=known.details or failure.details,
                 fatal=known.fatal or failure.fatal,
-                told_by=known.told_by + failure.told_by,
+                reported_by=known.reported_by + failure.reported_by,
             )
 
 
@@ -145,27 +145,31 @@ def _failure(error: Line, line: Line, fatal: bool) -> Failure:
     )
 
 
-def _told_already(run: Run, failure: Failure, own: bool) -> int | None:
-    """Index of the failure that another host has told of in the same words, the latest of these.
+def _find_reported(run: Run, failure: Failure, own: bool) -> int | None:
+    """Index of the latest failure that another host reported with the same text.
 
     The same host twice means twice. So do two calls of `fit` that had rank 0: one resumed the other.
     """
     if not run.several_nodes:
         return None
-    owners = {str(attempt.start.get("run")) for attempt in run.attempts} if own else {*failure.told_by}
+    owners = {str(attempt.start.get("run")) for attempt in run.attempts} if own else {*failure.reported_by}
     for index in reversed(range(len(run.failures))):
         known = run.failures[index]
-        if known.told_by and _words(known) == _words(failure) and owners.isdisjoint(known.told_by):
+        if (
+            known.reported_by
+            and _content(known) == _content(failure)
+            and owners.isdisjoint(known.reported_by)
+        ):
             return index
     return None
 
 
-def _words(failure: Failure) -> tuple[Any, ...]:
+def _content(failure: Failure) -> tuple[Any, ...]:
     return failure.rank, failure.host, failure.step, failure.summary
 
 
 def _continues(run: Run, attempt: Attempt) -> bool:
-    """Whether `attempt` goes on with `run`, or begins another in the same folder."""
+    """Whether `attempt` continues `run`, or begins another in the same folder."""
     before, start = run.head, attempt.start
     if before.get("run") == start["run"]:
         return True
@@ -195,12 +199,12 @@ def _attempt_of(line: Line, attempts: dict[str, Attempt], runs: list[Run], recor
         if not runs:
             runs.append(Run(record.folder))
         runs[-1].attempts.append(found)
-        record.notes.append("The first line of an attempt is lost, and with it where that attempt began.")
+        record.notes.append("The first line of an attempt is lost, so the step at which it began is unknown.")
     return found
 
 
 def _add_reports(runs: list[Run], folder: Path) -> None:
-    """Add the failure reports beside the record that no line tells of: of a stall, or of a run whose
+    """Add the failure reports beside the record that no line mentions: of a stall, or of a run whose
     launcher was killed as well."""
     place = local_path(str(runs[-1].setting("checkpoint_dir") or "")) or folder
     folders = dict.fromkeys([folder, Path(place)])

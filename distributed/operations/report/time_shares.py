@@ -1,4 +1,4 @@
-"""Where the time went: of log steps, and of whole runs."""
+"""Time by phase, of log steps and of whole runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from distributed.operations.report.runs import Attempt, Run, Series
 __all__ = ["PHASES", "over_steps", "whole"]
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "validation", "other")
-"""In the order in which they are stacked; ``other`` is what none of them explains."""
+"""In the order in which they are stacked; ``other`` is the unexplained rest."""
 
 
 def over_steps(run: Run) -> dict[str, Series]:
     """Percent of each log interval by phase; empty when the run logged no phases.
 
-    Validation and what is saved at the end of an epoch lie between two intervals: see `whole`.
+    Validation and the save at the end of an epoch lie between two intervals: see `whole`.
     """
     found = {}
     for phase in PHASES[:-1]:
@@ -32,7 +32,7 @@ def over_steps(run: Run) -> dict[str, Series]:
 
 
 def whole(run: Run) -> dict[str, float]:
-    """Seconds by phase over all attempts, what was lost in between left out; empty without phases."""
+    """Seconds by phase over all attempts, without the time between attempts; empty without phases."""
     total = dict.fromkeys(PHASES, 0.0)
     for attempt in run.attempts:
         _add(attempt, int(run.place.get("batch", {}).get("global_batch_size") or 0), total)

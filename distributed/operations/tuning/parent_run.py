@@ -20,19 +20,19 @@ logger = logging.getLogger("distributed")
 
 
 class ParentRun:
-    """Opens a run with every tracker whose runs nest, and closes it when the search is over.
+    """Open a run with every tracker whose runs nest, and close it when the search is over.
 
     Args:
         layers: the configuration of all trials, as far as the search knows it.
-        name: of the run.
+        name: name of the run.
         earlier: `contexts` of the same search before it was interrupted.
-        params: what to record of the search.
+        params: parameters of the search to record.
 
     Attributes:
-        contexts: tracker name -> what the trackers of trials are told.
+        contexts: tracker name -> context for the trackers of trials.
 
     Raises:
-        UserError: a tracker was asked for whose requirements are not installed.
+        UserError: the requirements of a tracker are not installed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ParentRun:
         return self
 
     def conclude(self, best: Trial, files: Sequence[Path]) -> None:
-        """Record what the search found."""
+        """Record the results of the search."""
         for tracker in self._trackers:
             try:
                 if best.value is not None:

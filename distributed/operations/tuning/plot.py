@@ -1,4 +1,4 @@
-"""A picture of a search: one HTML file that needs nothing else."""
+"""Plot of a search, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from distributed.operations.report.html import (
 )
 from distributed.operations.tuning.trial_record import Trial, is_number
 
-__all__ = ["write_picture"]
+__all__ = ["write_plot"]
 
 _BEST, _QUIET = 0, 7
-"""Of the page's colours."""
+"""Index into the page's colours."""
 _WIDTH, _ROOM = 130, 18
-"""Of an axis: pixels, and the characters that fit into them."""
+"""Width of an axis in pixels, and the characters that fit into it."""
 
 
-def write_picture(
+def write_plot(
     trials: Sequence[Trial], mode: str, best: Trial, path: str | os.PathLike[str], title: str
 ) -> str:
     """Write the page and return its path.
 
     Args:
-        trials: of one search.
-        mode: as of the search.
-        best: the best of them.
-        path: of the file.
-        title: of the page.
+        trials: trials of one search.
+        mode: mode of the search.
+        best: best trial.
+        path: path of the file.
+        title: title of the page.
 
     Raises:
         UserError: plotly is not installed.
     """
-    check_plotly("a picture of a search")
+    check_plotly("a plot of a search")
     judged = sorted((trial for trial in trials if trial.counts), key=lambda trial: trial.name)
     metric = str(best.metric)
     panels = [_course(judged, metric, mode), _lines(judged, _axes(judged, metric), metric, mode)]
@@ -71,7 +71,7 @@ def _summary(trials: Sequence[Trial], best: Trial) -> str:
 
 
 def _course(trials: Sequence[Trial], metric: str, mode: str) -> Panel:
-    """Each trial's value in the order of the samples, and the best up to there."""
+    """Each trial's value in the order of the samples, and the best so far."""
     from plotly import graph_objects as go
 
     better = max if larger_is_better(mode, metric) else min
@@ -103,7 +103,7 @@ def _course(trials: Sequence[Trial], metric: str, mode: str) -> Panel:
 
 
 def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: str) -> Panel:
-    """Parallel coordinates, drawn as plain lines: no browser is without them, and paper has them too."""
+    """Parallel coordinates, drawn as plain lines, which print and need no WebGL."""
     from plotly import graph_objects as go
 
     sign = 1.0 if larger_is_better(mode, metric) else -1.0
@@ -154,13 +154,13 @@ def _notes(n: int, axis: _Axis) -> list[dict[str, Any]]:
 
 
 def _short(text: str) -> str:
-    """As much as there is room for between two axes; the table has the whole."""
+    """Text shortened to fit between two axes; the table has the full text."""
     return text if len(text) <= _ROOM else f"{text[: _ROOM - 1]}…"
 
 
 def _places(values: Sequence[float]) -> list[float]:
-    """The place of each value among all, 0 for the worst and 1 for the best: outliers do not wash out
-    the colours."""
+    """The quantile of each value, 0 for the worst and 1 for the best: outliers do not wash out the
+    colours."""
     order = sorted(range(len(values)), key=lambda n: values[n])
     last = max(1, len(values) - 1)
     return [order.index(n) / last if len(values) > 1 else 1.0 for n in range(len(values))]

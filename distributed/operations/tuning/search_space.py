@@ -1,4 +1,4 @@
-"""Search spaces in plain words, as YAML can say them: ``{loguniform: [1e-4, 1e-2]}``."""
+"""Search spaces as plain YAML: ``{loguniform: [1e-4, 1e-2]}``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
     "lograndint": "[low, high], both above 0, high not included",
     "normal": "[mean, standard deviation]",
 }
-"""The words, and what stands behind each."""
+"""Kind of range -> its values."""
 
 _NUMBERS = {"quniform": 3}
 _LISTS = ("choice", "grid")
@@ -31,11 +31,11 @@ _POSITIVE = ("loguniform", "lograndint")
 
 @dataclass(frozen=True)
 class Range:
-    """What a parameter is sampled from.
+    """Range from which a parameter is sampled.
 
     Attributes:
         kind: a key of `KINDS`.
-        values: what stands behind the word.
+        values: arguments of the kind.
     """
 
     kind: str
@@ -43,10 +43,10 @@ class Range:
 
 
 def parse_space(space: Any) -> dict[str, Any]:
-    """`space` with every plain word made a `Range`; values and an engine's own objects stay.
+    """`space` with every plain range as a `Range`; values and an engine's own objects stay.
 
     Raises:
-        UserError: not a mapping, empty, or a range that makes no sense; names the parameter.
+        UserError: not a mapping, empty, or an invalid range; names the parameter.
     """
     if not isinstance(space, Mapping) or not space:
         raise UserError(
@@ -57,7 +57,7 @@ def parse_space(space: Any) -> dict[str, Any]:
         )
     for name in space:
         if not isinstance(name, str) or not name:
-            raise UserError("not a name of a parameter", field="search_space", got=name, allowed="a word")
+            raise UserError("not a parameter name", field="search_space", got=name, allowed="a word")
     return {name: _parse(f"search_space.{name}", value) for name, value in space.items()}
 
 
@@ -72,7 +72,7 @@ def _parse(field: str, value: Any) -> Any:
         guess = did_you_mean(str(kind), KINDS)
         if guess:
             raise UserError(
-                f"'{kind}' is no kind of range.{guess}",
+                f"'{kind}' is not a kind of range.{guess}",
                 field=field,
                 allowed=", ".join(KINDS),
                 got=dict(value),

@@ -1,5 +1,5 @@
-"""One trial, in its own process: what the search lays over the trainers that `train_fn` builds, and what
-it hears of them."""
+"""One trial, in its own process: configuration overrides for the trainers that `train_fn` builds,
+and reports to the search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed.config.load import override
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 from distributed.interfaces.metric import larger_is_better
-from distributed.operations.tuning.trial_channel import Ear, Said
+from distributed.operations.tuning.trial_channel import EpochReport, TrialListener
 from distributed.operations.tuning.trial_record import (
     RECORD,
     Trial,
@@ -32,19 +32,19 @@ __all__ = ["EPOCHS", "MISSING", "ORDER", "SCORE", "Session", "TrialOrder", "Tria
 ORDER = "order.bin"
 """The file in a search's folder that holds its `TrialOrder`."""
 SCORE = "search_score"
-"""What a report calls the deciding figure, turned so that more is better."""
+"""Key of the optimized metric in a report, negated if less is better."""
 EPOCHS = "search_epochs"
-"""What a report calls the epochs that are complete."""
+"""Key of the number of complete epochs in a report."""
 MISSING = "search_metric_missing"
-"""In the last report of a trial that never reported the metric: no other trial will."""
+"""Key in the last report of a trial that never reported the metric: no other trial will."""
 
 
 class Session(ABC):
-    """What a trial knows of the engine that runs it.
+    """A trial's connection to the engine that runs it.
 
     Attributes:
-        name: the trial's.
-        checkpoint: where the engine wants it to go on from; None leaves that to the trial's own folder.
+        name: name of the trial.
+        checkpoint: checkpoint to resume from; None: the newest in the trial's own folder.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Session(ABC):
 
     @abstractmethod
     def report(self, figures: Mapping[str, Any], checkpoint: str | None) -> None:
-        """Tell the engine; returns when it has decided.
+        """Report to the engine; returns when it has decided.
 
         Raises:
             SystemExit: the trial is to stop.
@@ -61,19 +61,19 @@ class Session(ABC):
 
 @dataclass(frozen=True)
 class TrialOrder:
-    """What all trials of a search are told.
+    """Parameters of a search, for all its trials.
 
     Attributes:
-        train_fn: the user's.
-        folder: the search's.
-        ranks: that a trial may start.
-        metric: that decides, or None.
+        train_fn: user's function.
+        folder: folder of the search.
+        ranks: number of ranks that a trial may start.
+        metric: metric to optimize, or None.
         mode: ``auto``, ``max`` or ``min``.
         checkpoints: trials save, each in a folder of its own.
         hands_over: epochs after each of which the engine gets a copy of the checkpoint; 0 is never.
-        max_epochs: most epochs of a trial, None for what its configuration says.
-        layers: configuration laid over every trainer of a trial.
-        tracker_contexts: tracker name -> what it is told of the search's own run.
+        max_epochs: maximum epochs per trial, None for its configuration's.
+        layers: configuration overrides for every trainer of a trial.
+        tracker_contexts: tracker name -> context of the search's own run.
     """
 
     train_fn: Callable[[dict[str, Any]], Any]
@@ -89,17 +89,17 @@ class TrialOrder:
 
 
 class TrialRun(ScriptRun):
-    """Lays a trial's own places over its trainers: checkpoints, names in the trackers.
+    """Override a trial's trainers: checkpoint folders, names in the trackers.
 
     Args:
-        order: of the search.
-        name: of the trial.
-        parameters: what was sampled.
-        checkpoint: to go on from, or None.
-        changed: the parameters are not those that the checkpoint was saved under.
+        order: parameters of the search.
+        name: name of the trial.
+        parameters: sampled parameters.
+        checkpoint: checkpoint to resume from, or None.
+        changed: whether the parameters differ from those at the time of the checkpoint.
 
     Attributes:
-        ranks: that the search gave the trial's last trainer; None where the trainer said how many.
+        ranks: number of ranks that the search set for the last trainer; None where the trainer set it.
     """
 
     ranks: int | None = None
@@ -121,7 +121,7 @@ class TrialRun(ScriptRun):
 
     @property
     def layers(self) -> list[Layer]:
-        """The search's configuration, what was sampled, then the places of the fit that comes next."""
+        """The search's configuration, the sampled values, then the folders of the next fit."""
         return [*self.order.layers, *self.given, Layer("DistributedTuner", self._places())]
 
     @layers.setter
@@ -137,8 +137,8 @@ class TrialRun(ScriptRun):
         order, ranks = self.order, config.num_ranks
         if config.num_nodes > 1 or (ranks or 1) > order.ranks:
             raise UserError(
-                f"a trial of this search has room for {_count(order.ranks, 'rank')} on one node, and"
-                f" its trainer asks for {ranks or 1} on {_count(config.num_nodes, 'node')}",
+                f"a trial of this search has {_count(order.ranks, 'slot')} on one node, and"
+                f" its trainer requests {ranks or 1} on {_count(config.num_nodes, 'node')}",
                 field="ranks_per_trial",
                 got=order.ranks,
                 remedy=f"DistributedTuner(..., ranks_per_trial={ranks or 1}), or fewer ranks in train_fn",
@@ -154,7 +154,7 @@ class TrialRun(ScriptRun):
     def _places(self) -> dict[str, Any]:
         if self.num_fits and self.order.hands_over:
             raise UserError(
-                "under this scheduler a trial goes on from another's checkpoint, which says nothing of a"
+                "under this scheduler a trial continues from another's checkpoint, which does not cover a"
                 " second trainer",
                 field="scheduler",
                 remedy="Call fit once in train_fn, or use scheduler='asha'",
@@ -163,7 +163,7 @@ class TrialRun(ScriptRun):
         places: dict[str, Any] = {
             "tracking.run_name": f"{self.name}{suffix}",
             "tracking.progress": "off",
-            # In one record, a trial would be taken for another one that goes on.
+            # In a shared record, a trial would look like a resumed run.
             "tracking.record_dir": None,
         }
         if not self.order.checkpoints:
@@ -185,13 +185,13 @@ class TrialRun(ScriptRun):
 
 
 def run_trial(order: TrialOrder, parameters: Mapping[str, Any], session: Session) -> None:
-    """Train with `parameters` and record what comes of it. A trial that has ended before, in a search
-    that was interrupted, only says again what it said last.
+    """Train with `parameters` and record the results. A trial that has ended before, in a search that was
+    interrupted, only repeats its last report.
 
     Raises:
-        UserError: `train_fn` neither trained nor returned figures, or returned something else.
+        UserError: `train_fn` neither trained nor returned metrics, or returned something else.
         SystemExit: the engine stopped the trial.
-        RuntimeError: the trial failed, as its record says.
+        RuntimeError: the trial failed; its record has the cause.
     """
     _Trial(order, parameters, session).run()
 
@@ -213,7 +213,7 @@ class _Trial:
     def run(self) -> None:
         record = self.record
         if record.status == "finished":
-            self._tell(record.metrics, None, scored=not self.order.hands_over)
+            self._report(record.metrics, None, scored=not self.order.hands_over)
             return
         if record.status == "failed":
             raise RuntimeError(record.error)
@@ -226,12 +226,12 @@ class _Trial:
             self.session.checkpoint,
             self.changed and self.session.checkpoint is not None,
         )
-        self.script, ear = run, Ear(self._hear, waits=self.order.checkpoints)
+        self.script, listener = run, TrialListener(self._record_epoch, waits=self.order.checkpoints)
         try:
-            with ear.open(), command_line(run):
+            with listener.open(), command_line(run):
                 returned = self.order.train_fn(dict(self.given))
-            if ear.error is not None:
-                raise ear.error
+            if listener.error is not None:
+                raise listener.error
             if not self.stopped:
                 self._conclude(returned, run.num_fits)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is recorded
@@ -240,32 +240,32 @@ class _Trial:
         if self.stopped:
             raise SystemExit(0)
 
-    def _hear(self, said: Said) -> None:
+    def _record_epoch(self, received: EpochReport) -> None:
         # num_fits has counted the fit under way.
         fit = self.script.num_fits
         self.record.ranks = self.script.ranks
-        report = said.metrics if fit < 2 else {**said.metrics, "fit": fit}
-        if said.again and self.record.knows(report):
+        report = received.metrics if fit < 2 else {**received.metrics, "fit": fit}
+        if received.again and self.record.knows(report):
             return
         self.record.add(report)
-        self.record.checkpoint = self._best_checkpoint() or said.checkpoint
+        self.record.checkpoint = self._best_checkpoint() or received.checkpoint
         self._write()
         every = self.order.hands_over
-        due = every and not said.last and (report["epoch"] + 1) % every == 0
-        # After its last epoch a trial has nothing to go on with from elsewhere.
-        self._tell(report, said.checkpoint if due else None, scored=not (every and said.last))
+        due = every and not received.last and (report["epoch"] + 1) % every == 0
+        # After its last epoch a trial cannot continue from another's checkpoint.
+        self._report(report, received.checkpoint if due else None, scored=not (every and received.last))
 
     def _conclude(self, returned: Any, num_fits: int) -> None:
         if returned is not None and not isinstance(returned, Mapping):
             raise UserError(
-                "what train_fn returns is its last report",
+                "train_fn must return its last report or nothing",
                 field="train_fn",
                 got=type(returned).__name__,
-                allowed="a dictionary of figures, or nothing after a fit",
+                allowed="a dictionary of metrics, or nothing after a fit",
             )
         if not num_fits and not returned:
             raise UserError(
-                "train_fn called no fit and returned no figures, so there is nothing to judge the trial by",
+                "train_fn called no fit and returned no metrics, so the trial has no result",
                 field="train_fn",
                 remedy="Call Trainer(...).fit(...) in it, or return a dictionary such as {'accuracy': 0.9}",
             )
@@ -278,7 +278,7 @@ class _Trial:
             self._write()
         judged = deciding(self.order.metric, self.record.metrics) is not None
         if figures or not judged:
-            self._tell(last, None, missing=not judged, scored=not self.order.hands_over)
+            self._report(last, None, missing=not judged, scored=not self.order.hands_over)
         self.record.status = "finished"
         self._write()
 
@@ -291,13 +291,13 @@ class _Trial:
         from distributed.system.private_files import write_private
 
         write_private(self.folder / "error.txt", details.encode())
-        # Not every exception survives the way to the search.
+        # Not every exception can be pickled for the search.
         raise RuntimeError(f"{self.record.error}\n\n{details}") from None
 
-    def _tell(
+    def _report(
         self, report: Mapping[str, Any], checkpoint: str | None, missing: bool = False, scored: bool = True
     ) -> None:
-        """Report to the engine. A score that is no number is left out: a scheduler cannot compare it.
+        """Report to the engine. A NaN score is left out, because a scheduler cannot compare it.
 
         Raises:
             SystemExit: the trial is to stop.
@@ -339,7 +339,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can say of the parameters; NumPy's numbers as numbers, other objects by their repr."""
+    """The parameters as JSON values; NumPy's numbers as numbers, other objects by their repr."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(parameters), default=_as_plain))
     return plain
 

@@ -1,6 +1,6 @@
-"""Figures from the ranks of a trial to the trial itself, while it runs.
+"""Metrics from the ranks of a trial to the trial itself, while it runs.
 
-A trial's ranks may be processes of their own. Rank 0 sends each epoch's figures over a socket of this
+A trial's ranks may be processes of their own. Rank 0 sends each epoch's metrics over a socket of this
 host and waits until the trial has answered, so that a scheduler decides before the next epoch begins.
 """
 
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 
 from distributed.interfaces.callback import Band, Callback, Context
 
-__all__ = ["TRIAL", "Ear", "Said", "TrialReport", "trial_report"]
+__all__ = ["TRIAL", "TrialListener", "EpochReport", "TrialReport", "trial_report"]
 
 TRIAL = "DISTRIBUTED_TRIAL"
-"""The variable that tells the ranks of a trial where to report: ``socket key waits``."""
+"""Environment variable with the ranks' address for reports: ``socket key waits``."""
 
 
-class Said(NamedTuple):
-    """What a rank says of an epoch.
+class EpochReport(NamedTuple):
+    """A rank's report of an epoch.
 
     Attributes:
-        metrics: its figures.
+        metrics: metrics of the epoch.
         checkpoint: path of the checkpoint at its end, None without.
-        last: the run has no further epoch.
-        again: the run goes on from a checkpoint that was saved with these figures.
+        last: whether the run has no further epoch.
+        again: whether the run resumed from a checkpoint that was saved with these metrics.
     """
 
     metrics: dict[str, Any]
@@ -42,12 +42,12 @@ class Said(NamedTuple):
 
 
 class TrialReport(Callback):
-    """On rank 0: hands every epoch's figures to the trial, and its checkpoint once that is committed.
+    """On rank 0: send every epoch's metrics to the trial, and its checkpoint once that is committed.
 
     Args:
-        address: of the trial's `Ear`.
-        key: what the ear wants to be told first.
-        waits: the figures of an epoch wait for its checkpoint.
+        address: address of the trial's `TrialListener`.
+        key: shared secret.
+        waits: whether the metrics of an epoch wait for its checkpoint.
     """
 
     band = Band.TRACK
@@ -58,20 +58,20 @@ class TrialReport(Callback):
         self._connection: Connection[Any, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The figures of the epoch that is being saved: a kill may come before they are sent."""
+        """The metrics of the epoch that is being saved: a kill may come before they are sent."""
         return {"held": self._held} if self._held else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a run that was killed may not have sent."""
+        """Hold metrics that a killed run may not have sent."""
         self._held = {**state["held"], "again": True}
 
     def on_run_start(self, context: Context) -> None:
-        """Call the trial."""
+        """Connect to the trial."""
         self._connection = Client(self.address, family="AF_UNIX", authkey=self.key)
         self._flush(context)
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
-        """Send the figures, or hold them back until the checkpoint is there."""
+        """Send the metrics, or hold them until the checkpoint is committed."""
         self._flush(context)
         last = context.total_steps is not None and context.progress.step >= context.total_steps
         self._held = {"metrics": dict(metrics), "last": last, "again": False}
@@ -79,11 +79,11 @@ class TrialReport(Callback):
             self._flush(context)
 
     def on_checkpoint(self, context: Context, path: str) -> None:
-        """Send what was held back."""
+        """Send held metrics."""
         self._flush(context, path)
 
     def on_run_end(self, context: Context, status: str) -> None:
-        """Send what is left, and hang up."""
+        """Send remaining metrics, and disconnect."""
         self._flush(context)
         if self._connection is not None:
             self._connection.close()
@@ -108,21 +108,21 @@ def trial_report() -> TrialReport | None:
     return TrialReport(f"\0{address}", bytes.fromhex(key), waits == "waits")
 
 
-class Ear:
-    """In the trial: a thread that hears its ranks.
+class TrialListener:
+    """In the trial: a thread that receives its ranks' reports.
 
     Args:
-        hear: called with what was `Said`; SystemExit from it means that the trial is to stop.
+        on_report: called with each `EpochReport`; SystemExit from it stops the trial.
         waits: see `TrialReport`.
 
     Attributes:
-        stopped: the trial was told to stop.
+        stopped: whether the trial was stopped.
     """
 
-    def __init__(self, hear: Callable[[Said], None], waits: bool) -> None:
+    def __init__(self, on_report: Callable[[EpochReport], None], waits: bool) -> None:
         self.stopped = False
         self.error: Exception | None = None
-        self._hear, self._waits = hear, waits
+        self._on_report, self._waits = on_report, waits
         self._key = secrets.token_bytes(16)
         # An abstract name leaves no file behind when the trial is killed; the key keeps others out.
         self._name = f"distributed-{secrets.token_hex(8)}"
@@ -132,7 +132,7 @@ class Ear:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Hear, and let processes started meanwhile know where."""
+        """Listen, and export the address to processes started meanwhile."""
         thread = threading.Thread(target=self._serve, daemon=True, name="trial-ear")
         thread.start()
         before = os.environ.get(TRIAL)
@@ -144,7 +144,7 @@ class Ear:
             if before is not None:
                 os.environ[TRIAL] = before
             self._closing.set()
-            # Nothing else wakes a thread that waits for callers.
+            # Nothing else wakes a thread that waits in accept.
             with suppress(OSError), socket.socket(socket.AF_UNIX) as nudge:
                 nudge.connect(f"\0{self._name}")
             thread.join()
@@ -155,7 +155,7 @@ class Ear:
             try:
                 connection = self._listener.accept()
             except OSError:
-                continue  # a caller that died while it called
+                continue  # the rank died while connecting
             if self._closing.is_set():
                 connection.close()
                 return
@@ -164,29 +164,29 @@ class Ear:
             ).start()
 
     def _listen(self, connection: Connection[Any, Any]) -> None:
-        """Hear one caller out. A caller that is hung up on stops its run."""
+        """Receive all reports of one rank. Closing the connection stops the rank's run."""
         with connection:
             try:
-                # Here and not in `accept`, which a stranger who says nothing would keep from the next caller.
+                # Here and not in `accept`, where a silent client would block the next one.
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
             except (AuthenticationError, EOFError, OSError):
                 return
             while True:
                 try:
-                    said = Said(**json.loads(connection.recv_bytes()))
+                    report = EpochReport(**json.loads(connection.recv_bytes()))
                     with self._one_at_a_time:
-                        if not self._heard(said):
+                        if not self._deliver(report):
                             return
                     connection.send_bytes(b"heard")
                 except (EOFError, OSError):
                     return
 
-    def _heard(self, said: Said) -> bool:
+    def _deliver(self, report: EpochReport) -> bool:
         if self.stopped or self.error is not None:
             return False
         try:
-            self._hear(said)
+            self._on_report(report)
         except SystemExit:
             self.stopped = True
         except Exception as error:  # noqa: BLE001 - raised again in the trial's own thread

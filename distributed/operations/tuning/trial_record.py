@@ -1,4 +1,4 @@
-"""What is known of a trial: written by the trial itself after every epoch, read when the search is over."""
+"""Record of a trial: written by the trial itself after every epoch, read when the search is over."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Trial:
     """One trial of a search.
 
     Attributes:
-        name: its folder's, and in the trackers.
-        parameters: what it was sampled; under ``pbt`` what it had in the end.
+        name: name of its folder, and in the trackers.
+        parameters: sampled parameters; under ``pbt`` the last ones.
         status: ``finished``; ``stopped`` by the scheduler or the time limit; ``failed``; ``nan`` where
-            the deciding figure was not a number; ``waiting`` when it was never started; ``running``.
-        metric: the name of the deciding figure; None when none was reported.
-        value: its best value, None without a finite one.
-        seconds: spent in the trial, restarts included.
-        error: why it failed, in one paragraph; None when it did not.
-        checkpoint: its best checkpoint, or its newest; None without.
-        reports: every epoch's figures, and what `train_fn` returned, in their order.
-        ranks: that the search gave its trainer; None where the trainer said how many, or there was none.
+            the optimized metric was not a number; ``waiting`` when it was never started; ``running``.
+        metric: name of the optimized metric; None when none was reported.
+        value: best value of `metric`, None without a finite one.
+        seconds: duration of the trial in seconds, restarts included.
+        error: cause of its failure, in one paragraph; None when it did not fail.
+        checkpoint: path of its best checkpoint, or its newest; None without.
+        reports: every epoch's metrics, and the result of `train_fn`, in their order.
+        ranks: number of ranks that the search set; None where the trainer set it, or there was none.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Trial:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of every figure."""
+        """The last value of every metric."""
         return {name: value for report in self.reports for name, value in report.items()}
 
     @property
@@ -73,8 +73,8 @@ class Trial:
         return any(_place(old) == _place(report) for old in self.reports if "epoch" in old)
 
     def add(self, report: Mapping[str, Any]) -> None:
-        """Append figures. What comes again, after a kill, takes its old place: an epoch, or what
-        `train_fn` returned."""
+        """Append metrics. A repeated report (an epoch after a kill, or the result of `train_fn`) replaces
+        the earlier one."""
         self.reports = [old for old in self.reports if "epoch" in old]
         if "epoch" in report:
             again = _place(report)
@@ -94,7 +94,7 @@ class Trial:
         self.value = (max if larger_is_better(mode, str(self.metric)) else min)(values)
 
     def line(self) -> str:
-        """How it ended, in one line."""
+        """Result of the trial, in one line."""
         epochs = sum("epoch" in report for report in self.reports)
         after = f" after {epochs} epoch{'s'[: epochs != 1]}" if epochs else ""
         figure = "" if self.value is None else f", {self.metric} {self.value:.4g}"
@@ -112,28 +112,28 @@ def _place(report: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def trial_folder(folder: str | Path, name: str) -> Path:
-    """Where the search in `folder` keeps the trial called `name`."""
+    """Folder of the trial called `name` in the search's `folder`."""
     return Path(folder, "trials", name)
 
 
 def load_trial(folder: str | Path, name: str) -> Trial | None:
-    """What is recorded of one trial; None when it never began."""
+    """The record of one trial; None when it never began."""
     path = trial_folder(folder, name) / RECORD
     return Trial(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a figure that can be compared, a true or false excluded."""
+    """Whether `value` is a comparable number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def deciding(wanted: str | None, report: Mapping[str, Any]) -> str | None:
-    """The name in `report` of the figure that decides; None when it is not there.
+    """The name in `report` of the metric to optimize; None when it is not there.
 
     Args:
-        wanted: with or without ``val_``; None takes the first of val_accuracy, val_loss, accuracy,
-            loss and train_loss, else the only figure there is.
-        report: an epoch's figures, or what `train_fn` returned.
+        wanted: name with or without ``val_``; None takes the first of val_accuracy, val_loss, accuracy,
+            loss and train_loss, else the only metric there is.
+        report: metrics of an epoch, or the result of `train_fn`.
     """
     figures = {name: value for name, value in report.items() if is_number(value)}
     if wanted is not None:
@@ -161,8 +161,8 @@ def best_of(trials: Iterable[Trial], metric: str | None, mode: str) -> Trial:
     """The trial with the best value.
 
     Raises:
-        UserError: all failed on mistakes, nobody reported the metric, trials were judged by different
-            figures, or all of them were not numbers.
+        UserError: all failed with user errors, no trial reported the metric, trials reported different
+            metrics, or all values were NaN.
         WorkerError: all failed otherwise.
     """
     trials = list(trials)
@@ -172,9 +172,9 @@ def best_of(trials: Iterable[Trial], metric: str | None, mode: str) -> Trial:
     names = sorted({str(t.metric) for t in usable})
     if len(names) > 1:
         raise UserError(
-            f"trials reported different figures: {', '.join(names)}",
+            f"trials reported different metrics: {', '.join(names)}",
             field="metric",
-            remedy="Say which of them decides, e.g. metric='val_loss'",
+            remedy="Name the one to optimize, e.g. metric='val_loss'",
         )
     return ranked(usable, mode)[0]
 
@@ -196,9 +196,11 @@ def _nothing(trials: list[Trial], metric: str | None) -> Exception:
         {name for t in trials for r in t.reports for name, v in r.items() if is_number(v)} - {"fit"}
     )
     if not names:
-        return UserError("no trial reported a figure before the search ended", field="time_limit")
+        return UserError(
+            "no trial reported a metric before the search ended", field="time_limit", remedy="Raise it"
+        )
     return UserError(
-        "no trial reported that figure",
+        "no trial reported this metric",
         field="metric",
         got=metric,
         allowed=", ".join(names),

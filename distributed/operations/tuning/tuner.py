@@ -25,12 +25,12 @@ from distributed.system.private_files import draft_of
 __all__ = ["DistributedTuner"]
 
 ASKED = "search.json"
-"""What was asked of the search in a folder: a search that is resumed has to ask the same."""
+"""File with the arguments of the search in a folder; a resumed search must have the same."""
 RESULTS = "results.json"
 
 
 class DistributedTuner:
-    """Searches for the best hyperparameters, by Ray Tune.
+    """Search for the best hyperparameters, by Ray Tune.
 
     Args:
         train_fn: called with a sample in each trial. Whatever trainers it builds, each of their epochs
@@ -39,37 +39,37 @@ class DistributedTuner:
             (``{"loguniform": [1e-4, 1e-2]}``, see `distributed.operations.tuning.search_space.KINDS`), or
             fixed values.
         num_gpus: GPUs for all trials together; without a GPU, as many CPU slots. None: all there are.
-        num_cpus: CPU slots, said directly.
-        trials_per_gpu: trials that share a GPU (or slot).
+        num_cpus: number of CPU slots (alternative to num_gpus).
+        trials_per_gpu: number of trials that share a GPU (or slot).
         ranks_per_trial: ranks that a trial's trainer may start, each with a GPU (or slot), on one node.
-        max_concurrent: most trials at a time.
-        metric: the figure that decides, with or without ``val_``. None: val_accuracy where it is
+        max_concurrent: maximum number of concurrent trials.
+        metric: metric to optimize, with or without ``val_``. None: val_accuracy where it is
             reported, else val_loss, accuracy, loss, train_loss.
         mode: ``max``, ``min``, or ``auto``: less is better where the name has 'loss' or 'error' in it.
-        scheduler: None runs every trial to its end; ``asha`` stops poor trials early; ``pbt`` lets poor
-            trials go on from good ones' checkpoints with changed parameters; or an object of Ray's.
-        scheduler_options: for Ray's class behind ``asha`` or ``pbt``, by its names.
+        scheduler: None runs every trial to its end; ``asha`` stops poor trials early; ``pbt`` continues
+            poor trials from good ones' checkpoints with changed parameters; or an object of Ray's.
+        scheduler_options: arguments of Ray's class behind ``asha`` or ``pbt``.
         grace_period: epochs before ``asha`` stops a trial; epochs between changes of ``pbt``.
-        max_epochs: most epochs of a trial, whatever its trainer says.
-        checkpoints: each trial saves after every epoch, in a folder of its own.
-        config: configuration laid over every trainer: a mapping or the path of a YAML file.
-        output_dir: the search's folder; None is ``tuned/`` and the time. Nodes of a cluster share it.
-        name: of the search in the trackers; None is the folder's.
-        seed: of the samples.
-        resume: go on with the search in `output_dir`, if there is one: with as much time, room and as many
-            trials at a time as this call says, and otherwise as it was asked first.
-        time_limit: seconds after which all trials end. In a search that is resumed, those that were cut off
-            go on; of those that had begun under a scheduler, which stops trials too, none does.
+        max_epochs: maximum epochs per trial, whatever its trainer's configuration.
+        checkpoints: whether each trial saves after every epoch, in its own folder.
+        config: configuration overrides for every trainer: a mapping or the path of a YAML file.
+        output_dir: folder of the search; None is ``tuned/`` and the time. Nodes of a cluster share it.
+        name: name of the search in the trackers; None is the folder's.
+        seed: seed of the samples.
+        resume: resume the search in `output_dir`, if there is one: with this call's time limit, slots and
+            concurrency, and otherwise with its first arguments.
+        time_limit: seconds after which all trials end. A resumed search continues interrupted trials;
+            under a scheduler, which stops trials too, it continues none that had begun.
         mlflow: record the search in MLflow, each trial a child of its run; a text names the experiment.
         tensorboard: a folder of events for each trial, in ``output_dir/tensorboard``.
-        address: of a Ray cluster, as `ray.address`.
+        address: address of a Ray cluster, as `ray.address`.
 
     Attributes:
-        results: the trials of the last `tune`, best first.
-        output_dir: where everything is.
+        results: trials of the last `tune`, best first.
+        output_dir: folder of the search.
 
     Raises:
-        UserError: an argument that makes no sense.
+        UserError: an invalid argument.
     """
 
     def __init__(
@@ -110,14 +110,17 @@ class DistributedTuner:
         ):
             _check_count(field, count, optional=field != "grace_period")
         if mode not in ("auto", "max", "min"):
-            raise UserError("not a mode", field="mode", got=mode, allowed="auto, max, min")
+            raise UserError("unknown mode", field="mode", got=mode, allowed="auto, max, min")
         if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
-            raise UserError("not a time", field="time_limit", got=time_limit, allowed="seconds above 0")
+            raise UserError("must be positive", field="time_limit", got=time_limit, allowed="seconds above 0")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UserError("not a seed", field="seed", got=seed, allowed="0, 1, 2, ...")
+            raise UserError("must be a non-negative integer", field="seed", got=seed, allowed="0, 1, 2, ...")
         if resume and output_dir is None:
             raise UserError(
-                "there is nothing to go on with", field="resume", got=True, remedy="Name its output_dir"
+                "there is no search to resume",
+                field="resume",
+                got=True,
+                remedy="Set output_dir to its folder",
             )
         self.num_gpus, self.num_cpus, self.trials_per_gpu = num_gpus, num_cpus, trials_per_gpu
         self.ranks_per_trial, self.max_concurrent = ranks_per_trial, max_concurrent
@@ -148,25 +151,25 @@ class DistributedTuner:
         """Run the search and return the parameters of the best trial.
 
         Args:
-            num_samples: how often the space is sampled; every point of a grid is a trial of its own.
+            num_samples: number of samples of the space; every point of a grid is a trial of its own.
 
         Raises:
-            UserError: impossible resources; a metric that nobody reported; every trial failed on a mistake.
-            WorkerError: every trial failed otherwise.
+            UserError: impossible resources; a metric that no trial reported; only user errors.
+            WorkerError: every trial failed in another way.
         """
         _check_count("num_samples", num_samples, optional=False)
         if detect(os.environ) is not None:
             raise UserError(
-                "a search starts its trials itself, and a launcher has started this process as a rank",
+                "a search starts its trials itself, but a launcher has started this process as a rank",
                 field="tune",
-                remedy="Start the script plainly, not with torchrun, srun or mpirun",
+                remedy="Start the script with python, not with torchrun, srun or mpirun",
             )
         engine = self._engine()
         search = self._search(num_samples)
         hands_over = engine.hands_over(search)
         if hands_over and not self.checkpoints:
             raise UserError(
-                "this scheduler lets trials go on from checkpoints",
+                "this scheduler continues trials from checkpoints",
                 field="checkpoints",
                 got=False,
                 allowed="True",
@@ -188,7 +191,7 @@ class DistributedTuner:
         return best
 
     def plot(self, path: str | os.PathLike[str]) -> str:
-        """Write a picture of the search, one HTML file: its course, and every trial's parameters.
+        """Plot the search as one HTML file: its course, and every trial's parameters.
 
         Returns:
             The path.
@@ -196,11 +199,11 @@ class DistributedTuner:
         Raises:
             UserError: nothing has been tuned, or plotly is not installed.
         """
-        from distributed.operations.tuning.plot import write_picture
+        from distributed.operations.tuning.plot import write_plot
 
-        return write_picture(self.results, self.mode, self.best, path, title=self.name)
+        return write_plot(self.results, self.mode, self.best, path, title=self.name)
 
-    # -- what is asked ---------------------------------------------------------------
+    # -- arguments -------------------------------------------------------------------
 
     def _configure(self, config: Any) -> list[Layer]:
         layers = []
@@ -239,7 +242,7 @@ class DistributedTuner:
             "metric": self.metric,
             "mode": self.mode,
             "scheduler": scheduler,
-            # An object that says where it lies in memory lies elsewhere the next time.
+            # The memory address in an object's repr differs the next time.
             "scheduler_options": {n: re.sub(" at 0x[0-9a-f]+", "", text) for n, text in options.items()},
             "grace_period": self.grace_period,
             "max_epochs": self.max_epochs,
@@ -289,19 +292,19 @@ class DistributedTuner:
         known = _read(path)
         if not self.resume:
             raise UserError(
-                "this folder holds a search already",
+                "this folder already holds a search",
                 field="output_dir",
                 got=str(self.output_dir),
-                remedy="Go on with it (resume=True), or name another folder",
+                remedy="Resume it (resume=True), or choose another folder",
             )
         for field, value in asked.items():
-            # A folder of an earlier version does not say everything.
+            # A folder of an earlier version lacks some arguments.
             if known["asked"].get(field, value) != value:
                 raise UserError(
                     f"the search in {self.output_dir} was started with {known['asked'][field]!r}",
                     field=field,
                     got=value,
-                    remedy="Resume it as it was, or start another in another folder",
+                    remedy="Resume it with the same value, or start another search in another folder",
                 )
         return known
 
@@ -330,12 +333,12 @@ class DistributedTuner:
                 save_task(order, draft)
             except Exception as error:
                 raise UserError(
-                    f"train_fn cannot travel to the trials: {type(error).__name__}: {error}",
+                    f"train_fn cannot be pickled for the trials: {type(error).__name__}: {error}",
                     field="train_fn",
                     remedy="Open files, locks and connections inside the function",
                 ) from error
 
-    # -- what came of it ---------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------
 
     def _trial(self, end: TrialEnd) -> Trial:
         trial = load_trial(self.output_dir, end.name) or Trial(end.name, end.parameters)
@@ -364,7 +367,7 @@ class DistributedTuner:
 
 
 def _new_folder(root: Path) -> Path:
-    """A folder named after the time that no other search has."""
+    """Create a new folder named after the time."""
     start = root / time.strftime("%Y-%m-%d_%H-%M-%S")
     taken, folder = 1, start
     while folder.exists():
@@ -383,10 +386,14 @@ def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_tr
     _check_count("trials_per_gpu", trials_per_gpu, optional=False)
     _check_count("ranks_per_trial", ranks_per_trial, optional=False)
     if num_gpus is not None and num_cpus is not None:
-        raise UserError("num_gpus and num_cpus both count the slots: give one of them", field="num_cpus")
+        raise UserError(
+            "num_gpus and num_cpus both set the number of slots",
+            field="num_cpus",
+            remedy="Set only one of them",
+        )
     if trials_per_gpu > 1 and ranks_per_trial > 1:
         raise UserError(
-            "a trial of several ranks has whole GPUs, and trials_per_gpu shares one",
+            "a trial of several ranks needs whole GPUs; trials_per_gpu shares one",
             field="trials_per_gpu",
             got=trials_per_gpu,
             allowed="1 with ranks_per_trial above 1",
@@ -397,7 +404,7 @@ def _check_count(field: str, count: Any, optional: bool) -> None:
     if count is None and optional:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UserError("not a number of things", field=field, got=count, allowed="1, 2, 3, ...")
+        raise UserError("must be a positive integer", field=field, got=count, allowed="1, 2, 3, ...")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a backend claims to do, it does; what it does not claim is refused before a process starts."""
+"""A backend has the capabilities that it claims; others are refused before a process starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distributed.testing.suite import EXACT, Run, Suite
 __all__ = ["ClaimContracts"]
 
 _HALF_DIGITS = 0.02
-"""How far ten steps in half precision may end from float32: bfloat16 keeps 8 bits."""
+"""Largest distance of ten steps in half precision from float32: bfloat16 keeps 8 bits."""
 
 
 class ClaimContracts(Suite):

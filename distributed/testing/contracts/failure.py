@@ -1,4 +1,4 @@
-"""What is interrupted goes on as if it had not been."""
+"""An interrupted and resumed run ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 class Interrupts(Callback):
     """Kills every rank's process after a step, as a host that goes down does. Not one rank's alone:
-    how long the others take to notice is the launcher's affair, and here would only cost time."""
+    how long the others take to detect it depends on the launcher, and would only cost time here."""
 
     all_ranks = True
 
@@ -46,11 +46,11 @@ class Interrupts(Callback):
 
 
 class FailureContracts(Suite):
-    """A run that is killed and started again."""
+    """A run that is killed and restarted."""
 
     def test_c10_a_killed_run_ends_with_the_same_bits(self, tmp_path: Path) -> None:
         """Under `deterministic`, with random layers: a run that is killed in the middle of an epoch, and
-        goes on from its last checkpoint, ends as the one that was left alone."""
+        resumes from its last checkpoint, ends like an uninterrupted one."""
         if not self.capabilities.checkpoint:
             pytest.skip("does not claim checkpoints")
         # Two ranks would hide in which order gradients are added.

@@ -1,4 +1,4 @@
-"""What a run is: data order (C3), cursor (C4), evaluation (C5), schedules (C7), decisions (C8)."""
+"""Contracts of a run: data order (C3), cursor (C4), evaluation (C5), schedules (C7), decisions (C8)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RunContracts"]
 
 
 class StopOn(Callback):
-    """Asks for a stop on one rank alone."""
+    """Request a stop on one rank only."""
 
     all_ranks = True
 
@@ -22,7 +22,7 @@ class StopOn(Callback):
         self.rank, self.step = rank, step
 
     def on_step_end(self, context: Context) -> None:
-        """Ask once, from the one rank."""
+        """Request the stop, on that rank."""
         if context.world.rank == self.rank and context.progress.step == self.step:
             context.request_stop(f"rank {self.rank} has seen enough")
 
@@ -115,7 +115,7 @@ class RunContracts(Suite):
                 assert history.steps["learning_rate"] == pytest.approx(expected, abs=1e-7)
 
     def test_c7_a_users_scheduler_steps_once_an_epoch(self) -> None:
-        """A scheduler object follows epochs, as in a plain torch loop, unless told otherwise."""
+        """A scheduler object follows epochs, as in a plain torch loop, by default."""
         for ranks in self.sizes:
             trainer = self.trainer(
                 self.bench.model(torch.float64),
@@ -131,7 +131,7 @@ class RunContracts(Suite):
     # -- C8 ----------------------------------------------------------------------------
 
     def test_c8_one_ranks_wish_to_stop_stops_all(self) -> None:
-        """The last rank alone asks; all stop after the same step and nobody hangs."""
+        """Only the last rank requests a stop; all stop after the same step and no rank hangs."""
         for ranks in self.sizes:
             trainer = self.trainer(self.bench.model(torch.float64), ranks, batch_size=2, log_every_n_steps=2)
             trainer.callbacks = [StopOn(rank=ranks - 1, step=3)]

@@ -1,4 +1,4 @@
-"""What one optimizer step is: the batch (C1), the loss (C2) and clipping (C6)."""
+"""Contracts of an optimizer step: the batch (C1), the loss (C2) and clipping (C6)."""
 
 from __future__ import annotations
 

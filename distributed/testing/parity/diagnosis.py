@@ -1,4 +1,4 @@
-"""Where two records part, and the mistake that parts them there.
+"""First divergence of two records, and its likely causes.
 
 Each guess rests on one observation that a kind of mistake is known to leave; `mutants` are tried
 against them. The order of a step is: loss, gradient norm, update at the learning rate.
@@ -30,7 +30,7 @@ TOLERANCES = {
 """Largest difference that rounding explains, by dtype and optimizer."""
 
 _NEAR = 1e-3
-"""How near a ratio of norms has to be to a whole number to be taken for it."""
+"""Largest distance of a ratio of norms from the whole number that it is taken for."""
 
 _ROUNDS = 2e-3
 """Relative differences below it may come from rounding to a narrower type."""
@@ -38,7 +38,7 @@ _ROUNDS = 2e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One step of both: ``(A, B)`` of each figure, and the largest distance between the weights
+    """One step of both: ``(A, B)`` of each metric, and the largest distance between the weights
     after it, None where they are not known."""
 
     step: int
@@ -53,10 +53,10 @@ class Divergence:
     """The first difference beyond the tolerance.
 
     Attributes:
-        step: from 1.
+        step: number of the step, from 1.
         figure: ``initial weights``, ``loss``, ``gradient norm``, ``learning rate`` or ``weights``.
-        values: A's and B's; for weights, 0 and the distance.
-        causes: likely ones, the likeliest first.
+        values: values of A and B; for weights, 0 and the distance.
+        causes: likely causes, the likeliest first.
     """
 
     step: int
@@ -82,7 +82,7 @@ def compare(a: Record, b: Record) -> list[Row]:
 
 
 def first_divergence(a: Record, b: Record, exercise: Exercise, tolerance: float) -> Divergence | None:
-    """Where they part by more than `tolerance` (relative for figures above 1), or None."""
+    """The first difference above `tolerance` (relative for values above 1), or None."""
     case = _Case(a, b, exercise, tolerance)
     start = _distance(a.weights[0], b.weights[0])
     if start is not None and start > tolerance:
@@ -132,7 +132,7 @@ def _of_loss(case: _Case, row: Row) -> Iterator[str]:
             " another's, or a part of it is not computed"
         )
     elif case.a.weights[row.step - 1] is None or case.b.weights[row.step - 1] is None:
-        yield "the weights may have parted at an earlier step: one of the two does not show them"
+        yield "the weights may have diverged at an earlier step: one of the two does not expose them"
     else:
         yield "data order: a later global batch holds other samples (the epoch's seed, or the cursor)"
 
@@ -176,7 +176,7 @@ def _of_rate(case: _Case, row: Row) -> Iterator[str]:
     ranks = case.b.side.ranks
     if row.step == 1 and ranks > 1 and math.isclose(ratio, ranks, rel_tol=_NEAR):
         yield f"{case.sides[1]}: the learning rate is multiplied by {ranks} ranks"
-    yield "the schedule moves at another pace: by epoch, by micro-batch, or once per rank instead of by step"
+    yield "the schedule advances differently: by epoch, by micro-batch, or once per rank instead of by step"
 
 
 def _of_weights(case: _Case, row: Row) -> Iterator[str]:

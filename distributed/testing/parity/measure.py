@@ -1,4 +1,4 @@
-"""Two backends on the same data: what each saw and what became of its weights, step by step."""
+"""Train two backends on the same data and record losses, norms, rates and weights of every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Exercise", "Record", "Side", "parse_side", "record"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.float32}
-"""What weights and inputs are under each ``--dtype``; bf16 computes in bfloat16 over float32."""
+"""Dtype of weights and inputs for each ``--dtype``; bf16 computes in bfloat16 over float32."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Exercise:
-    """What both sides train.
+    """The training of both sides.
 
     Attributes:
         steps: optimizer steps.
@@ -54,7 +54,7 @@ class Exercise:
         samples: length of the data; unless the global batch divides it, epochs end in a ragged one.
         dtype: a key of `DTYPES`.
         optimizer: a kind of `problem.OPTIMIZERS`.
-        learning_rate: of that optimizer.
+        learning_rate: learning rate of that optimizer.
         options: configuration fields for both sides, e.g. ``{"gradient_clipping": 0.5}``.
     """
 
@@ -75,13 +75,13 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Record:
-    """What a side saw.
+    """Record of a side.
 
     Attributes:
-        side: which.
-        losses, norms, rates: per step, from index 0: mean loss over the global batch, gradient
-            norm before clipping (NaN where the backend tells none), learning rate.
-        weights: after each step, as torch lays them out; at index 0 those it began with. None
+        side: side that was trained.
+        losses, norms, rates: values per step, from index 0: mean loss over the global batch, gradient
+            norm before clipping (NaN where the backend reports none), learning rate.
+        weights: weights after each step, in torch's layout; at index 0 the initial ones. None
             where only the final ones are known, which the last entry always holds.
     """
 
@@ -109,12 +109,12 @@ def parse_side(text: str, ranks: int) -> Side:
 def record(
     side: Side, exercise: Exercise, *, every_step: bool = True, launcher: Launcher | None = None
 ) -> Record:
-    """Train `side` and say what it saw.
+    """Train `side` and record it.
 
     Args:
-        side: what to train.
-        exercise: on what.
-        every_step: weights after every step, by a checkpoint each, where the backend can.
+        side: side to train.
+        exercise: training of both sides.
+        every_step: record weights after every step, by a checkpoint each, where the backend can.
         launcher: starts the ranks instead of the backend's own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The table of how far each backend ends from `serial`."""
+"""Table of the distance of each backend's weights from `serial`'s."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure(
     exercise: Exercise,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[TableRow]:
-    """Train everything; `say` hears of each row before it begins.
+    """Train everything; `say` is called with a line about each row before it begins.
 
     Raises:
         UserError: no such backend.

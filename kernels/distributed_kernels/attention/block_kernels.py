@@ -1,4 +1,4 @@
-"""The one place that computes a dense block of attention, and the choice of who computes it.
+"""Compute a dense block of attention by the chosen implementation.
 
 A block is every query row of (b, h, m, D) against every key row of (b, h, n, D), or the top-left
 aligned causal part of it. The backward takes the (out, lse) of the *whole* softmax that the block is a
@@ -127,7 +127,7 @@ def chosen_blocks(q: Tensor) -> str:
 
 def _known(name: str, where: str) -> str:
     if name not in _NAMES:
-        raise KernelError(f"{where}: no implementation of that name", got=name, allowed=", ".join(_NAMES))
+        raise KernelError(f"{where}: unknown implementation", got=name, allowed=", ".join(_NAMES))
     return name
 
 
@@ -144,7 +144,7 @@ def _auto_takes(name: str, q: Tensor) -> bool:
 
 def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None) -> _Blocks:
     kind = _IMPLEMENTATIONS[name]
-    # The native kernels divide by the number of keys or rows; an empty block is nobody's hot path.
+    # The native kernels divide by the number of keys or rows; an empty block is not performance-critical.
     empty = 0 in q.shape or 0 in k.shape
     return _PLAIN if empty or (mask is not None and not kind.masks) else kind
 
@@ -191,7 +191,7 @@ def block_backward(
     mask: Tensor | None = None,
     blocks: str | None = None,
 ) -> Grads:
-    """The part that this block has in the gradients of a softmax over it and possibly others.
+    """Gradients of this block, as a part of a softmax over it and possibly other blocks.
 
     Args:
         dout: (b, h, m, D), gradient of the whole output.

@@ -28,7 +28,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | Non
 def forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one block; `blocks.block_forward` says what they are."""
+    """Return (out, lse) of one block; defined in `blocks.block_forward`."""
     scores = _scores(q, k, causal, scale, mask)
     lse = torch.logsumexp(scores, -1)
     # A row with no key: exp(-inf - inf) is 0, exp(-inf - -inf) would be NaN.
@@ -47,7 +47,7 @@ def backward(
     scale: float,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of one block; `blocks.block_backward` says for which (out, lse)."""
+    """Return (dq, dk, dv) of one block; see `blocks.block_backward` for the (out, lse)."""
     weights = torch.exp(_scores(q, k, causal, scale, mask) - lse.unsqueeze(-1))
     wide = weights.dtype
     dout, q, k, v = dout.to(wide), q.to(wide), k.to(wide), v.to(wide)

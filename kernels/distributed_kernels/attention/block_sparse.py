@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Branch, Piece, local, piecewise_attention
+from distributed_kernels.attention.engine import Piece, RingPart, local, piecewise_attention
 from distributed_kernels.attention.input_checks import check_attention, scale_of
 from distributed_kernels.attention.patterns import block_pattern
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
-from distributed_kernels.attention.row_views import EVERY_HEAD, Take
+from distributed_kernels.attention.row_views import EVERY_HEAD, RowView
 from distributed_kernels.errors import KernelError
 
 __all__ = ["block_sparse_attention", "masked_pieces"]
@@ -63,15 +63,15 @@ def block_sparse_attention(
         )
     _check_mask(mask, heads, length * ranks, block_size)
     if group is None or ranks == 1:
-        take = Take.all(length)
-        branch = local(list(masked_pieces(take, take, mask, block_size, causal)))
+        row_view = RowView.all(length)
+        branch = local(list(masked_pieces(row_view, row_view, mask, block_size, causal)))
     else:
         check_equal_slices(q, group)
         branch = _ring_branch(length, mask, block_size, causal, group)
     return piecewise_attention(q, k, v, [branch], scale_of(q, scale))[0]
 
 
-def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group: ProcessGroup) -> Branch:
+def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group: ProcessGroup) -> RingPart:
     if length % block_size:
         raise KernelError(
             f"block_size: {block_size} does not divide a rank's slice of {length}",
@@ -81,29 +81,29 @@ def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group
         )
     ring, blocks = Ring.of(group), length // block_size
     rank = ring.position
-    take, rows = Take.all(length), mask[..., rank * blocks : (rank + 1) * blocks, :]
+    row_view, rows = RowView.all(length), mask[..., rank * blocks : (rank + 1) * blocks, :]
 
     def pieces(source: int) -> list[Piece]:
         if causal and source > rank:
             return []
         part = rows[..., source * blocks : (source + 1) * blocks]
-        return list(masked_pieces(take, take, part, block_size, causal and source == rank))
+        return list(masked_pieces(row_view, row_view, part, block_size, causal and source == rank))
 
-    return Branch([pieces(source) for source in range(ring.size)], ring)
+    return RingPart([pieces(source) for source in range(ring.size)], ring)
 
 
 def masked_pieces(
-    queries: Take, keys: Take, mask: Tensor, block_size: int, causal: bool, block: int = 0
+    queries: RowView, keys: RowView, mask: Tensor, block_size: int, causal: bool, block: int = 0
 ) -> Iterator[Piece]:
     """The kept blocks of `queries` against `keys`, both cut into blocks of `block_size` rows.
 
     Args:
-        queries, keys: takes each of whose groups is one run.
+        queries, keys: row views, each of whose groups is one row range.
         mask: bool (query blocks, key blocks) or (heads, query blocks, key blocks); one for each head only
-            with takes of one group.
+            with row views of one group.
         block_size: rows of a block.
         causal: the diagonal is that of the sequence: blocks on it are cut by a triangle.
-        block: the branch's block that `keys` are rows of.
+        block: index of the ring part's block with the rows of `keys`.
     """
     for heads, rows in _by_heads(mask.cpu()):
         diagonal = [causal and place < len(row) and row[place] for place, row in enumerate(rows)]
@@ -159,7 +159,7 @@ def _check_mask(mask: Tensor, heads: int, length: int, block_size: int) -> None:
     allowed = f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})"
     if tuple(mask.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
         raise KernelError(
-            f"mask: one entry for each block of {block_size} of {length} positions",
+            f"mask: needs one entry for each block of {block_size} of {length} positions",
             got=tuple(mask.shape),
             allowed=allowed,
             remedy="The last block may be short, but counts as one",

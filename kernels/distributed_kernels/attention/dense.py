@@ -10,7 +10,7 @@ from torch import Tensor
 from distributed_kernels.attention.block_kernels_reference import accumulator
 from distributed_kernels.attention.engine import Piece, local, piecewise_attention
 from distributed_kernels.attention.input_checks import check_attention, scale_of
-from distributed_kernels.attention.row_views import Run, Take
+from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
 __all__ = ["attention_with_lse", "merge_attention"]
@@ -56,13 +56,15 @@ def _dense_pieces(queries: int, keys: int, causal: bool, mask: Tensor | None) ->
     if mask is not None and causal:
         mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
     if mask is not None or not causal or queries == keys:
-        return [Piece(Take.all(queries), Take.all(keys), causal and mask is None, mask=mask)]
+        return [Piece(RowView.all(queries), RowView.all(keys), causal and mask is None, mask=mask)]
     # Kernels disagree about which corner a causal rectangle hangs from; a square leaves no choice.
     square = min(queries, keys)
-    pieces = [Piece(Take.rows(Run(0, square, square)), Take.rows(Run(0, square, square)), True)]
+    pieces = [
+        Piece(RowView.rows(RowRange(0, square, square)), RowView.rows(RowRange(0, square, square)), True)
+    ]
     if queries > keys:
         rest = queries - square
-        pieces.append(Piece(Take.rows(Run(square, rest, rest)), Take.all(keys)))
+        pieces.append(Piece(RowView.rows(RowRange(square, rest, rest)), RowView.all(keys)))
     return pieces
 
 
@@ -92,7 +94,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         outs: tensors (batch, heads, length, head_dim).
-        lses: tensors (batch, heads, length); -inf says that the query has no key in that set.
+        lses: tensors (batch, heads, length); -inf means that the query has no key in that set.
 
     Returns:
         out and lse, shaped as each of the inputs. A query with no key in any: out 0, lse -inf, no gradient.

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Branch, Piece, local, piecewise_attention
+from distributed_kernels.attention.engine import Piece, RingPart, local, piecewise_attention
 from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
-from distributed_kernels.attention.row_views import EVERY_HEAD, Run, Take
+from distributed_kernels.attention.row_views import EVERY_HEAD, RowRange, RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["Cut", "Meeting", "dilated_attention", "dilated_branches"]
+__all__ = ["Cut", "SlicePair", "dilated_attention", "dilated_branches"]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Which slices of a segment meet: the queries' and the keys', of how many, and the keys' block."""
+class SlicePair:
+    """Positions of the queries' and the keys' slices in a segment, their number, and the keys' block."""
 
     position: int = 0
     source: int = 0
@@ -34,8 +34,8 @@ class Meeting:
     block: int = 0
 
 
-Cut = Callable[[Take, Take, Meeting], Sequence[Piece]]
-"""What of the kept queries meets what of the kept keys: (queries, keys, meeting) to pieces."""
+Cut = Callable[[RowView, RowView, SlicePair], Sequence[Piece]]
+"""Function of kept queries, kept keys and their slice pair that returns pieces."""
 
 
 def dilated_attention(
@@ -78,10 +78,10 @@ def dilated_attention(
     check_attention(q, k, v)
     check_segments(segment_lengths, dilation_rates)
 
-    def whole(queries: Take, keys: Take, meeting: Meeting) -> list[Piece]:
-        if causal and meeting.source > meeting.position:
+    def whole(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
+        if causal and slice_pair.source > slice_pair.position:
             return []
-        return [Piece(queries, keys, causal and meeting.source == meeting.position, meeting.block)]
+        return [Piece(queries, keys, causal and slice_pair.source == slice_pair.position, slice_pair.block)]
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
     branches = dilated_branches(q, pairs, whole, group, first_head)
@@ -94,61 +94,63 @@ def dilated_branches(
     cut: Cut,
     group: ProcessGroup | None,
     first_head: int = 0,
-) -> list[Branch]:
+) -> list[RingPart]:
     """One branch for each (segment length, rate): local, or round the ranks that a segment spans.
 
     Raises:
         KernelError: a segment length that is neither a divisor nor a multiple of the slice.
     """
     if group is None or group.size() == 1:
-        return [_local_branch(q, width, rate, cut, first_head) for width, rate in pairs]
+        return [_local_part(q, width, rate, cut, first_head) for width, rate in pairs]
     check_equal_slices(q, group)
     return [_branch_across(q, width, rate, cut, group, first_head) for width, rate in pairs]
 
 
-def _local_branch(q: Tensor, width: int, rate: int, cut: Cut, first_head: int) -> Branch:
+def _local_part(q: Tensor, width: int, rate: int, cut: Cut, first_head: int) -> RingPart:
     heads, length = q.shape[1:3]
-    takes = _segment_takes(length, heads, min(width, length), rate, first_head) if length else ()
-    return local([piece for take in takes for piece in cut(take, take, Meeting())])
+    row_views = _segment_views(length, heads, min(width, length), rate, first_head) if length else ()
+    return local([piece for row_view in row_views for piece in cut(row_view, row_view, SlicePair())])
 
 
-def _segment_takes(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[Take]:
+def _segment_views(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[RowView]:
     whole, rest = divmod(length, width)
-    yield from _equal_takes(_kept(0, width, whole, heads, rate, first_head))
+    yield from _equal_views(_kept(0, width, whole, heads, rate, first_head))
     if rest:
-        yield from _equal_takes(_kept(length - rest, rest, 1, heads, rate, first_head))
+        yield from _equal_views(_kept(length - rest, rest, 1, heads, rate, first_head))
 
 
 def _kept(
     start: int, width: int, segments: int, heads: int, rate: int, first_head: int
-) -> list[tuple[slice, tuple[Run, ...]]]:
-    """What the heads of each residue keep of the segments from row `start` on; possibly no rows."""
-    groups: list[tuple[slice, tuple[Run, ...]]] = []
+) -> list[tuple[slice, tuple[RowRange, ...]]]:
+    """Rows that the heads of each residue keep of the segments from row `start` on; may be empty."""
+    groups: list[tuple[slice, tuple[RowRange, ...]]] = []
     for residue in range(min(rate, heads)):
         offset = (residue + first_head) % rate
-        run = Run(start, width, len(range(offset, width, rate)), segments, min(offset, width - 1), rate)
-        groups.append((EVERY_HEAD if rate == 1 else slice(residue, None, rate), (run,)))
+        row_range = RowRange(
+            start, width, len(range(offset, width, rate)), segments, min(offset, width - 1), rate
+        )
+        groups.append((EVERY_HEAD if rate == 1 else slice(residue, None, rate), (row_range,)))
     return groups
 
 
-def _equal_takes(groups: list[tuple[slice, tuple[Run, ...]]]) -> Iterator[Take]:
-    """One take for each number of rows kept, which differs by one where the rate divides no segment."""
+def _equal_views(groups: list[tuple[slice, tuple[RowRange, ...]]]) -> Iterator[RowView]:
+    """One row view per number of kept rows, which differs by one where the rate divides no segment."""
 
-    def rows(group: tuple[slice, tuple[Run, ...]]) -> int:
+    def rows(group: tuple[slice, tuple[RowRange, ...]]) -> int:
         return group[1][0].length
 
     for kept, equal in groupby(sorted(groups, key=rows, reverse=True), key=rows):
         if kept:
-            yield Take(tuple(equal))
+            yield RowView(tuple(equal))
 
 
 def _branch_across(
     q: Tensor, width: int, rate: int, cut: Cut, group: ProcessGroup, first_head: int
-) -> Branch:
+) -> RingPart:
     length, ranks, rank = q.shape[2], group.size(), dist.get_rank(group)
     width = min(width, length * ranks)
     if length % width == 0:
-        return _local_branch(q, width, rate, cut, first_head)
+        return _local_part(q, width, rate, cut, first_head)
     if width % length:
         raise KernelError(
             f"segment_lengths: {width} neither divides nor is a multiple of a rank's slice of {length}",
@@ -161,29 +163,29 @@ def _branch_across(
     ring = Ring.of(group, range(first, min(first + span, ranks)))
     if ring.size == 1:
         # What is left of the sequence for the last segment is this one slice.
-        return _local_branch(q, length, rate, cut, first_head)
-    return _travelling_branch(length, q.shape[1], rate, cut, ring, first_head)
+        return _local_part(q, length, rate, cut, first_head)
+    return _travelling_part(length, q.shape[1], rate, cut, ring, first_head)
 
 
-def _travelling_branch(length: int, heads: int, rate: int, cut: Cut, ring: Ring, first_head: int) -> Branch:
-    """A branch whose segment is the ring's slices: what each keeps travels.
+def _travelling_part(length: int, heads: int, rate: int, cut: Cut, ring: Ring, first_head: int) -> RingPart:
+    """A branch whose segment spans the ring's slices: the kept rows of each travel.
 
     All heads in one block where the rate divides the slice, so that all keep equally many rows; else the
     heads of each residue in a block of their own.
     """
 
-    def takes(source: int) -> list[Take]:
+    def row_views(source: int) -> list[RowView]:
         # The segment began `source` slices before this row 0.
         groups = _kept(0, length, 1, heads, rate, (first_head - source * length) % rate)
-        return [Take(tuple(groups))] if length % rate == 0 else [Take((group,)) for group in groups]
+        return [RowView(tuple(groups))] if length % rate == 0 else [RowView((group,)) for group in groups]
 
     def pieces(source: int) -> list[Piece]:
         found: list[Piece] = []
-        for block, (own, theirs) in enumerate(zip(takes(ring.position), takes(source), strict=True)):
-            meeting = Meeting(ring.position, source, ring.size, block)
+        for block, (own, theirs) in enumerate(zip(row_views(ring.position), row_views(source), strict=True)):
+            slice_pair = SlicePair(ring.position, source, ring.size, block)
             if own.length and theirs.length:
-                found += cut(own, Take.all(theirs.length), meeting)
+                found += cut(own, RowView.all(theirs.length), slice_pair)
         return found
 
     everyone = range(ring.size)
-    return Branch([pieces(each) for each in everyone], ring, [takes(each) for each in everyone])
+    return RingPart([pieces(each) for each in everyone], ring, [row_views(each) for each in everyone])

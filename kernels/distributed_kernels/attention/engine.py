@@ -1,4 +1,4 @@
-"""The engine of every attention in this room: one softmax over (query, key) pairs given in pieces.
+"""The engine of every attention in this package: one softmax over (query, key) pairs given in pieces.
 
 A piece is a dense block of pairs. A pair that lies in several pieces counts several times. Forward, the
 pieces' (out, lse) are merged as they come. Backward, each piece's gradients follow from the *whole*
@@ -6,7 +6,7 @@ softmax's (out, lse) and are added up. What is kept between the two is q, k, v, 
 linear in the sequence, whatever the pieces.
 
 Across ranks, keys and values travel round a ring (Ring Attention, arXiv:2310.01889), and in the backward
-their gradients travel with them and are home after as many hops as there are ranks.
+their gradients travel with them and are back after as many hops as there are ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from distributed_kernels.attention.block_kernels import block_backward, block_forward, chosen_blocks
 from distributed_kernels.attention.block_kernels_reference import accumulator
 from distributed_kernels.attention.ring_exchange import Ring
-from distributed_kernels.attention.row_views import Take
+from distributed_kernels.attention.row_views import RowView
 
-__all__ = ["Branch", "Piece", "local", "piecewise_attention"]
+__all__ = ["Piece", "RingPart", "local", "piecewise_attention"]
 
 
 @dataclass(frozen=True)
@@ -35,57 +35,57 @@ class Piece:
         queries: rows of this rank's q.
         keys: rows of the travelling block, or of this rank's k and v.
         causal: row i of a segment's queries sees keys 0..i; then there are as many keys as queries.
-        block: which of the branch's blocks `keys` are rows of.
+        block: index of the ring part's block with the rows of `keys`.
         mask: bool, broadcastable to (batch, heads, queries, keys), True where a key may be seen; only
-            for takes of one segment.
+            for row views of one segment.
     """
 
-    queries: Take
-    keys: Take
+    queries: RowView
+    keys: RowView
     causal: bool = False
     block: int = 0
     mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Branch:
+class RingPart:
     """Pieces whose keys are on the ranks of one ring.
 
-    All is laid out before the first rank is spoken to, so that a mistake is raised while nobody waits.
+    Everything is computed before the first message, so that an error is raised while no rank waits.
 
     Attributes:
-        pieces: for each position in the ring, the pieces over keys that came from there.
-        ring: the ring; of this rank alone by default.
-        blocks: for each position, the takes of that rank's k and v that travel; None for all of k and v
+        pieces: pieces over the keys of each position in the ring.
+        ring: ring of ranks; by default only this rank.
+        blocks: row views of each position's k and v that travel; None for all of k and v
             as they are, as it must be in a ring of one, where nothing travels.
     """
 
     pieces: Sequence[Sequence[Piece]]
     ring: Ring = field(default_factory=Ring)
-    blocks: Sequence[Sequence[Take]] | None = None
+    blocks: Sequence[Sequence[RowView]] | None = None
 
-    def takes(self, source: int, x: Tensor) -> Sequence[Take]:
-        """What of `x` travels from the rank at `source`."""
-        return (Take.all(x.shape[2]),) if self.blocks is None else self.blocks[source % self.ring.size]
+    def row_views(self, source: int, x: Tensor) -> Sequence[RowView]:
+        """Row views of `x` that travel from the rank at `source`."""
+        return (RowView.all(x.shape[2]),) if self.blocks is None else self.blocks[source % self.ring.size]
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """This rank's blocks of `x`, each (B, heads, rows, D)."""
-        return [take.gather(x).squeeze(2) for take in self.takes(self.ring.position, x)]
+        return [row_view.gather(x).squeeze(2) for row_view in self.row_views(self.ring.position, x)]
 
     def add_to(self, x: Tensor, blocks: Sequence[Tensor]) -> None:
         """Add what `gather` would have made to the rows it comes from."""
-        for take, block in zip(self.takes(self.ring.position, x), blocks, strict=True):
-            take.add_to(x, block.unsqueeze(2))
+        for row_view, block in zip(self.row_views(self.ring.position, x), blocks, strict=True):
+            row_view.add_to(x, block.unsqueeze(2))
 
     def shapes(self, source: int, x: Tensor) -> list[tuple[int, ...]]:
         """Shapes of the blocks that the rank at `source` gathers, whose tensors are shaped as `x`."""
-        shapes = [take.shape(x) for take in self.takes(source, x)]
+        shapes = [row_view.shape(x) for row_view in self.row_views(source, x)]
         return [(*shape[:2], *shape[3:]) for shape in shapes]
 
 
-def local(pieces: Sequence[Piece]) -> Branch:
-    """A branch whose keys are all on this rank."""
-    return Branch([pieces])
+def local(pieces: Sequence[Piece]) -> RingPart:
+    """A ring part whose keys are all on this rank."""
+    return RingPart([pieces])
 
 
 def _fold(block: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ class _Sum:
         self._like, self._dtype = like, accumulator(like.dtype)
         self._total: Tensor | None = None
 
-    def add(self, take: Take, block: Tensor) -> None:
-        if self._total is None and take.covers(self._like.shape[2]):
+    def add(self, row_view: RowView, block: Tensor) -> None:
+        if self._total is None and row_view.covers(self._like.shape[2]):
             self._total = block.reshape(self._like.shape).to(self._dtype)
         else:
-            take.add_to(self.total, block.reshape(take.shape(self.total)))
+            row_view.add_to(self.total, block.reshape(row_view.shape(self.total)))
 
     @property
     def total(self) -> Tensor:
@@ -120,14 +120,14 @@ class _Softmax:
         self._q, self._dtype = q, accumulator(q.dtype)
         self._state: tuple[Tensor, Tensor] | None = None
 
-    def merge(self, take: Take, out: Tensor, lse: Tensor) -> None:
+    def merge(self, row_view: RowView, out: Tensor, lse: Tensor) -> None:
         shape = self._q.shape
-        if self._state is None and take.covers(shape[2]):
+        if self._state is None and row_view.covers(shape[2]):
             self._state = out.reshape(shape).to(self._dtype), lse.reshape(shape[:3])
             return
         total, total_lse = self.state
-        out, lse = out.reshape(take.shape(total)), lse.reshape(take.shape(total_lse))
-        views = zip(take.views(total), take.views(total_lse), strict=True)
+        out, lse = out.reshape(row_view.shape(total)), lse.reshape(row_view.shape(total_lse))
+        views = zip(row_view.views(total), row_view.views(total_lse), strict=True)
         for (head, row, rows), (_, _, rows_lse) in views:
             part = (
                 slice(None),
@@ -163,7 +163,7 @@ def _forward_piece(
 
 
 def _forward_branch(
-    branch: Branch, qkv: Sequence[Tensor], softmax: _Softmax, scale: float, blocks: str
+    branch: RingPart, qkv: Sequence[Tensor], softmax: _Softmax, scale: float, blocks: str
 ) -> None:
     q, k, v = qkv
     ring = branch.ring
@@ -181,7 +181,7 @@ def _forward_branch(
 
 @dataclass
 class _Whole:
-    """What the backward of a piece needs of the whole softmax, and where its dq goes."""
+    """Inputs of a piece's backward from the whole softmax, and the sum for its dq."""
 
     q: Tensor
     out: Tensor
@@ -203,7 +203,7 @@ def _backward_piece(piece: Piece, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum,
     dv.add(piece.keys, grads[2])
 
 
-def _backward_branch(branch: Branch, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
+def _backward_branch(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
     if branch.ring.size == 1:
         # Nothing travels: gradients go straight into the totals.
         for piece in branch.pieces[0]:
@@ -215,7 +215,7 @@ def _backward_branch(branch: Branch, whole: _Whole, k: Tensor, v: Tensor, dk: _S
     branch.add_to(dv.total, home[half:])
 
 
-def _ring_gradients(branch: Branch, whole: _Whole, k: Tensor, v: Tensor) -> list[Tensor]:
+def _ring_gradients(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor) -> list[Tensor]:
     """Gradients of this rank's blocks of k and v, after they went round."""
     ring = branch.ring
     travelling, arriving_sums = branch.gather(k) + branch.gather(v), None
@@ -239,7 +239,7 @@ def _ring_gradients(branch: Branch, whole: _Whole, k: Tensor, v: Tensor) -> list
 class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, branches: Sequence[RingPart], scale: float
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.branches, ctx.scale, ctx.blocks = branches, scale, chosen_blocks(q)
@@ -287,7 +287,7 @@ def _with_lse_gradient(
 
 
 def piecewise_attention(
-    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], scale: float
+    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[RingPart], scale: float
 ) -> tuple[Tensor, Tensor]:
     """One softmax over all pairs of all pieces of all branches, differentiable in both outputs.
 
@@ -297,7 +297,7 @@ def piecewise_attention(
         q: (B, H, N, D), this rank's rows.
         k: (B, H, M, D); M == N where several ranks take part.
         v: (B, H, M, D).
-        branches: see `Branch`.
+        branches: see `RingPart`.
         scale: factor on the scores.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What every attention of this room asks of its tensors before it starts."""
+"""Checks of the tensors of every attention in this package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, *, same_length: bool = True
     for name, x in (("k", k), ("v", v)):
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise KernelError(
-                f"{name}: dtype and device must be those of q",
+                f"{name}: dtype or device differs from q's",
                 got=f"{x.dtype} on {x.device}",
                 allowed=f"{q.dtype} on {q.device}",
                 remedy=f"Move it: {name}.to(q)",
@@ -46,7 +46,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, *, same_length: bool = True
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> None:
     if q.dim() != 4:
         raise KernelError(
-            "q: attention takes four dimensions",
+            "q: needs four dimensions",
             got=tuple(q.shape),
             allowed="(batch, heads, length, head_dim)",
             remedy="Split the heads: x.unflatten(-1, (heads, -1)).transpose(1, 2)",
@@ -67,7 +67,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> None:
 def _check_dtype(q: Tensor) -> None:
     if q.dtype not in _FLOATS:
         raise KernelError(
-            "q: attention is computed on floating point numbers",
+            "q: not a floating-point dtype",
             got=q.dtype,
             allowed=", ".join(map(str, _FLOATS)),
             remedy="Convert q, k and v, for instance with .float()",
@@ -93,7 +93,7 @@ def check_segments(segment_lengths: Sequence[int], dilation_rates: Sequence[int]
     """
     if not segment_lengths or len(segment_lengths) != len(dilation_rates):
         raise KernelError(
-            "segment_lengths and dilation_rates: one rate for each segment length",
+            "segment_lengths and dilation_rates: need one rate for each segment length",
             got=(list(segment_lengths), list(dilation_rates)),
             allowed="two lists of one length, at least 1",
             remedy="Each pair (length, rate) is a branch; give every branch both",

@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_seq_len": 32_768,
     },
 }
-"""What `create_distributed_model(preset)` builds: 140 million, 370 million and 1.4 billion parameters."""
+"""Presets of `create_distributed_model`: 140 million, 370 million and 1.4 billion parameters."""
 
 _STD = 0.02
 
@@ -59,13 +59,13 @@ class DilatedLanguageModel(nn.Module):
 
     Args:
         embed_dim: width of the residual stream; a multiple of `num_heads`.
-        num_heads: of attention.
-        num_layers: blocks.
-        segment_lengths: of the dilated branches, in tokens.
+        num_heads: number of attention heads.
+        num_layers: number of blocks.
+        segment_lengths: segment lengths of the dilated branches, in tokens.
         dilation_rates: one for each segment length.
         vocab_size: number of tokens that exist.
         max_seq_len: the longest sequence, in tokens, over all ranks of `group`.
-        dropout: after attention and in the feed-forward part.
+        dropout: dropout rate after attention and in the feed-forward part.
         use_gradient_checkpointing: keep a block's input alone, and compute the block again in backward.
         group: ranks that share each sequence, rank r holding the r-th of equal slices; None keeps
             sequences whole.
@@ -121,7 +121,7 @@ class DilatedLanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw every parameter anew from torch's global generator."""
+        """Reinitialize every parameter from torch's global generator."""
         residual = {id(layer) for block in self.blocks for layer in _ending_in_the_stream(block)}
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
@@ -149,7 +149,7 @@ class DilatedLanguageModel(nn.Module):
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if length * size > self.max_seq_len:
             raise KernelError(
-                "the sequence is longer than the model has positions for",
+                "tokens: the sequence is longer than the model's number of positions",
                 got=f"{length * size} tokens",
                 allowed=f"up to max_seq_len={self.max_seq_len}",
                 remedy="Cut the sequences, or build the model with a larger max_seq_len",
@@ -160,8 +160,8 @@ class DilatedLanguageModel(nn.Module):
 def create_distributed_model(preset: str | None = None, **parameters: Any) -> DilatedLanguageModel:
     """A `DilatedLanguageModel`, of one of the `PRESETS` or by its parameters.
 
-    Which backend trains it, its ZeRO stage and what it offloads are said by the run's config and not
-    here: the model is the same under each. Pass ``functools.partial(create_distributed_model, "large")``
+    Backend, ZeRO stage and offloading are set by the run's config and not here: the model is the same
+    under each. Pass ``functools.partial(create_distributed_model, "large")``
     as `Trainer(model=...)`, so that ranks build it themselves.
 
     Args:
@@ -173,10 +173,10 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
     """
     if preset is not None and preset not in PRESETS:
         raise KernelError(
-            "preset: there is none of that name",
+            "preset: unknown preset",
             got=preset,
             allowed=", ".join(PRESETS),
-            remedy="Name one of these",
+            remedy="Choose one of these",
         )
     chosen = {**(PRESETS[preset] if preset else {}), **parameters}
     needed = set(PRESETS["small"])
@@ -204,15 +204,15 @@ def _check_names(given: set[str], needed: set[str], options: set[str]) -> None:
     if unknown:
         elsewhere = [f"{name} -> {_IN_CONFIG[name]}" for name in unknown if name in _IN_CONFIG]
         raise KernelError(
-            "the model has no such parameter",
+            "unknown parameter of the model",
             got=", ".join(unknown),
             allowed=", ".join(sorted(needed | options)),
-            remedy=f"Say it in the run's config ({'; '.join(elsewhere)})" if elsewhere else "Leave it out",
+            remedy=f"Set it in the run's config ({'; '.join(elsewhere)})" if elsewhere else "Leave it out",
         )
     missing = sorted(needed - given)
     if missing:
         raise KernelError(
-            "parameters of the model are missing",
+            "missing parameters of the model",
             got=", ".join(sorted(given)) or "none",
             allowed=", ".join(sorted(needed)),
             remedy=f"Give {', '.join(missing)}, or name a preset: {', '.join(PRESETS)}",
@@ -223,5 +223,5 @@ def _check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise KernelError(
-                f"{name} has to be positive", got=size, allowed="1 and more", remedy=f"Give another {name}"
+                f"{name}: must be positive", got=size, allowed="1 and more", remedy=f"Give another {name}"
             )

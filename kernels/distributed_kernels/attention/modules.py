@@ -1,4 +1,4 @@
-"""Layers over the functions of this room: projections, the attention, and a transformer block.
+"""Layers over the functions of this package: projections, the attention, and a transformer block.
 
 Across ranks each holds a contiguous slice of the sequence, and its gradients of the parameters are those
 of its slice: sum or average them as data parallelism does.
@@ -59,7 +59,7 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         causal: a position sees no later one.
         group: the ranks that hold the sequence in contiguous slices; None for one process.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         KernelError: heads that do not divide the width, or lists that do not agree.
@@ -135,7 +135,7 @@ class RingDistributedDilatedAttention(MultiheadDilatedAttention):
 
     Raises:
         KernelError: there are several ranks and no group: whether they hold slices of one sequence, or
-            sequences of their own, is not to be guessed.
+            sequences of their own, cannot be inferred.
     """
 
     @property
@@ -143,7 +143,7 @@ class RingDistributedDilatedAttention(MultiheadDilatedAttention):
         group = super().group
         if group is None and _several_ranks():
             raise KernelError(
-                f"group: {type(self).__name__} has to be told which ranks hold slices of one sequence",
+                f"group: {type(self).__name__} needs the ranks that hold slices of one sequence",
                 allowed="a process group",
                 remedy="Pass group=torch.distributed.group.WORLD when all do; where each rank trains on"
                 " sequences of its own, as in data parallelism, use MultiheadDilatedAttention",
@@ -203,7 +203,7 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     Args:
         sequence_parallel: each rank of `group` (torch's default group when None) holds a slice of the
-            sequence; if not, each holds whole sequences of its own, and no rank is spoken to.
+            sequence; if not, each holds whole sequences of its own, without communication.
         **options: as for `MultiheadDilatedAttention`.
     """
 

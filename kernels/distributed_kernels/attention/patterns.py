@@ -1,4 +1,4 @@
-"""Which blocks of the score matrix a block-sparse attention keeps."""
+"""Patterns of the kept blocks of a block-sparse score matrix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block_pattern(
     ``local`` keeps the nearest blocks of each query block, ``strided`` evenly spaced ones, ``global`` the
     first blocks of the sequence as keys for all and as queries of all. Every query block keeps itself, so
     that no query is left without a key. Names joined by ``+`` keep what any of them keeps.
-    `block_density` says what share came out.
+    `block_density` returns the resulting share.
 
     Args:
         pattern: ``local``, ``strided``, ``global``, or several joined by ``+``.
@@ -80,7 +80,7 @@ def _nearest(budgets: list[float], ratio: float, density: Callable[[float], floa
 
 
 def _distance(blocks: int) -> Tensor:
-    """(queries, keys): how many blocks the key lies before the query."""
+    """(queries, keys): number of blocks by which the key precedes the query."""
     place = torch.arange(blocks)
     return place[:, None] - place[None, :]
 
@@ -125,7 +125,7 @@ def check_pattern(pattern: str, block_size: int, ratio: float) -> None:
     """
     if any(name not in PATTERNS for name in pattern.split("+")):
         raise KernelError(
-            "pattern: no pattern of that name",
+            "pattern: unknown pattern",
             got=pattern,
             allowed=", ".join(PATTERNS) + ", or several joined by +",
             remedy="For blocks of your own choice give mask=",
@@ -134,7 +134,7 @@ def check_pattern(pattern: str, block_size: int, ratio: float) -> None:
         raise KernelError("block_size: must be positive", got=block_size, allowed="1 and more")
     if not 0 < ratio <= 1:
         raise KernelError(
-            "sparsity_ratio: is the share of blocks to keep",
+            "sparsity_ratio: not a share of blocks to keep",
             got=ratio,
             allowed="above 0, at most 1",
             remedy="0.1 keeps a tenth of the blocks",

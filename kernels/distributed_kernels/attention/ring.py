@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Branch, Piece, piecewise_attention
+from distributed_kernels.attention.engine import Piece, RingPart, piecewise_attention
 from distributed_kernels.attention.input_checks import check_attention, scale_of
 from distributed_kernels.attention.ring_exchange import Ring, all_gather, check_equal_slices, default_group
-from distributed_kernels.attention.row_views import Run, Take
+from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
 __all__ = ["ring_attention", "zigzag_gather", "zigzag_positions", "zigzag_slice"]
@@ -62,30 +62,30 @@ def ring_attention(
 
     def pieces(source: int) -> list[Piece]:
         if not causal or source == ring.position:
-            return [Piece(Take.all(length), Take.all(length), causal)]
+            return [Piece(RowView.all(length), RowView.all(length), causal)]
         return pieces_of(length, ring.position, source)
 
-    branch = Branch([pieces(source) for source in range(ring.size)], ring)
+    branch = RingPart([pieces(source) for source in range(ring.size)], ring)
     return piecewise_attention(q, k, v, [branch], scale_of(q, scale))[0]
 
 
 def _zigzag_pieces(length: int, position: int, source: int) -> list[Piece]:
     half = length // 2
-    low, high = Take.rows(Run(0, half, half)), Take.rows(Run(half, half, half))
+    low, high = RowView.rows(RowRange(0, half, half)), RowView.rows(RowRange(half, half, half))
     if source < position:
         # Its early chunk lies before both of ours, its late chunk after both.
-        return [Piece(Take.all(length), low)]
-    return [Piece(high, Take.all(length))]
+        return [Piece(RowView.all(length), low)]
+    return [Piece(high, RowView.all(length))]
 
 
 def _contiguous_pieces(length: int, position: int, source: int) -> list[Piece]:
-    return [Piece(Take.all(length), Take.all(length))] if source < position else []
+    return [Piece(RowView.all(length), RowView.all(length))] if source < position else []
 
 
 def _layout(name: str) -> Callable[[int, int, int], list[Piece]]:
     layouts = {"zigzag": _zigzag_pieces, "contiguous": _contiguous_pieces}
     if name not in layouts:
-        raise KernelError("layout: no layout of that name", got=name, allowed=", ".join(layouts))
+        raise KernelError("layout: unknown layout", got=name, allowed=", ".join(layouts))
     return layouts[name]
 
 
@@ -121,7 +121,7 @@ def zigzag_positions(length: int, rank: int, size: int) -> Tensor:
             remedy="Pad the sequence",
         )
     if not 0 <= rank < size:
-        raise KernelError("rank: not in the group", got=rank, allowed=f"0 to {size - 1}")
+        raise KernelError("rank: not a rank of the group", got=rank, allowed=f"0 to {size - 1}")
     chunk = length // (2 * size)
     late = 2 * size - 1 - rank
     return torch.cat([torch.arange(each * chunk, (each + 1) * chunk) for each in (rank, late)])
@@ -148,7 +148,7 @@ def zigzag_gather(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor
     For looking at results; a loss belongs on the slices, summed over the ranks.
 
     Args:
-        x: this rank's slice, shaped alike on all ranks.
+        x: this rank's slice, of equal shape on all ranks.
         group: the ranks; torch's default group when None.
         dim: the sequence's dimension.
     """

@@ -1,4 +1,4 @@
-"""The only calls of this room that speak to other ranks. They count the bytes that arrive."""
+"""Communication of this package with other ranks, with a count of the received bytes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 
 @dataclass
 class Traffic:
-    """What this rank received.
+    """Bytes received by this rank.
 
     Attributes:
-        received: bytes of activations and gradients; agreement on shapes is not counted.
+        received: bytes of activations and gradients; exchanged shapes are not counted.
     """
 
     received: int = 0
@@ -112,7 +112,7 @@ class Ring:
 
     def _operation(self, kind: Callable[..., Any], x: Tensor, position: int) -> dist.P2POp:
         if self.group is None:
-            raise RuntimeError("a ring of one rank has nobody to send to")
+            raise RuntimeError("a ring of one rank cannot send")
         peer = dist.get_global_rank(self.group, self.members[position % self.size])
         return dist.P2POp(kind, x, peer, self.group)
 
@@ -164,7 +164,7 @@ def check_equal_slices(x: Tensor, group: ProcessGroup) -> None:
             "group: this rank is not one of its ranks",
             got=f"rank {dist.get_rank()}",
             allowed=f"ranks {dist.get_process_group_ranks(group)}",
-            remedy="Hand every rank the group that its slice of the sequence belongs to",
+            remedy="Pass every rank the group that its slice of the sequence belongs to",
         )
     known = _agreed.setdefault(group, set())
     if x.is_cuda and tuple(x.shape) in known:

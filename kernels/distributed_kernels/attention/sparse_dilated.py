@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.block_sparse import masked_pieces
-from distributed_kernels.attention.dilated import Meeting, dilated_branches
+from distributed_kernels.attention.dilated import SlicePair, dilated_branches
 from distributed_kernels.attention.engine import Piece, piecewise_attention
 from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
 from distributed_kernels.attention.patterns import block_pattern
-from distributed_kernels.attention.row_views import Take
+from distributed_kernels.attention.row_views import RowView
 from distributed_kernels.errors import KernelError
 
 __all__ = ["block_sparse_dilated_attention"]
@@ -34,8 +34,8 @@ def block_sparse_dilated_attention(
 ) -> Tensor:
     """One softmax over the pairs of all dilated branches that lie in kept blocks of their segment.
 
-    A segment of w positions keeps w/r rows for a head; these are cut into blocks, and the pattern says
-    which blocks of rows see which. With one branch (length, 1) it is `block_sparse_attention`, with a ratio
+    A segment of w positions keeps w/r rows for a head; these are cut into blocks, and the pattern
+    selects which blocks see which. With one branch (length, 1) it is `block_sparse_attention`, with a ratio
     of 1 `dilated_attention`.
 
     Args:
@@ -53,10 +53,10 @@ def block_sparse_dilated_attention(
     check_attention(q, k, v)
     check_segments(segment_lengths, dilation_rates)
 
-    def cut(queries: Take, keys: Take, meeting: Meeting) -> list[Piece]:
-        if causal and meeting.source > meeting.position:
+    def cut(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
+        if causal and slice_pair.source > slice_pair.position:
             return []
-        rows, slices = queries.length, meeting.slices
+        rows, slices = queries.length, slice_pair.slices
         if slices > 1:
             _check_slices(rows, block_size, q.shape[2], dilation_rates)
         mask = block_pattern(
@@ -64,11 +64,11 @@ def block_sparse_dilated_attention(
         )
         if slices > 1:
             own, theirs = (
-                _blocks_of(place, rows, block_size) for place in (meeting.position, meeting.source)
+                _blocks_of(place, rows, block_size) for place in (slice_pair.position, slice_pair.source)
             )
             mask = mask[own, theirs]
-        diagonal = causal and meeting.source == meeting.position
-        return list(masked_pieces(queries, keys, mask, block_size, diagonal, meeting.block))
+        diagonal = causal and slice_pair.source == slice_pair.position
+        return list(masked_pieces(queries, keys, mask, block_size, diagonal, slice_pair.block))
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
     branches = dilated_branches(q, pairs, cut, group)

@@ -1,4 +1,4 @@
-"""What a model's layers are fed: second moments of their inputs over some batches."""
+"""Second moments of the inputs of a model's layers over some batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def input_covariance(
 
     Args:
         model: all on one process; nothing is summed over ranks.
-        batches: what `call` takes.
+        batches: arguments of `call`.
         modules: as for `select_modules`.
         call: runs the model on a batch. Without it a mapping is passed as keywords, of a tuple or list
             the first item, anything else as it is.
@@ -85,7 +85,7 @@ def input_covariance(
         for module, training in modes:
             module.training = training
     if not seen:
-        raise KernelError("batches: there is none", got=seen, allowed="1 or more", remedy="Give some")
+        raise KernelError("batches: empty", got=seen, allowed="1 or more", remedy="Give at least one batch")
     return {name: total / counts[name] for name, total in sums.items()}
 
 

@@ -65,7 +65,7 @@ class SKConv2d(nn.Module):
         super().__init__()
         if groups != 1:
             raise KernelError(
-                "groups: a grouped convolution is thin already",
+                "groups: grouped convolutions are not supported",
                 got=groups,
                 allowed="1",
                 remedy="Keep nn.Conv2d",
@@ -109,7 +109,7 @@ class SKConv2d(nn.Module):
         return torch.einsum("or,rihw->oihw", self.factor_out, self.factor_in)
 
     def flops(self, num_rows: int, *, backward: bool = False) -> int:
-        """Of `num_rows` output pixels, as in `SKLinear.flops`."""
+        """FLOPs of `num_rows` output pixels, as in `SKLinear.flops`."""
         return (6 if backward else 2) * num_rows * self.rank * (self.in_features + self.out_channels)
 
     def dense_flops(self, num_rows: int, *, backward: bool = False) -> int:

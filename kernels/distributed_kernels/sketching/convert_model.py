@@ -1,4 +1,4 @@
-"""sketch_model: every layer of a model that thin factors can replace, and a table of what became of it."""
+"""sketch_model: every layer of a model that thin factors can replace, and a table of the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LayerRow:
     """One layer of the model.
 
     Attributes:
-        name: where it is in the model.
+        name: name in the model.
         kind: ``Linear`` or ``Conv2d``.
         shape: ``in -> out``; of a convolution, patches to channels.
-        report: what became of it; None where it was kept.
-        kept: why it was kept dense; empty where it was converted.
+        report: result of the conversion; None where it was kept.
+        kept: reason for keeping it dense; empty where it was converted.
     """
 
     name: str
@@ -39,11 +39,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class SketchReport:
-    """What `sketch_model` did. ``print(report)`` is a table.
+    """Result of `sketch_model`. ``print(report)`` is a table.
 
     Attributes:
         layers: every linear layer and convolution, in the model's order.
-        parameters_before, parameters_after: of the whole model.
+        parameters_before, parameters_after: number of parameters of the whole model.
     """
 
     layers: tuple[LayerRow, ...]
@@ -119,7 +119,7 @@ def sketch_model(
     every, chosen = select_modules(model, None), select_modules(model, modules)
     if "" in every:
         raise KernelError(
-            "model: it is one layer, which cannot be replaced in place",
+            "model: a single layer cannot be replaced in place",
             got=type(model).__name__,
             remedy="Call factorize_linear or factorize_conv",
         )

@@ -1,4 +1,4 @@
-"""What a factorised layer costs, and from which rank on it costs more than a dense one."""
+"""Cost of a factorised layer, and its break-even rank with a dense one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_rank(rank: int, in_features: int, out_features: int, *, least: int, al
     """Refuse a rank that is too small, or that saves nothing.
 
     Args:
-        rank: of the layer.
+        rank: rank of the layer.
         in_features, out_features: sizes of the dense matrix.
         least: smallest rank that the layer can have.
         allow_costly: accept a rank above break-even.
@@ -36,7 +36,10 @@ def check_rank(rank: int, in_features: int, out_features: int, *, least: int, al
     most = break_even_rank(in_features, out_features)
     if rank < least:
         raise KernelError(
-            "rank: too small", got=rank, allowed=f"{least} to {most}", remedy="Give at least the smallest"
+            "rank: too small",
+            got=rank,
+            allowed=f"{least} to {most}",
+            remedy="Give at least the smallest rank",
         )
     if rank > most and not allow_costly:
         range_ = f"{least} to {most}" if most >= least else "none"

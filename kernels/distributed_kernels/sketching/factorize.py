@@ -1,4 +1,4 @@
-"""A trained dense layer as two thin factors, and what that saves and costs."""
+"""Factorize a trained dense layer into two thin factors, with savings and errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def factorize_linear(
     """An `SKLinear` that approximates `linear`, with what that costs in its attribute `report`.
 
     Args:
-        linear: left as it is.
-        rank: of the factors; or
+        linear: layer to approximate; not changed.
+        rank: rank of the factors; or
         energy: 0 to 1, the share of ||W||^2 (with ``activation``, of the mean squared output) that the
             smallest sufficient rank keeps.
         method: ``svd``, the best for the weight; ``rsvd``, nearly that, faster on large layers;
@@ -205,14 +205,16 @@ def _check(
     weight: Tensor, rank: int | None, energy: float | None, method: str, covariance: Tensor | None
 ) -> None:
     if (rank is None) == (energy is None):
-        raise KernelError("rank, energy: give one of them", got=(rank, energy), remedy="Leave one away")
+        raise KernelError(
+            "rank, energy: need exactly one of them", got=(rank, energy), remedy="Leave one out"
+        )
     if energy is not None and not 0 < energy <= 1:
         raise KernelError(
-            "energy: not a share", got=energy, allowed="above 0, up to 1", remedy="Give 0.9, say"
+            "energy: not a share", got=energy, allowed="above 0, up to 1", remedy="Give a share such as 0.9"
         )
     if method not in METHODS:
         raise KernelError(
-            "method: no such method", got=method, allowed=", ".join(METHODS), remedy="Take one of these"
+            "method: unknown method", got=method, allowed=", ".join(METHODS), remedy="Choose one of these"
         )
     if method == "activation" and covariance is None:
         raise KernelError(
@@ -220,8 +222,8 @@ def _check(
         )
     if covariance is not None and tuple(covariance.shape) != (weight.shape[1],) * 2:
         raise KernelError(
-            "covariance: of other inputs",
+            "covariance: shape does not match the layer's inputs",
             got=tuple(covariance.shape),
             allowed=str((weight.shape[1],) * 2),
-            remedy="Take the matrix of this layer",
+            remedy="Use the matrix of this layer",
         )

@@ -1,4 +1,4 @@
-"""Where a layer's frozen halves come from: made again from a seed, or given by hand."""
+"""A layer's frozen halves: generated from a seed, or given by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sketch(nn.Module):
     """The frozen halves of a layer in -> out: `frozen_in` (num_in, in) and `frozen_out` (out, num_out).
 
     Args:
-        in_features, out_features: of the layer.
+        in_features, out_features: sizes of the layer.
         num_in, num_out: rows of `frozen_in`, columns of `frozen_out`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sketch(nn.Module):
 
     @abstractmethod
     def export_sketch(self) -> Any:
-        """What `import_sketch` needs on another rank, as plain data or CPU tensors."""
+        """Export the sketch for `import_sketch` on another rank, as plain data or CPU tensors."""
 
     @abstractmethod
     def import_sketch(self, state: Any) -> None:
@@ -77,7 +77,9 @@ class SignSketch(Sketch):
     def __init__(self, in_features: int, out_features: int, num_in: int, num_out: int, seed: int) -> None:
         super().__init__(in_features, out_features, num_in, num_out)
         if not 0 <= seed < 2**62:
-            raise KernelError("seed: not in range", got=seed, allowed="0 to 2**62 - 1", remedy="Take another")
+            raise KernelError(
+                "seed: not in range", got=seed, allowed="0 to 2**62 - 1", remedy="Choose another seed"
+            )
         self.seed = seed
         self._made: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
@@ -125,7 +127,7 @@ class SignSketch(Sketch):
         """
         if state["algorithm"] != SIGN_ALGORITHM:
             raise KernelError(
-                "sketch: saved by a version that makes other signs",
+                "sketch: saved by a version that generates other signs",
                 got=state["algorithm"],
                 allowed=SIGN_ALGORITHM,
                 remedy="Load it with the version that saved it, and save the layer's dense_weight()",

@@ -34,7 +34,7 @@ def fused_linear_available(device: torch.device) -> bool:
 
 @contextmanager
 def use_fused_linear(wanted: bool = True) -> Iterator[None]:
-    """Let layers use the kernel where it can run, or forbid it, whatever the environment says."""
+    """Let layers use the kernel where it can run, or forbid it, regardless of the environment."""
     global _override
     before, _override = _override, wanted
     try:
@@ -77,14 +77,14 @@ def fused_linear(x: Tensor, factor_in: Tensor, factor_out: Tensor, bias: Tensor 
     """
     if not fused_linear_available(x.device):
         raise KernelError(
-            "fused_linear: needs Triton and a GPU",
+            "fused_linear: not available without Triton and a GPU",
             got=str(x.device),
             allowed="cuda, with triton installed",
             remedy="Use SKLinear, which computes the same with two matrix products",
         )
     if len(factor_in) > LARGEST_RANK or x.dtype not in _DTYPES:
         raise KernelError(
-            "fused_linear: rank or dtype",
+            "fused_linear: unsupported rank or dtype",
             got=(len(factor_in), x.dtype),
             allowed=f"rank 1 to {LARGEST_RANK}; float16, bfloat16, float32",
             remedy="Use SKLinear",

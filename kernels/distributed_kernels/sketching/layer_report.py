@@ -1,4 +1,4 @@
-"""LayerReport: what became of one layer that was factorized."""
+"""LayerReport: result of the factorization of one layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["LayerReport"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer.
+    """Result of the factorization of one layer.
 
     Attributes:
-        rank: of the factors.
-        break_even: the largest rank that saves anything.
+        rank: rank of the factors.
+        break_even: largest rank that saves anything.
         parameters_before, parameters_after: numbers in the weight, and in the factors.
         flops_before, flops_after: forward, per row of a linear layer or output pixel of a convolution.
         weight_error: ||W - W^|| / ||W||, Frobenius.

@@ -40,7 +40,7 @@ class SKLinear(nn.Module):
         train_both: False freezes one half of each factor; None is False with `num_terms` or given
             matrices, else True.
         sketch: ``sign``, from `seed`; or the matrices (U1 (r1, out), U2 (in, r2)), r1 + r2 = rank.
-        seed: of the signs. Layers of equal shape and seed have equal sketches.
+        seed: seed of the signs. Layers of equal shape and seed have equal sketches.
         bias, device, dtype: as for `nn.Linear`.
         allow_costly: accept a rank above break-even.
 
@@ -120,7 +120,7 @@ class SKLinear(nn.Module):
         by least squares for the frozen halves.
 
         Args:
-            weight: in the precision to compute in.
+            weight: weight in the precision to compute in.
             keep_norm: scale the result to the Frobenius norm of `weight`; False leaves the best fit.
         """
         if self.sketch is None:
@@ -160,7 +160,7 @@ class SKLinear(nn.Module):
         return frozen_out @ factor_in + factor_out @ frozen_in
 
     def flops(self, num_rows: int, *, backward: bool = False) -> int:
-        """Of `num_rows` rows, a multiply-add counted as two, the bias not at all.
+        """FLOPs of `num_rows` rows; a multiply-add counts as two, the bias is not counted.
 
         Args:
             num_rows: product of the input's dimensions but the last.
@@ -192,12 +192,12 @@ def _one_rank(
     low_rank: int | None,
     sketch: str | tuple[Tensor, Tensor],
 ) -> int:
-    """The rank, said in exactly one way; with matrices given it need not be said."""
+    """The rank, given by exactly one argument, or by the matrices."""
     if (num_terms is None) != (low_rank is None):
         raise KernelError(
-            "num_terms, low_rank: one without the other",
+            "num_terms, low_rank: only one is given",
             got=(num_terms, low_rank),
-            remedy="Give both, or rank alone",
+            remedy="Give both, or only rank",
         )
     said = [r for r in (rank, sketch_size) if r is not None]
     if num_terms is not None and low_rank is not None:
@@ -206,7 +206,7 @@ def _one_rank(
         said.append(sketch[0].shape[0] + sketch[1].shape[1])
     if len(said) != 1:
         raise KernelError(
-            "rank: has to be said exactly once",
+            "rank: needs exactly one of its arguments",
             got={
                 "rank": rank, "sketch_size": sketch_size, "num_terms": num_terms, "low_rank": low_rank,
             },
@@ -221,7 +221,7 @@ def _make_sketch(layer: SKLinear, sketch: Any, seed: int, device: Any, dtype: An
     if isinstance(sketch, str):
         if sketch != "sign":
             raise KernelError(
-                "sketch: no such kind",
+                "sketch: unknown kind",
                 got=sketch,
                 allowed="'sign', or two matrices",
                 remedy="Give one of these",
@@ -230,9 +230,9 @@ def _make_sketch(layer: SKLinear, sketch: Any, seed: int, device: Any, dtype: An
     u1, u2 = sketch
     if layer.train_both:
         raise KernelError(
-            "sketch: matrices are given, and nothing is frozen",
+            "sketch: matrices are given, but nothing is frozen",
             got="train_both=True",
-            remedy="Leave train_both away or leave sketch away",
+            remedy="Leave out train_both or sketch",
         )
     if u1.dim() != 2 or u2.dim() != 2 or u1.shape[1] != out or u2.shape[0] != into:
         raise KernelError(
@@ -246,13 +246,13 @@ def _make_sketch(layer: SKLinear, sketch: Any, seed: int, device: Any, dtype: An
             "sketch: the matrices' ranks do not add up to the layer's",
             got=(u1.shape[0], u2.shape[1]),
             allowed=f"r1 + r2 = {rank}, neither 0",
-            remedy="Leave rank away",
+            remedy="Leave rank out",
         )
     return GivenSketch(u1, u2, device, torch.get_default_dtype() if dtype is None else dtype)
 
 
 def _autocast(x: Tensor, *tensors: Tensor | None) -> Any:
-    """What autocast does to the arguments of `F.linear`."""
+    """Cast the arguments as autocast does for `F.linear`."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x, *tensors

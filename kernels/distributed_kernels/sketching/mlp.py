@@ -19,10 +19,10 @@ class SketchedMLP(nn.Module):
 
     Args:
         input_size, hidden_sizes, output_size: numbers of features.
-        sketch_ratios: for each layer its rank as a share of the layer's inputs, rounded down; None keeps
+        sketch_ratios: rank of each layer as a share of the layer's inputs, rounded down; None keeps
             that layer an `nn.Linear`. The output layer takes the last one, which may be a further one.
         train_both, allow_costly: as for `SKLinear`.
-        seed: of the first layer's sketch; every further layer has the next.
+        seed: seed of the first layer's sketch; every further layer has the next.
         device, dtype: as for `nn.Linear`.
 
     Raises:
@@ -73,13 +73,13 @@ class SketchedMLP(nn.Module):
 
 
 DistributedSketchedModel = SketchedMLP
-"""The name that the first description of this project gave it."""
+"""Original name in the project's description."""
 
 
 def _for_each_layer(ratios: Sequence[float | None], num_hidden: int) -> list[float | None]:
     if len(ratios) not in (num_hidden, num_hidden + 1) or not ratios:
         raise KernelError(
-            "sketch_ratios: one for each hidden layer, and perhaps one for the output layer",
+            "sketch_ratios: need one for each hidden layer, and optionally one for the output layer",
             got=len(ratios),
             allowed=f"{max(num_hidden, 1)} or {num_hidden + 1} ratios",
             remedy="Give as many as there are layers",
@@ -91,7 +91,7 @@ def _rank_of(ratio: float, index: int, into: int, out: int, least: int, allow_co
     rank, most = int(into * ratio), break_even_rank(into, out)
     if rank >= least and (rank <= most or allow_costly):
         return rank
-    # Half a rank more, so that these figures give their ranks however they are rounded.
+    # Half a rank more, so that these ratios give their ranks however they are rounded.
     low, high = ((r + 0.5) / into for r in (least, most))
     raise KernelError(
         f"sketch_ratios[{index}]: rank {rank} of {into} -> {out}"

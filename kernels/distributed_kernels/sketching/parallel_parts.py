@@ -1,6 +1,6 @@
-"""What a layer needs to know of its group: its own part of each parameter, and one sum over the ranks.
+"""A layer's part of each parameter in its group, and one sum over the ranks.
 
-How a layer is cut is written in its parameters, as DTensors (`tensor_parallel` makes them so).
+The sharding of a layer is stored in its parameters, as DTensors (`tensor_parallel` makes them so).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def exchange(h: Tensor, layer: Any) -> Tensor:
         if cut_in[0].is_shard(1) and cut_out[0].is_replicate():
             return _apply(_SumForward, h, group)
     raise KernelError(
-        f"{type(layer).__name__}: its factors are cut in a way that it cannot compute with",
+        f"{type(layer).__name__}: unsupported sharding of its factors",
         got=(cut_in, cut_out),
         allowed="as SKColwiseParallel or SKRowwiseParallel cut them",
         remedy="Use one of these; under FSDP call the layer through its module, so that it is gathered",

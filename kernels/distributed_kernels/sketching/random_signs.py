@@ -1,4 +1,4 @@
-"""Random signs that are a function of (seed, row, column), so that ranks agree without talking."""
+"""Random signs that are a function of (seed, row, column), so that ranks agree without communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGN_ALGORITHM = "mix32-v1"
 
 _MASK = 0xFFFFFFFF
 # Wellons' two-round mixer "16 21f0aaad 15 d35a2d97 15". The second factor is written as a negative
-# number: products with a 32-bit integer then stay inside int64, where overflow is nobody's promise.
+# number: products with a 32-bit integer then stay inside int64, whose overflow is undefined.
 _FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _CHUNK = 2**18
 """Elements made at a time: scratch of a few megabytes, however large the matrix."""
@@ -86,7 +86,9 @@ def _keys(seed: int) -> tuple[int, int]:
 
 def _check(seed: int, shape: tuple[int, int], offset: tuple[int, int]) -> None:
     if not 0 <= seed < 2**63:
-        raise KernelError("seed: not in range", got=seed, allowed="0 to 2**63 - 1", remedy="Take another")
+        raise KernelError(
+            "seed: not in range", got=seed, allowed="0 to 2**63 - 1", remedy="Choose another seed"
+        )
     if len(shape) != 2 or len(offset) != 2:
         raise KernelError(
             "shape, offset: a sketch is a matrix", got=(shape, offset), remedy="Give two numbers each"

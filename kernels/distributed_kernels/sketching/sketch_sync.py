@@ -20,7 +20,7 @@ def sketch_checksums(module: nn.Module) -> dict[str, int]:
 
 
 def check_sketch_sync(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks hold the same sketches. Collective; every rank raises alike.
+    """Check that all ranks hold the same sketches. Collective; every rank raises the same error.
 
     Args:
         module: the model; wrapped by DDP, FSDP2 or DeepSpeed, too.
@@ -64,7 +64,7 @@ def synchronize_sketches(
     size = dist.get_world_size(group)
     if not 0 <= src < size:
         raise KernelError(
-            "src: no such rank in the group",
+            "src: not a rank of the group",
             got=src,
             allowed=f"0 to {size - 1}",
             remedy="Give a rank of the group",
@@ -82,7 +82,7 @@ def synchronize_sketches(
 def synchronize_by(
     module: nn.Module, gather: Callable[[Any], Sequence[Any]], broadcast: Callable[[Any], Any]
 ) -> list[str]:
-    """`synchronize_sketches` for ranks that talk by other means than torch's process groups.
+    """`synchronize_sketches` for ranks that communicate by other means than torch's process groups.
 
     Args:
         gather: takes this rank's object and returns all ranks'.

@@ -28,10 +28,10 @@ __all__ = ["SKColwiseParallel", "SKRowwiseParallel", "TensorParallelSKLinear"]
 
 
 class _SKParallel(ParallelStyle):
-    """What both styles share: parameters become DTensors, hooks bring inputs and outputs into layout."""
+    """Base of both styles: parameters become DTensors, hooks bring inputs and outputs into layout."""
 
     _cut: ClassVar[dict[str, Placement]]
-    """Where each parameter is cut; those not named are whole on every rank."""
+    """Sharded dimension of each parameter; others are unsharded on every rank."""
     _inner_input: Placement
     _inner_output: Placement
 
@@ -54,7 +54,7 @@ class _SKParallel(ParallelStyle):
 
     @abstractmethod
     def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
-        """Note this rank's range of the cut features with the layer's sketch."""
+        """Set this rank's range of the sharded features in the layer's sketch."""
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = args[0]
@@ -74,8 +74,8 @@ class SKColwiseParallel(_SKParallel):
     """A `ParallelStyle` for `SKLinear`: every rank computes out_features / P of the outputs.
 
     Args:
-        input_layouts: of the inputs that are no DTensors; whole on every rank by default.
-        output_layouts: what the outputs become; the last dimension stays cut by default.
+        input_layouts: layouts of inputs that are not DTensors; unsharded on every rank by default.
+        output_layouts: layouts of the outputs; sharded at the last dimension by default.
         use_local_output: plain tensors instead of DTensors.
 
     Raises:
@@ -109,8 +109,8 @@ class SKRowwiseParallel(_SKParallel):
     """A `ParallelStyle` for `SKLinear`: every rank takes in_features / P of the inputs.
 
     Args:
-        input_layouts: of the inputs that are no DTensors; cut at the last dimension by default.
-        output_layouts: what the outputs become; whole on every rank by default.
+        input_layouts: layouts of inputs that are not DTensors; sharded at the last dimension by default.
+        output_layouts: layouts of the outputs; unsharded on every rank by default.
         use_local_output: plain tensors instead of DTensors.
 
     Raises:
@@ -148,7 +148,7 @@ class TensorParallelSKLinear(SKLinear):
         in_features, out_features, sketch_size: as for `SKLinear`; sketch_size is the rank of the factors.
         tensor_parallel_group: the ranks that share the layer, this one among them.
         gather_output: every rank gets all outputs; False leaves each its own out_features / P.
-        given: what else `SKLinear` takes.
+        given: further arguments of `SKLinear`.
 
     Raises:
         KernelError: as `SKLinear`; out_features is not divisible by the group's size, or this rank is not
@@ -181,17 +181,17 @@ class TensorParallelSKLinear(SKLinear):
 def _one_layer(module: nn.Module, mesh: DeviceMesh, style: str) -> SKLinear:
     if not isinstance(module, SKLinear):
         raise KernelError(
-            f"{style}: it cuts sketched layers alone",
+            f"{style}: it shards only sketched layers",
             got=type(module).__name__,
             allowed="SKLinear",
             remedy="Use torch's own style for this module",
         )
     if mesh.ndim != 1:
         raise KernelError(
-            f"{style}: a layer is cut over one dimension",
+            f"{style}: a layer can only be sharded over one mesh dimension",
             got=f"a mesh of {mesh.ndim} dimensions",
             allowed="1",
-            remedy="Give the part of the mesh, mesh['tp']",
+            remedy="Pass one dimension of the mesh, such as mesh['tp']",
         )
     return module
 
@@ -213,8 +213,8 @@ def _check_width(x: Tensor, features: int, layout: Placement, size: int) -> None
     expected = features // size if cut else features
     if x.shape[-1] != expected:
         raise KernelError(
-            f"input: its last dimension does not fit a layer of {features} inputs over {size} ranks",
+            f"input: its last dimension does not match a layer of {features} inputs over {size} ranks",
             got=x.shape[-1],
             allowed=str(expected),
-            remedy="Give what input_layouts says, or use a group of the size that the input was cut for",
+            remedy="Pass the input in the layout of input_layouts, or use a group of the matching size",
         )

@@ -23,7 +23,7 @@ TOKEN = "0123456789abcdefghij"
     ("target", "config", "settings", "words"),
     [
         # Resources
-        ("slurm", {"gpus_per_node": None}, {}, "ranks, and their number is not known"),
+        ("slurm", {"gpus_per_node": None}, {}, "number of ranks to request from the cluster is not set"),
         ("kubernetes", {"gpus_per_node": None}, {}, "--gpus-per-node N"),
         ("slurm", {"gpus_per_node": None, "num_gpus": 7}, {}, "cannot be spread evenly"),
         ("slurm", {"launch": "spawn", "rdzv_endpoint": "a:1"}, {}, "the cluster starts the ranks"),
@@ -46,37 +46,37 @@ TOKEN = "0123456789abcdefghij"
         # Going on
         ("slurm", {"checkpoint_dir": None}, {}, "--no-requeue"),
         ("kubernetes", {"checkpoint_dir": None}, {}, "--retries 0"),
-        ("slurm", {"resume_from_checkpoint": "other"}, {}, "at that checkpoint each time"),
-        ("ray", {**RAY, "checkpoint_dir": "checkpoints"}, HEAD, "a folder of its own"),
+        ("slurm", {"resume_from_checkpoint": "other"}, {}, "from that checkpoint each time"),
+        ("ray", {**RAY, "checkpoint_dir": "checkpoints"}, HEAD, "the job's own folder is deleted with it"),
         # Slurm's own
         ("slurm", {}, {"name": "a b"}, "letters, digits"),
         ("slurm", {}, {"name": "x" * 64}, "at most 63"),
-        ("slurm", {}, {"partition": "gpu;rm"}, "nothing that Slurm takes"),
-        ("slurm", {}, {"constraint": "a b"}, "nothing that Slurm takes"),
-        ("slurm", {}, {"time": "-5"}, "no time limit"),
-        ("slurm", {}, {"time": "0"}, "no time at all"),
-        ("slurm", {}, {"time": "1:2:3:4"}, "no time limit"),
-        ("slurm", {}, {"time": "3"}, "leaves nothing to train in"),
-        ("slurm", {}, {"time": "1:00:00", "warning": "3600"}, "leaves nothing to train in"),
-        ("slurm", {}, {"mem": "64GB"}, "no amount of memory"),
-        ("slurm", {}, {"mem": "-1G"}, "no amount of memory"),
+        ("slurm", {}, {"partition": "gpu;rm"}, "not accepted by Slurm"),
+        ("slurm", {}, {"constraint": "a b"}, "not accepted by Slurm"),
+        ("slurm", {}, {"time": "-5"}, "not a time limit"),
+        ("slurm", {}, {"time": "0"}, "'0' is zero"),
+        ("slurm", {}, {"time": "1:2:3:4"}, "not a time limit"),
+        ("slurm", {}, {"time": "3"}, "leaves no time to train"),
+        ("slurm", {}, {"time": "1:00:00", "warning": "3600"}, "leaves no time to train"),
+        ("slurm", {}, {"mem": "64GB"}, "not an amount of memory"),
+        ("slurm", {}, {"mem": "-1G"}, "not an amount of memory"),
         ("slurm", {}, {"cpus_per_task": "0"}, "above 0"),
         ("slurm", {}, {"option": ["array=1-9"]}, "set by the template"),
-        ("slurm", {}, {"option": ["comment=a b"]}, "no option of sbatch"),
+        ("slurm", {}, {"option": ["comment=a b"]}, "not an option of sbatch"),
         ("slurm", {}, {"setup": ["a\rb"]}, "carriage return"),
         ("slurm", {}, {"gpu_request": "gpus"}, "gpus-per-node, gres"),
         # Kubernetes' own
         ("kubernetes", {}, {"name": "Train"}, "lower-case"),
-        ("kubernetes", {}, {"name": "1st"}, "a letter comes first"),
+        ("kubernetes", {}, {"name": "1st"}, "must start with a letter"),
         ("kubernetes", {}, {"name": "x" * 41}, "at most 40"),
         ("kubernetes", {}, {"name": "a.b"}, "lower-case"),
         ("kubernetes", {}, {"namespace": "My_Space"}, "lower-case"),
         ("kubernetes", {}, {"image": None}, "deploy docker"),
-        ("kubernetes", {}, {"image": "a b"}, "no image"),
-        ("kubernetes", {}, {"memory": "64GB"}, "no amount of memory"),
+        ("kubernetes", {}, {"image": "a b"}, "not an image"),
+        ("kubernetes", {}, {"memory": "64GB"}, "not an amount of memory"),
         ("kubernetes", {}, {"memory": "1Gi", "shm": "2Gi"}, "counts against it"),
-        ("kubernetes", {}, {"cpus": "-2"}, "no number of CPUs"),
-        ("kubernetes", {}, {"cpus": "many"}, "no number of CPUs"),
+        ("kubernetes", {}, {"cpus": "-2"}, "not a number of CPUs"),
+        ("kubernetes", {}, {"cpus": "many"}, "not a number of CPUs"),
         ("kubernetes", {}, {"gpu_resource": "gpu"}, "nvidia.com/gpu"),
         ("kubernetes", {}, {"run_as_user": "0"}, "above 0"),
         ("kubernetes", {}, {"kind": "rayjob"}, "cannot run backend 'pytorch-ddp'"),
@@ -86,7 +86,7 @@ TOKEN = "0123456789abcdefghij"
             "kubernetes",
             {"backend": "horovod", "elastic": {"max_restarts": 1}},
             {},
-            "does not start ranks again",
+            "does not restart ranks",
         ),
         ("kubernetes", {"checkpoint_dir": "/"}, {}, "no volume can be mounted"),
         ("kubernetes", {"checkpoint_dir": "../up"}, {}, None),
@@ -94,34 +94,44 @@ TOKEN = "0123456789abcdefghij"
         ("kubernetes", {"checkpoint_dir": "/config/run"}, {}, "no volume can be mounted"),
         # Docker's and Ray's own
         ("docker", {}, {"base": "python"}, "has no tag"),
-        ("docker", {}, {"package": ["timm; rm -rf /"]}, "no requirement"),
+        ("docker", {}, {"package": ["timm; rm -rf /"]}, "not a requirement"),
         ("docker", {}, {"constraints": "nowhere.txt"}, "cannot read the file"),
         ("ray", {}, HEAD, "is deployed as 'torchrun'"),
-        ("ray", RAY, {}, "say which cluster"),
-        ("ray", RAY, {**HEAD, "host": ["a"], "ssh_user": "me"}, "say which cluster"),
+        ("ray", RAY, {}, "exactly one of dashboard"),
+        ("ray", RAY, {**HEAD, "host": ["a"], "ssh_user": "me"}, "exactly one of dashboard"),
         ("ray", RAY, {"host": ["a", "b"]}, "ssh_user is missing"),
         ("ray", RAY, {"host": ["a"], "ssh_user": "me"}, "has 1 hosts"),
-        ("ray", RAY, {"host": ["-oProxyCommand=x"], "ssh_user": "me"}, "no host's name"),
+        ("ray", RAY, {"host": ["-oProxyCommand=x"], "ssh_user": "me"}, "not a host name"),
         ("ray", RAY, {**HEAD, "env": ["A=${HOME}"]}, "Ray replaces"),
         # Secrets
         ("slurm", {}, {"env": ["WANDB_API_KEY=x"]}, "Export it in the shell"),
         ("kubernetes", {}, {"env": ["HF_TOKEN=x"]}, "--env-from-secret NAME"),
         ("kubernetes", {}, {"env": ["DB=postgres://me:pw@host/x"]}, "--env-from-secret NAME"),
         ("kubernetes", {}, {"env": ["db_password=x"]}, "looks like a secret"),
-        ("slurm", {"tracking": {"mlflow_tracking_uri": "http://me:pw@host"}}, {}, "password in it"),
-        ("slurm", {"fsdp": {"block_classes": ["x", "http://me:pw@host"]}}, {}, "password in it"),
+        ("slurm", {"tracking": {"mlflow_tracking_uri": "http://me:pw@host"}}, {}, "contains a password"),
+        ("slurm", {"fsdp": {"block_classes": ["x", "http://me:pw@host"]}}, {}, "contains a password"),
         ("slurm", {}, {"env": [f"PIP=git+https://ghp_{TOKEN}@github.com/a/b"]}, "looks like a secret"),
         ("slurm", {}, {"setup": [f"pip install git+https://me:{TOKEN}@github.com/a/b"]}, "Export it in"),
         ("slurm", {}, {"setup": [f"pip install git+https://{TOKEN}@github.com/a/b"]}, "write $NAME"),
-        ("slurm", {}, {"setup": ["x", "export A=1 HF_TOKEN='abc'"]}, "setup has a line with a secret"),
+        ("slurm", {}, {"setup": ["x", "export A=1 HF_TOKEN='abc'"]}, "setup contains a line with a secret"),
         ("ray", RAY, {**NEW, "setup": [f"git clone https://me:{TOKEN}@host/a"]}, "where the nodes start"),
-        ("slurm", {}, {"setup": [f"wandb login {'0a' * 20}"]}, "setup has a line with a secret"),
-        ("slurm", {}, {"setup": ["huggingface-cli login --token abc"]}, "setup has a line with a secret"),
-        ("slurm", {}, {"setup": ["mysql --user=me --password='x'"]}, "setup has a line with a secret"),
-        ("slurm", {}, {"setup": ["curl -H 'Authorization: Bearer x' h"]}, "setup has a line with a secret"),
-        ("slurm", {}, {"setup": [f"echo AKIA{'X' * 16} > ~/.aws/x"]}, "setup has a line with a secret"),
-        ("slurm", {}, {"setup": ["export TOKEN=${TOKEN:-abc}"]}, "setup has a line with a secret"),
-        ("kubernetes", {}, {"env": ["1A=x"]}, "no name of a variable"),
+        ("slurm", {}, {"setup": [f"wandb login {'0a' * 20}"]}, "setup contains a line with a secret"),
+        (
+            "slurm",
+            {},
+            {"setup": ["huggingface-cli login --token abc"]},
+            "setup contains a line with a secret",
+        ),
+        ("slurm", {}, {"setup": ["mysql --user=me --password='x'"]}, "setup contains a line with a secret"),
+        (
+            "slurm",
+            {},
+            {"setup": ["curl -H 'Authorization: Bearer x' h"]},
+            "setup contains a line with a secret",
+        ),
+        ("slurm", {}, {"setup": [f"echo AKIA{'X' * 16} > ~/.aws/x"]}, "setup contains a line with a secret"),
+        ("slurm", {}, {"setup": ["export TOKEN=${TOKEN:-abc}"]}, "setup contains a line with a secret"),
+        ("kubernetes", {}, {"env": ["1A=x"]}, "not a valid variable name"),
         ("kubernetes", {}, {"env": ["A"]}, "has no '='"),
         ("slurm", {}, {"env": ["A=\0"]}, "NUL"),
         ("slurm", {}, {"env": ["A=\udc80"]}, "not valid Unicode"),
@@ -163,7 +173,7 @@ def test_a_setup_line_that_holds_no_secret_is_taken(line: str) -> None:
 def test_a_script_too_large_for_a_config_map(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("\n" * 130_000)  # two bytes each, as JSON
-    with pytest.raises(UserError, match="`kubectl apply` takes 250,000"):
+    with pytest.raises(UserError, match="`kubectl apply` accepts at most 250,000"):
         render("kubernetes", RUN, script=script)
     script.write_text("#" * 249_000)
     render("kubernetes", RUN, script=script)
@@ -186,7 +196,7 @@ def test_files_that_exist_stay(
     (tmp_path / "out" / "run.yaml").write_text("mine")
     (tmp_path / "out" / "train.sbatch").unlink()
     assert main(["deploy", "slurm", "--output", "out", *FLAGS]) == 2
-    assert "there is already out/run.yaml; nothing was written" in capsys.readouterr().err
+    assert "out/run.yaml already exists; nothing was written" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.yaml"]
     assert main(["deploy", "slurm", "--output", "out", "--force", *FLAGS]) == 0
     assert (tmp_path / "out" / "run.yaml").read_text() != "mine"
@@ -195,12 +205,12 @@ def test_files_that_exist_stay(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slurm", "--time", "1"], "leaves nothing to train in"),
+        (["slurm", "--time", "1"], "leaves no time to train"),
         (["slurm", "--partitoin", "x"], "Did you mean '--partition'?"),
         (["slurm", "--script", "nowhere.py"], "no such file"),
         (["slurm", "--settings", "site.yaml", "--force"], "Did you mean 'partition'?"),
         (["cloud"], "invalid choice"),
-        (["ray", "--backend", "ray"], "say which cluster"),
+        (["ray", "--backend", "ray"], "exactly one of dashboard"),
     ],
 )
 def test_refusals_write_nothing(
@@ -244,5 +254,5 @@ def test_a_folder_that_cannot_be_written_to_is_named(
 
 
 def test_a_password_among_the_scripts_arguments_is_refused() -> None:
-    with pytest.raises(UserError, match="an argument has a password in it"):
+    with pytest.raises(UserError, match="an argument contains a password"):
         render("slurm", RUN, arguments=["--db", "postgresql://me:pw@host/x"])

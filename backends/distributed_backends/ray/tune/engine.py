@@ -1,4 +1,4 @@
-"""RayTune: runs the trials of a search by Ray Tune."""
+"""RayTune: run the trials of a search by Ray Tune."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distributed.system.private_files import write_private
 from distributed_backends.ray.cluster import connected, environment
 from distributed_backends.ray.tune.schedulers import hands_over, make_scheduler, own_metric
 from distributed_backends.ray.tune.search_space import count_grid, describe, translate
-from distributed_backends.ray.tune.slots import Room, make_room
+from distributed_backends.ray.tune.slots import TrialSlots, find_slots
 
 __all__ = ["RayTune"]
 
@@ -37,7 +37,7 @@ _VARIABLES = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": _SNAPSHOT,
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # A score that is not a number is not reported; the record says so.
+    # A NaN score is not reported; the record has it.
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "5",
@@ -48,30 +48,30 @@ _VARIABLES = {
 _GRACE = 15.0
 """Seconds that a trial's trainer has to end when the trial is stopped."""
 _OVER = ("TERMINATED", "ERROR")
-"""What Ray calls a trial that is never run again."""
+"""Ray's states of a trial that is never run again."""
 
 
 @dataclass
-class _Now:
-    """What may be another when a search goes on: Ray would bring the first start's back.
+class _CurrentLimits:
+    """Values that may change when a search is resumed: Ray would restore the first start's.
 
     Attributes:
         time_limit: seconds from now on, None without.
-        most_at_once: most trials at a time, 0 for as many as fit.
-        live: names of the trials that were begun and are not over.
+        max_concurrent: maximum number of concurrent trials, 0 for as many as fit.
+        live: names of the trials that were begun and have not ended.
     """
 
     time_limit: float | None
-    most_at_once: int
+    max_concurrent: int
     live: frozenset[str] = frozenset()
 
 
-_now: _Now | None = None
+_now: _CurrentLimits | None = None
 
 
 class RayTune(SearchEngine):
-    """Trials are actors of Ray Tune, each with room for all its ranks on one node: the trial starts them
-    itself, as `fit` does everywhere, so no rank waits for room that the trial holds."""
+    """Trials are actors of Ray Tune, each with resources for all its ranks on one node: the trial starts
+    them itself, as `fit` does everywhere, so no rank waits for resources that the trial holds."""
 
     def describe(self, space: Mapping[str, Any]) -> dict[str, str]:
         return describe(space)
@@ -83,25 +83,25 @@ class RayTune(SearchEngine):
         return search.num_samples * count_grid(translate(search.space))
 
     def run(self, search: Search) -> list[TrialEnd]:
-        room = make_room(search)
+        slots = find_slots(search)
         with (
-            connected(RaySection(address=search.address), room.num_cpus, room.resources),
+            connected(RaySection(address=search.address), slots.num_cpus, slots.resources),
             environment(_VARIABLES),
             _quiet(),
         ):
-            room.check()
-            print(room.summary(), flush=True)
-            results = _tuner(search, room).fit()
+            slots.check()
+            print(slots.summary(), flush=True)
+            results = _tuner(search, slots).fit()
             ends = [_end(trial, results[i]) for i, trial in enumerate(_trials_of(results))]
         _forget_checkpoints(search)
         return ends
 
 
-def _tuner(search: Search, room: Room) -> tune.Tuner:
-    actor = tune.with_resources(_actor(_order(search)), room.of_trial())
+def _tuner(search: Search, slots: TrialSlots) -> tune.Tuner:
+    actor = tune.with_resources(_actor(_order(search)), slots.of_trial())
     path = Path(search.folder, _NAME)
     global _now
-    _now = _Now(search.time_limit, room.most_at_once())
+    _now = _CurrentLimits(search.time_limit, slots.max_concurrent())
     # The newest is the one that Ray takes; its name is the time.
     states = sorted(path.glob("experiment_state-*.json"))
     if search.resume and tune.Tuner.can_restore(str(path)) and states:
@@ -110,8 +110,8 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
     space = translate(search.space)
     scheduler = make_scheduler(search, space)
     metric = None if own_metric(scheduler) else SCORE
-    generator = _Samples(random_state=search.seed, max_concurrent=_now.most_at_once)
-    # Trials have the same names when the search is started again.
+    generator = _Samples(random_state=search.seed, max_concurrent=_now.max_concurrent)
+    # Trials have the same names when the search is restarted.
     generator._uuid_prefix = ""
     return tune.Tuner(
         actor,
@@ -123,7 +123,7 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             scheduler=scheduler,
             num_samples=search.num_samples,
             # Importing takes longer than a small trial. On a GPU a process also holds memory.
-            reuse_actors=room.device == "CPU",
+            reuse_actors=slots.device == "CPU",
             trial_dirname_creator=_folder_name,
         ),
         run_config=tune.RunConfig(
@@ -131,13 +131,13 @@ def _tuner(search: Search, room: Room) -> tune.Tuner:
             storage_path=search.folder,
             verbose=0,
             stop=_Ends(search.time_limit),
-            callbacks=[_Teller(search.folder)],
+            callbacks=[_TrialPrinter(search.folder)],
         ),
     )
 
 
 def _order(search: Search) -> dict[str, Any]:
-    """What a trial is told, as plain values: it has yet to find our code."""
+    """A trial's parameters as plain values, because it cannot import our code yet."""
     return {
         "folder": search.folder,
         "cwd": os.getcwd(),
@@ -151,7 +151,7 @@ def _actor(order: dict[str, Any]) -> type[Any]:
     from ray.tune.trainable import wrap_function
 
     def train(config: dict[str, Any]) -> None:
-        # Pickled by value, for what it imports may have to be found first.
+        # Pickled by value, because our code may not be importable yet.
         import sys
 
         sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
@@ -160,7 +160,7 @@ def _actor(order: dict[str, Any]) -> type[Any]:
         run(order, config)
 
     class Trial(wrap_function(train)):  # type: ignore[misc]
-        """Lets the trainer end before the process does, so that ranks and trackers close what they hold."""
+        """Let the trainer end before the process does, so that ranks and trackers close their resources."""
 
         def cleanup(self) -> None:
             from ray.train._internal.session import get_session
@@ -176,8 +176,8 @@ def _actor(order: dict[str, Any]) -> type[Any]:
 
 
 def _reopen(file: Path, search: Search) -> frozenset[str]:
-    """Let trials that a time limit cut off go on, in Ray's record of them; the names of all that are not
-    over. Under a scheduler it may have been that which stopped a trial, so one that began stays stopped."""
+    """Mark trials that a time limit cut off as unfinished in Ray's record; the names of all unfinished
+    ones. A scheduler may have stopped a trial, so under one a trial that began stays stopped."""
     state = json.loads(file.read_text(encoding="utf-8"))
     live = set()
     for entry in state["trial_data"]:
@@ -194,19 +194,19 @@ def _reopen(file: Path, search: Search) -> frozenset[str]:
 
 
 class _Samples(BasicVariantGenerator):
-    """Goes on with the samples that a time limit cut off."""
+    """Continue with the samples that a time limit cut off."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)  # type: ignore[no-untyped-call]
         if _now is not None:
             # If there are no more of them, the next call finds out.
             self._finished = False
-            self.max_concurrent, self._live_trials = _now.most_at_once, set(_now.live)
+            self.max_concurrent, self._live_trials = _now.max_concurrent, set(_now.live)
 
 
 class _Ends(tune.Stopper):
-    """Ends the search when its time is over, or a trial has ended and never reported the metric: no other
-    will. Ray's own limit would count what earlier starts of the same search took."""
+    """End the search after its time limit, or when a trial has ended without reporting the metric: no
+    other will. Ray's own limit would count what earlier starts of the same search took."""
 
     def __init__(self, time_limit: float | None) -> None:
         self.found, self.time_limit = False, time_limit
@@ -228,19 +228,19 @@ class _Ends(tune.Stopper):
             self.time_limit = _now.time_limit
 
 
-class _Teller(tune.Callback):
-    """Prints a line for every trial that has ended."""
+class _TrialPrinter(tune.Callback):
+    """Print a line for every trial that has ended."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._say(trial)
+        self._print(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._say(trial, failed=True)
+        self._print(trial, failed=True)
 
-    def _say(self, trial: Any, failed: bool = False) -> None:
+    def _print(self, trial: Any, failed: bool = False) -> None:
         known = load_trial(self.folder, trial.trial_id)
         if known is not None:
             known.status = "failed" if failed else known.status
@@ -272,7 +272,7 @@ def _forget_checkpoints(search: Search) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray's loggers say of a trial that failed what its record says better."""
+    """Silence Ray's log lines about failed trials, whose record has the cause."""
     loggers = [logging.getLogger(name) for name in ("ray", "ray.tune", "ray.train")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

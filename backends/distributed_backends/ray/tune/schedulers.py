@@ -23,7 +23,7 @@ from distributed_backends.ray.tune.search_space import translate
 __all__ = ["hands_over", "make_scheduler", "own_metric"]
 
 _NO_LAST = 10**6
-"""Epochs; a trial's configuration says when it ends."""
+"""Epochs; a trial's configuration sets its end."""
 
 
 _INDEPENDENT = (AsyncHyperBandScheduler, MedianStoppingRule)
@@ -31,7 +31,7 @@ _NAMES = ("asha", "pbt")
 
 
 def hands_over(search: Search) -> int:
-    """After every how many epochs Ray is to have a trial's checkpoint, for that trial after a pause or
+    """Number of epochs between the checkpoints that Ray gets of a trial, for that trial after a pause or
     for another; 0 is never.
 
     Raises:
@@ -43,7 +43,7 @@ def hands_over(search: Search) -> int:
         return 0 if alone else 1
     if scheduler is not None and scheduler not in _NAMES:
         raise UserError(
-            "not a scheduler",
+            "unknown scheduler",
             field="scheduler",
             got=scheduler,
             allowed=f"none, {', '.join(_NAMES)}, or an object of ray.tune.schedulers",
@@ -72,7 +72,7 @@ def make_scheduler(search: Search, space: Mapping[str, Any]) -> TrialScheduler |
         return make(search, space)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(
-            f"{search.scheduler} does not take them: {error}",
+            f"{search.scheduler} does not accept these options: {error}",
             field="scheduler_options",
             got=dict(search.scheduler_options),
         ) from None
@@ -97,7 +97,7 @@ def _pbt(search: Search, space: Mapping[str, Any]) -> TrialScheduler:
     changes = {n: v for n, v in found.items() if isinstance(v, Domain) and not isinstance(v, Function)}
     if not changes:
         raise UserError(
-            "pbt changes sampled parameters, and the space has none but fixed values and grids",
+            "pbt changes sampled parameters, but the space has only fixed values and grids",
             field="search_space",
             allowed="a choice, uniform, loguniform, ...",
         )

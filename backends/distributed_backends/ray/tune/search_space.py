@@ -42,7 +42,7 @@ def _translated(value: Any) -> Any:
 
 
 def describe(space: Mapping[str, Any]) -> dict[str, str]:
-    """Each parameter in words: the same words for the same ranges."""
+    """Description of each parameter; equal for equal ranges."""
     return {name: _described(value) for name, value in translate(space).items()}
 
 
@@ -61,7 +61,7 @@ def _described(value: Any) -> str:
 
 
 def count_grid(space: Mapping[str, Any]) -> int:
-    """How many trials one sample of the translated `space` makes."""
+    """Number of trials per sample of the translated `space`."""
     total = 1
     for value in space.values():
         if isinstance(value, Mapping):

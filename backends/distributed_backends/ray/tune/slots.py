@@ -1,4 +1,4 @@
-"""Room for the trials of a search: GPUs or CPU slots, never more trials than there is room for."""
+"""Slots for the trials of a search: GPUs or CPU slots, and no more trials than fit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from distributed_backends.ray.cluster import address_of
 from distributed_backends.ray.tune.schedulers import hands_over
 from distributed_backends.ray.tune.search_space import count_grid, translate
 
-__all__ = ["Room", "make_room"]
+__all__ = ["TrialSlots", "find_slots"]
 
 _SLOT = "distributed_slot"
-"""What bounds trials on a cluster of our own, whose host may have more cores than there are slots."""
+"""Resource that limits trials on our own cluster, whose host may have more cores than slots."""
 
 
 @dataclass
-class Room:
-    """Where trials run.
+class TrialSlots:
+    """Slots of a search.
 
     Attributes:
-        search: what was asked.
-        ours: the cluster is started for the search.
+        search: parameters of the search.
+        ours: whether the cluster is started for the search.
         device: ``GPU`` or ``CPU``.
-        slots: GPUs or CPU slots for all trials together; known once connected where it is not ours.
+        slots: number of GPUs or CPU slots for all trials; known once connected where it is not ours.
     """
 
     search: Search
@@ -40,17 +40,17 @@ class Room:
 
     @property
     def num_cpus(self) -> int:
-        """CPUs that a cluster of ours says it has, at least."""
+        """Minimum number of CPUs declared by our own cluster."""
         return max(1, self.slots)
 
     @property
     def resources(self) -> dict[str, float]:
-        """What a cluster of ours says it has besides."""
+        """Other resources declared by our own cluster."""
         return {_SLOT: float(self.slots)}
 
     @property
     def share(self) -> float:
-        """What each trial holds of the slots. Ray counts in ten thousandths."""
+        """Share of the slots that each trial holds. Ray counts in ten thousandths."""
         return math.floor(self.search.ranks_per_trial / self.search.trials_per_gpu * 1e4) / 1e4
 
     @property
@@ -59,7 +59,7 @@ class Room:
         return self.slots * self.search.trials_per_gpu // self.search.ranks_per_trial
 
     def of_trial(self) -> tune.PlacementGroupFactory:
-        """What Ray sets aside for one trial, all of it on one node."""
+        """Resources that Ray reserves for one trial, all on one node."""
         held = {"CPU": self.share}
         if self.device == "GPU":
             held["GPU"] = self.share
@@ -67,8 +67,8 @@ class Room:
             held[_SLOT] = self.share
         return tune.PlacementGroupFactory([held])
 
-    def most_at_once(self) -> int:
-        """Trials that are sampled ahead; 0 leaves it to the room there is."""
+    def max_concurrent(self) -> int:
+        """Number of trials sampled ahead; 0 for as many as fit."""
         asked = self.search.max_concurrent or self.capacity
         most = min(asked, self.capacity)
         if not hands_over(self.search):
@@ -76,8 +76,8 @@ class Room:
         total = self.search.num_samples * count_grid(translate(self.search.space))
         if total > most and (not self.ours or self.search.max_concurrent):
             raise UserError(
-                f"this scheduler compares all {total} trials as they go, and only {most} may run at a time"
-                " on a cluster that has room for more",
+                f"this scheduler compares all {total} trials while they run, and only {most} may run at a"
+                " time on a cluster with slots for more",
                 field="num_samples",
                 got=self.search.num_samples,
                 allowed=f"at most {most} trials",
@@ -86,10 +86,10 @@ class Room:
         return 0
 
     def check(self) -> None:
-        """Count what a cluster that runs already has, and refuse what cannot be.
+        """Count the slots of a running cluster, and refuse impossible searches.
 
         Raises:
-            UserError: it has less than was asked for, or no node that holds a whole trial.
+            UserError: it has less than requested, or no node that holds a whole trial.
         """
         if not self.ours:
             total = ray.cluster_resources()
@@ -100,8 +100,8 @@ class Room:
         whole = self.slots if self.ours else min(self.slots, int(max(nodes, default=0.0)))
         if whole < self.share:
             raise UserError(
-                f"a trial of {self.search.ranks_per_trial} ranks needs as many {self.device}s on one node,"
-                f" and there are {whole}",
+                f"a trial of {self.search.ranks_per_trial} ranks needs as many {self.device}s on one node;"
+                f" there are {whole}",
                 field="ranks_per_trial",
                 got=self.search.ranks_per_trial,
                 allowed=f"at most {whole}",
@@ -124,19 +124,19 @@ class Room:
         return first
 
 
-def make_room(search: Search) -> Room:
-    """The room for `search`, as far as it is known before a cluster is there.
+def find_slots(search: Search) -> TrialSlots:
+    """The slots for `search`, as far as they are known before a cluster is connected.
 
     Raises:
-        UserError: this host has fewer GPUs than asked for, or less than a trial needs.
+        UserError: this host has fewer GPUs than requested, or less than a trial needs.
     """
     ours = not ray.is_initialized() and address_of(RaySection(address=search.address)) is None
     if not ours:
-        return Room(search, ours)
+        return TrialSlots(search, ours)
     import torch
 
     gpus = 0 if search.num_cpus else torch.cuda.device_count()
-    return Room(search, ours, *_slots(search, gpus, len(os.sched_getaffinity(0)), False))
+    return TrialSlots(search, ours, *_slots(search, gpus, len(os.sched_getaffinity(0)), False))
 
 
 def _slots(search: Search, gpus: int, cpus: int, strict: bool) -> tuple[str, int]:
@@ -152,9 +152,9 @@ def _slots(search: Search, gpus: int, cpus: int, strict: bool) -> tuple[str, int
 def _refuse(asked: int, there: int, what: str, field: str) -> None:
     if asked > there:
         raise UserError(
-            f"the search asks for {asked} {what}s and there are {there}",
+            f"the search requests {asked} {what}s; there are {there}",
             field=field,
             got=asked,
             allowed=f"at most {there}",
-            remedy="Ask for fewer, or share each between trials (trials_per_gpu)",
+            remedy="Request fewer, or share each between trials (trials_per_gpu)",
         )

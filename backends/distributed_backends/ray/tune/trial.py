@@ -35,7 +35,7 @@ def run(order: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     told: TrialOrder = load_task(Path(order["folder"], ORDER))
     # Ray counts a thread for each CPU of the trial; its ranks have one CPU each.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Trials may follow one another in a process, and each begins alike.
+    # Trials may follow one another in a process, and each begins in the same way.
     random.seed(order["seed"])
     np.random.seed(order["seed"] % 2**32)
     torch.manual_seed(order["seed"])

@@ -14,13 +14,13 @@ from distributed.operations.deploy.text_formats import quote
 __all__ = ["PORT", "Made", "job", "jobset", "mpijob", "rayjob", "trainjob"]
 
 PORT = 29500
-"""Where the ranks meet, on the first pod; pods have addresses of their own, so nobody else has it."""
+"""Rendezvous port on the first pod; pods have their own addresses, so it is always free."""
 _SAVED = 75
 
 
 @dataclass(frozen=True)
 class Made:
-    """What one kind comes to.
+    """The objects of one kind.
 
     Attributes:
         objects: manifests by file name.
@@ -40,7 +40,7 @@ def job(pod: Pod, train: list[str]) -> Made:
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
-        # One node that cannot be had ends the whole, for the others would wait for it.
+        # One node that is not available ends the job, because the others would wait for it.
         "backoffLimitPerIndex": pod.settings.retries,
         "maxFailedIndexes": 0,
         "podFailurePolicy": _failure_policy(pod),
@@ -55,7 +55,7 @@ def job(pod: Pod, train: list[str]) -> Made:
 
 
 def jobset(pod: Pod, train: list[str]) -> Made:
-    """A JobSet of one Indexed Job: a node that fails starts all nodes anew, together."""
+    """A JobSet of one Indexed Job: a node that fails restarts all nodes together."""
     name, nodes = pod.settings.name, pod.job.num_nodes
     flags = _meeting(pod, f"{name}-node-0-0.{name}", "JOB_COMPLETION_INDEX")
     inner: dict[str, Any] = {
@@ -81,7 +81,7 @@ def jobset(pod: Pod, train: list[str]) -> Made:
 
 
 def trainjob(pod: Pod, train: list[str]) -> Made:
-    """A TrainJob of Kubeflow Trainer and the runtime it refers to; Trainer tells torchrun where it is."""
+    """A TrainJob of Kubeflow Trainer and the runtime it refers to; Trainer sets torchrun's environment."""
     name, nodes = pod.settings.name, pod.job.num_nodes
     # The trainer's container is called node, by Trainer's own convention.
     template = pod.template(None, name="node")
@@ -143,7 +143,7 @@ def mpijob(pod: Pod, train: list[str]) -> Made:
         "sshAuthMountPath": ssh,
         "mpiImplementation": "OpenMPI",
         "launcherCreationPolicy": "WaitForWorkersReady",
-        # There is no policy by exit code here: a run that was told to go counts as one that failed.
+        # There is no policy by exit code here: a preempted run counts as a failed one.
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": pod.settings.retries},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
@@ -199,7 +199,7 @@ def _torchrun(pod: Pod, flags: list[str], train: list[str]) -> list[str]:
 
 
 def _meeting(pod: Pod, host: str, index: str) -> list[str]:
-    """Flags with which torchrun on every pod finds the others; ``$(NAME)`` is Kubernetes' to fill in."""
+    """torchrun's rendezvous flags on every pod; Kubernetes fills in ``$(NAME)``."""
     flags = [*torchrun_flags(pod.job, str(pod.job.num_nodes)), f"--rdzv-endpoint={host}:{PORT}"]
     if pod.job.min_nodes is not None:
         # The first pod knows its own address by the Service alone; see the page on Kubernetes.
@@ -213,7 +213,7 @@ def _failure_policy(pod: Pod, container: str = CONTAINER) -> dict[str, Any]:
         "rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "Ignore", "onExitCodes": {**codes, "values": [_SAVED]}},
-            # A mistake in what was given stays one, however often it is tried.
+            # A user error is not fixed by retrying.
             {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}},
         ]
     }
@@ -249,7 +249,7 @@ def _ray_ports() -> list[dict[str, Any]]:
 
 
 def _mpirun(pod: Pod, train: list[str]) -> str:
-    """The launcher's script. mpirun passes SIGUSR1 on, and would end the ranks at once on SIGTERM."""
+    """The launcher's script. mpirun forwards SIGUSR1, and would end the ranks at once on SIGTERM."""
     ranks = f"-np {pod.job.num_ranks} --map-by ppr:{pod.job.ranks_per_node}:node --bind-to none"
     command = " ".join([f"{quote(pod.settings.python)} -m", *map(quote, train)])
     return f"""#!/bin/bash

@@ -31,39 +31,39 @@ BYTES = {
 
 
 def check_label(text: str, field: str, room: int = 63) -> None:
-    """Refuse what is no RFC 1123 label of at most `room` characters.
+    """Refuse text that is not an RFC 1123 label of at most `room` characters.
 
     Raises:
-        ValueError: says what one is.
+        ValueError: it is not one; the message has the rule.
     """
     if not _LABEL.fullmatch(text) or len(text) > room:
         raise ValueError(
-            f"{field}={text!r} is no name for Kubernetes: lower-case letters, digits and '-', a letter or"
+            f"{field}={text!r} is not a Kubernetes name: use lower-case letters, digits and '-', a letter or"
             f" digit at both ends, at most {room} characters here"
         )
 
 
 def check_name(text: str, field: str) -> None:
-    """Refuse what is no RFC 1123 subdomain.
+    """Refuse text that is not an RFC 1123 subdomain.
 
     Raises:
-        ValueError: says what one is.
+        ValueError: it is not one; the message has the rule.
     """
     if not _NAME.fullmatch(text) or len(text) > 253:
         raise ValueError(
-            f"{field}={text!r} is no name of an object in Kubernetes: lower-case letters, digits, '-' and"
+            f"{field}={text!r} is not a Kubernetes object name: use lower-case letters, digits, '-' and"
             " '.', at most 253 characters"
         )
 
 
 def check_image(text: str) -> None:
-    """Refuse what is no reference to an image.
+    """Refuse text that is not an image reference.
 
     Raises:
-        ValueError: says what one is.
+        ValueError: it is not one; the message has the rule.
     """
     if not _IMAGE.fullmatch(text):
-        raise ValueError(f"image={text!r} is no image: REGISTRY/NAME:TAG, perhaps with @sha256:...")
+        raise ValueError(f"image={text!r} is not an image: give REGISTRY/NAME:TAG, perhaps with @sha256:...")
 
 
 def parse_cpus(text: str) -> float:
@@ -75,7 +75,7 @@ def parse_cpus(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text)
     amount = float(match[1]) / (1000 if match[2] else 1) if match else 0.0
     if amount <= 0:
-        raise ValueError(f"'{text}' is no number of CPUs: such as 8, 0.5 or 500m")
+        raise ValueError(f"'{text}' is not a number of CPUs: give a number such as 8, 0.5 or 500m")
     return amount
 
 

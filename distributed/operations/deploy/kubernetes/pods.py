@@ -16,12 +16,12 @@ __all__ = ["CONFIG", "CONTAINER", "WORK", "Pod", "mount_path"]
 
 CONTAINER = "train"
 CONFIG, WORK = "/config", "/work"
-"""Where the configuration lies, and where the run works: a folder that goes with the pod."""
+"""Folders of the configuration and of the run; the latter is deleted with the pod."""
 _TAKEN = (CONFIG, WORK, "/tmp", "/dev", "/proc", "/sys", "/etc", "/usr", "/bin", "/lib", "/var", "/root")
 
 
 def mount_path(directory: str | None) -> str | None:
-    """Where the volume with the checkpoints is mounted; None for an object store, or no checkpoints.
+    """Mount path of the volume with the checkpoints; None for an object store, or no checkpoints.
 
     Raises:
         UserError: no volume can be mounted there.
@@ -34,10 +34,10 @@ def mount_path(directory: str | None) -> str | None:
     taken = any(path == place or path.startswith(f"{place}/") for place in _TAKEN)
     if path == "/" or ":" in path or (taken and not inside) or not path.isprintable():
         raise UserError(
-            "no volume can be mounted there",
+            "no volume can be mounted at this path",
             field="checkpoint_dir",
             got=directory,
-            allowed="a folder's name, which is made in the job's own folder, a path such as /checkpoints/run,"
+            allowed="a directory name, created in the job's own folder, a path such as /checkpoints/run,"
             " or an object store's URL",
         )
     return path
@@ -45,11 +45,11 @@ def mount_path(directory: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Pod:
-    """What the pods of a job have in common.
+    """Common parts of the pods of a job.
 
     Attributes:
-        job: what runs.
-        settings: how Kubernetes is asked.
+        job: job to run.
+        settings: Kubernetes settings.
         claim: the volume claim for checkpoints, None without.
     """
 
@@ -110,7 +110,7 @@ class Pod:
         settings, number = self.settings, self.job.gpus_per_node if gpus else 0
         both = {"memory": settings.memory} if settings.memory is not None else {}
         both |= {settings.gpu_resource: str(number)} if number else {}
-        # A limit on CPUs would slow ranks down in bursts, for nobody's good.
+        # A limit on CPUs would throttle ranks in bursts, without a benefit.
         cpus = settings.cpus or (None if self.job.uses_gpus else str(self.job.ranks_per_node))
         requests = {**({"cpu": cpus} if cpus is not None else {}), **both}
         return {**({"requests": requests} if requests else {}), **({"limits": both} if both else {})}

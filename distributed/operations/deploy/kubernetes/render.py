@@ -42,9 +42,9 @@ def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered
     """Manifests, and the list of them.
 
     Args:
-        job: what is to run.
-        settings: how Kubernetes is asked.
-        output: where the files go.
+        job: job to run.
+        settings: Kubernetes settings.
+        output: output directory.
 
     Raises:
         UserError: a kind that cannot run the backend; a script too large to travel; checkpoints that
@@ -76,24 +76,24 @@ def _kind(job: Job, settings: KubernetesSettings) -> Kind:
     kind = kinds[0] if settings.kind == "auto" else settings.kind
     if kind not in kinds:
         raise UserError(
-            f"a {kind} cannot run backend '{job.spec.name}'",
+            f"kind {kind} cannot run backend '{job.spec.name}'",
             field="--kind",
             got=kind,
             allowed=", ".join(kinds),
         )
     if job.min_nodes is not None and kind not in _ELASTIC:
         raise UserError(
-            f"a {kind} has a fixed number of nodes",
+            f"kind {kind} has a fixed number of nodes",
             field="elastic.min_nodes",
             got=job.min_nodes,
             allowed=f"nothing, or --kind {' or '.join(k for k in kinds if k in _ELASTIC)}",
         )
     if kind == "mpijob" and job.config.is_elastic:
         raise UserError(
-            "mpirun does not start ranks again",
+            "mpirun does not restart ranks",
             field="elastic.max_restarts",
             got=job.config.max_restarts,
-            remedy="Leave it out: --retries starts the whole job again, from the newest checkpoint",
+            remedy="Leave it out: --retries restarts the whole job from the newest checkpoint",
         )
     return kind
 
@@ -142,10 +142,10 @@ def _config_map(pod: Pod, files: dict[str, str]) -> dict[str, Any]:
     size = len(json.dumps(files))
     if size > _LIMIT:
         raise UserError(
-            f"script and configuration are {size:,} bytes, and `kubectl apply` takes {_LIMIT:,}",
+            f"script and configuration are {size:,} bytes; `kubectl apply` accepts at most {_LIMIT:,}",
             field="--script",
             got=pod.job.script_name,
-            remedy="Put most of it into a package in the image, and leave a short script",
+            remedy="Move most of the script into a package in the image",
         )
     return {
         "apiVersion": "v1",
@@ -158,24 +158,24 @@ def _config_map(pod: Pod, files: dict[str, str]) -> dict[str, Any]:
 def _notes(job: Job, settings: KubernetesSettings, kind: Kind) -> list[str]:
     found = []
     if job.script is not None:
-        found.append("the script alone travels; modules beside it have to be in the image")
+        found.append("only the script is copied; modules beside it must be in the image")
     if settings.claim is None and mount_path(job.config.checkpoint_dir) and _is_shared(job, kind):
         found.append(
             "the claim is ReadWriteMany, which not every storage class has: see --storage-class, --claim"
         )
     directory = job.config.checkpoint_dir
     if is_object_store(directory) and not settings.env_from_secret:
-        found.append("the object store wants credentials: --env-from-secret NAME")
+        found.append("the object store needs credentials: set --env-from-secret NAME")
     if kind in ("mpijob", "rayjob") and settings.retries and directory is not None:
-        found.append(f"a {kind} counts told to go and saved as a failure, too: raise --retries")
+        found.append(f"a {kind} counts a preemption as a failure, too: raise --retries")
     local = [name for name, wanted in (("TensorBoard", job.config.wants_tensorboard),) if wanted]
     if job.config.wants_mlflow and not (job.config.tracking.mlflow_tracking_uri or "").startswith("http"):
         local.append("MLflow")
     if local:
         found.append(
-            f"what {' and '.join(local)} write{'s' if len(local) == 1 else ''} goes with the pod,"
-            " unless it is told to write beside the checkpoints or to a server"
+            f"what {' and '.join(local)} write{'s' if len(local) == 1 else ''} is deleted with the pod,"
+            " unless it writes beside the checkpoints or to a server"
         )
     if ":" not in (settings.image or "").rpartition("/")[2]:
-        found.append("the image has no tag: it may be another one tomorrow")
+        found.append("the image has no tag, so it may change over time")
     return found

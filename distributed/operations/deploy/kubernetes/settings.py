@@ -1,4 +1,4 @@
-"""What Kubernetes asks about a job, and what it would refuse."""
+"""Settings of a Kubernetes job and their checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9_.
 
 
 class KubernetesSettings(RunSettings):
-    """What Kubernetes asks about a job."""
+    """Settings of a Kubernetes job."""
 
     kind: Literal["auto", "job", "jobset", "trainjob", "mpijob", "rayjob"] = Field(
         "auto",
@@ -37,18 +37,18 @@ class KubernetesSettings(RunSettings):
     namespace: str | None = Field(None, description="Namespace; None is kubectl's own.")
     cpus: str | None = Field(None, description="CPUs of each node's pod, such as 8 or 500m.")
     memory: str | None = Field(None, description="Memory of each node's pod, such as 64Gi.")
-    gpu_resource: str = Field("nvidia.com/gpu", description="What a GPU is called.")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Resource name of a GPU.")
     shm: str = Field("1Gi", description="Size of /dev/shm, which counts against memory; loaders need it.")
-    claim: str | None = Field(None, description="Volume claim that is there, for checkpoint_dir.")
+    claim: str | None = Field(None, description="Existing volume claim for checkpoint_dir.")
     claim_size: str = Field("100Gi", description="Size of the claim that is made when none is named.")
     storage_class: str | None = Field(None, description="Storage class of that claim; None is the default.")
     env_from_secret: tuple[str, ...] = Field((), description="Secret whose keys become variables.")
     retries: NonNegativeInt = Field(
         3,
-        description="How often what failed is started again; told to go and saved does not count in"
+        description="Restarts after a failure; a preemption after which the run saved does not count in"
         " job, jobset and trainjob.",
     )
-    grace: PositiveInt = Field(120, description="Seconds to save in when a pod is to go.")
+    grace: PositiveInt = Field(120, description="Seconds for saving before a pod is deleted.")
     run_as_user: PositiveInt = Field(1000, description="User and group of the processes; never root.")
     node_selector: dict[str, str] = Field(default_factory=dict, description="Label that nodes must have.")
     queue: str | None = Field(None, description="Queue of Kueue.")
@@ -60,8 +60,8 @@ class KubernetesSettings(RunSettings):
     ray_version: str = Field("2.60.0", description="Version of Ray in the image; for rayjob.")
 
     def secret_remedy(self) -> str:
-        """What to do instead of writing a secret into a file."""
-        return "Make a Secret (kubectl create secret generic NAME) and say --env-from-secret NAME"
+        """Remedy for a secret in a file."""
+        return "Make a Secret (kubectl create secret generic NAME) and set --env-from-secret NAME"
 
     @field_validator("node_selector", mode="before")
     @classmethod
@@ -73,10 +73,10 @@ class KubernetesSettings(RunSettings):
         check_label(self.name, "name", 40)  # pods, their hosts and what an operator adds are called after it
         if not self.name[0].isalpha():
             raise ValueError(
-                f"name={self.name!r} is no name of a Service in Kubernetes: a letter comes first"
+                f"name={self.name!r} is not a name of a Service in Kubernetes: it must start with a letter"
             )
         if self.image is None:
-            raise ValueError("image is missing: pods run one; `deploy docker` writes what builds it")
+            raise ValueError("image is missing: set --image; `deploy docker` writes files that build one")
         check_image(self.image)
         if self.namespace is not None:
             check_label(self.namespace, "namespace")
@@ -87,7 +87,9 @@ class KubernetesSettings(RunSettings):
             for name in getattr(self, field):
                 check_name(name, field)
         if not _RESOURCE.fullmatch(self.gpu_resource):
-            raise ValueError(f"gpu_resource={self.gpu_resource!r} is no resource: such as nvidia.com/gpu")
+            raise ValueError(
+                f"gpu_resource={self.gpu_resource!r} is not a resource: give a name such as nvidia.com/gpu"
+            )
         self._amounts()
         return self
 
