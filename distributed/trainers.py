@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
+from distributed.config.load import top_fields
 from distributed.errors import UserError
 from distributed.trainer import Trainer
 
@@ -126,7 +127,7 @@ class RayTrainer(Trainer):
                     got=config["lr"],
                     remedy="Leave one of them out",
                 )
-            fields = DistributedConfig.model_fields
+            fields = top_fields()
             config = {n: v for n, v in named.items() if str(n).partition(".")[0] in fields}
             self.hyperparameters = {n: v for n, v in named.items() if n not in config}
         super().__init__(model, config, **given)

@@ -59,6 +59,8 @@ class BackendSpec:
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
             process, and this host's GPUs and the caller's place among nodes say nothing.
+        cluster_address: for a backend that connects to a cluster: the dotted config field that holds its
+            address, which `deploy` leaves out of a job that starts a cluster of its own.
         runs: the inner backend's name, in the spec that a plan holds.
         num_replicas: ``(config, number of devices) ->`` how many devices one rank drives, for a
             framework that trains several from one process; it raises UserError for what cannot
@@ -84,6 +86,7 @@ class BackendSpec:
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
     inner: str | None = None
     remote: bool = False
+    cluster_address: str | None = None
     runs: str | None = None
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
     objects: str = "distributed.training.torch_framework:TorchFramework"

@@ -22,7 +22,11 @@ GAP = "…"
 _ROOMS = ("distributed", "backends", "plugins", "kernels")
 _ERRORS = {"UserError", "WorkerError", "KernelError", "CostlyError"}
 # Elsewhere these stay inside; here they reach the user, by themselves or as the text of a UserError.
-_ALSO = {"distributed/config": {"ValueError"}, "distributed/training": {"RuntimeError", "OSError"}}
+_ALSO = {
+    "distributed/config": {"ValueError"},
+    "backends/distributed_backends/fsdp/section": {"ValueError"},
+    "distributed/training": {"RuntimeError", "OSError"},
+}
 _KIT = ("rank_pool", "test_conformance", "workbench")
 
 DYNAMIC = {
