@@ -71,6 +71,9 @@ class BackendSpec:
         deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
             joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
         search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
+        blocking_modules: modules in which its ranks wait for each other; a package stands for all its
+            modules. A rank whose innermost Python frame lies in one waits, others work: hang diagnosis
+            tells from it which rank holds the others up.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -93,6 +96,7 @@ class BackendSpec:
     transports: tuple[str, str] = ("gloo", "nccl")
     deploy_form: str = "torchrun"
     search: str | None = None
+    blocking_modules: tuple[str, ...] = ("torch.distributed",)
     preload: tuple[str, ...] = ()
 
     @property

@@ -35,6 +35,7 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
+            blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
             preload=(
                 "distributed_backends.deepspeed.engine",
                 "deepspeed.module_inject.auto_ep_layer",

@@ -34,6 +34,7 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
             ),
             deploy_form="mpi",
+            blocking_modules=("torch.distributed", "horovod", "mpi4py"),
         )
     ]
 
