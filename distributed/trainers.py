@@ -10,6 +10,7 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.config.load import top_fields
 from distributed.errors import UserError
+from distributed.registry.catalog import get_catalog
 from distributed.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -88,17 +89,9 @@ class HorovodTrainer(Trainer):
         place = detect(os.environ)
         if place is None or place.size == 1:
             return float(value)
-        import horovod.torch as hvd
-        import torch
-
-        if not hvd.is_initialized():
-            raise UserError(
-                "Horovod has not started on these ranks",
-                field="metric_average",
-                remedy="Call it after `fit`, or call hvd.init() under horovodrun",
-            )
-        mean = hvd.allreduce(torch.tensor(float(value), dtype=torch.float64), name=name or "metric")
-        return float(mean)
+        catalog = get_catalog()
+        backend = catalog.load_backend(catalog.backend(self.default_backend))
+        return backend.average_outside_fit(float(value), name or "metric")
 
 
 class RayTrainer(Trainer):

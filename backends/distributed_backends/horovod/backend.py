@@ -182,6 +182,15 @@ class HorovodBackend(TorchBackend):
             self._records = False
             hvd.stop_timeline()
 
+    def average_outside_fit(self, value: float, name: str) -> float:
+        if not hvd.is_initialized():
+            raise UserError(
+                "Horovod has not started on these ranks",
+                field="metric_average",
+                remedy="Call it after `fit`, or call hvd.init() under horovodrun",
+            )
+        return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
+
     def _start_timeline(self) -> None:
         path = HorovodSection.of(self.config).timeline
         if path is not None:
