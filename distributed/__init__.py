@@ -13,7 +13,7 @@ from distributed._version import __version__
 
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
-    from distributed.config import DistributedConfig
+    from distributed.config import DistributedConfig, Section
     from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
     from distributed.interfaces.backend_spec import BackendSpec, Capabilities
@@ -57,6 +57,7 @@ _HOMES = {
     "ProcessGroupBackend": "distributed.training.process_group_backend",
     "PyTorchDDPTrainer": "distributed.trainers",
     "RayTrainer": "distributed.trainers",
+    "Section": "distributed.config",
     "StepModule": "distributed.training.torch_backend",
     "StepResult": "distributed.interfaces.backend",
     "TensorFlowDistributedTrainer": "distributed.trainers",
@@ -90,6 +91,7 @@ __all__ = [
     "ProcessGroupBackend",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "Section",
     "StepModule",
     "StepResult",
     "TensorFlowDistributedTrainer",

@@ -16,6 +16,7 @@ __all__ = ["MODULES", "NAMES", "install", "moved_names"]
 MODULES = {
     "distributed.accounts": "distributed.resilience.failure_messages",
     "distributed.batch": "distributed.planner.batch",
+    "distributed.config.deepspeed": "distributed_backends.deepspeed.native_config",
     "distributed.blame": "distributed.resilience.hang_diagnosis",
     "distributed.bundled": "distributed.commands.bundled",
     "distributed.bundled.digits": "distributed.commands.bundled.digits",
@@ -90,6 +91,13 @@ MODULES = {
 
 NAMES = {
     "distributed.batch": {"BatchPlan": "distributed.interfaces.plan"},
+    "distributed.config.sections": {
+        "FSDPSection": "distributed_backends.fsdp.section",
+        "HorovodSection": "distributed_backends.horovod.section",
+        "RaySection": "distributed_backends.ray.section",
+        "TensorFlowSection": "distributed_backends.tensorflow.section",
+        "ZeroSection": "distributed_backends.deepspeed.section",
+    },
     "distributed.elastic": dict.fromkeys(
         ("claim_directory", "newest_checkpoint"), "distributed.checkpoint.run_directory"
     ),

@@ -11,11 +11,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from distributed._version import __version__
-from distributed.commands import VERBS, Verb
+from distributed.commands import VERBS, Subparsers, add_verbs
 from distributed.commands.parser import PROG, Parser, refuse_unknown
 from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
 from distributed.system.garbage_collection import spare_imports
@@ -56,10 +55,10 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"distributed-trainer {__version__}")
     # Without a metavar, Python 3.11 prints every verb twice.
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb")
-    asked = _asked(words)
-    for verb in VERBS:
-        _add_verb(subparsers, verb, complete=verb.name == asked)
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", action=Subparsers)
+    assert isinstance(subparsers, Subparsers)
+    subparsers.asked = asked = _asked(words)
+    add_verbs(subparsers, VERBS)
     if asked not in {verb.name for verb in VERBS}:
         _add_plugin_verbs(subparsers)
     return parser
@@ -107,14 +106,6 @@ def _check_verb(parser: Parser, asked: str | None) -> None:
             allowed=", ".join(sorted(verbs)),
             remedy=f"`{PROG} backends` also lists plugins that could not be loaded",
         )
-
-
-def _add_verb(subparsers: argparse._SubParsersAction[Any], verb: Verb, complete: bool) -> None:
-    parser = subparsers.add_parser(verb.name, help=verb.summary, description=verb.summary)
-    if complete:
-        module = import_module(verb.module)
-        parser.set_defaults(run=module.run, parser=parser)
-        module.add_arguments(parser)
 
 
 def _add_plugin_verbs(subparsers: argparse._SubParsersAction[Any]) -> None:

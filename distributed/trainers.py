@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
+from distributed.config.load import top_fields
 from distributed.errors import UserError
+from distributed.registry.catalog import get_catalog
 from distributed.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -87,17 +89,9 @@ class HorovodTrainer(Trainer):
         place = detect(os.environ)
         if place is None or place.size == 1:
             return float(value)
-        import horovod.torch as hvd
-        import torch
-
-        if not hvd.is_initialized():
-            raise UserError(
-                "Horovod has not started on these ranks",
-                field="metric_average",
-                remedy="Call it after `fit`, or call hvd.init() under horovodrun",
-            )
-        mean = hvd.allreduce(torch.tensor(float(value), dtype=torch.float64), name=name or "metric")
-        return float(mean)
+        catalog = get_catalog()
+        backend = catalog.load_backend(catalog.backend(self.default_backend))
+        return backend.average_outside_fit(float(value), name or "metric")
 
 
 class RayTrainer(Trainer):
@@ -126,7 +120,7 @@ class RayTrainer(Trainer):
                     got=config["lr"],
                     remedy="Leave one of them out",
                 )
-            fields = DistributedConfig.model_fields
+            fields = top_fields()
             config = {n: v for n, v in named.items() if str(n).partition(".")[0] in fields}
             self.hyperparameters = {n: v for n, v in named.items() if n not in config}
         super().__init__(model, config, **given)

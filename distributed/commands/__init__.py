@@ -1,10 +1,22 @@
-"""One module per verb: `add_arguments(parser)` and `run(args) -> exit code`, cheap to import."""
+"""One module per verb: `add_arguments(parser)` and `run(args) -> exit code`, cheap to import.
+
+`VERBS` are those without which the program could not report its own plugins; `operations` registers the
+others as every plugin does.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import argparse
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["VERBS", "Verb"]
+if TYPE_CHECKING:
+    _Action = argparse._SubParsersAction[Any]
+else:  # generic for type checkers only
+    _Action = argparse._SubParsersAction
+
+__all__ = ["VERBS", "Subparsers", "Verb", "add_verbs"]
 
 
 class Verb(NamedTuple):
@@ -23,21 +35,31 @@ class Verb(NamedTuple):
 
 VERBS = (
     Verb("train", "distributed.commands.train", "Train a script's model, or the bundled example."),
-    Verb(
-        "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
-    ),
     Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
     Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
-    Verb("deploy", "distributed.commands.deploy", "Write the files with which a cluster runs it."),
     Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
     Verb(
         "preflight",
         "distributed.commands.preflight",
         "Let the hosts of a run test each other before it starts.",
     ),
-    Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
-    Verb("report", "distributed.commands.report", "Write an HTML page about a run, or several compared."),
     Verb("runs", "distributed.commands.runs", "List the runs below a folder: status, progress, best figure."),
     Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
 )
+
+
+class Subparsers(_Action):
+    """The verbs of one command line; only the one that is asked for gets its flags."""
+
+    asked: str | None = None
+
+
+def add_verbs(subparsers: argparse._SubParsersAction[Any], verbs: Iterable[Verb]) -> None:
+    """Add `verbs`, with the flags of the one that is asked for, whose module is imported."""
+    for verb in verbs:
+        parser = subparsers.add_parser(verb.name, help=verb.summary, description=verb.summary)
+        if verb.name == getattr(subparsers, "asked", None):
+            module = import_module(verb.module)
+            parser.set_defaults(run=module.run, parser=parser)
+            module.add_arguments(parser)

@@ -8,7 +8,8 @@ from typing import Any
 from distributed.commands.flags import add_config_flags, collect_layers, schema_of
 from distributed.commands.tables import print_table
 from distributed.config import DistributedConfig, explain, load_layers
-from distributed.config.validation_errors import allowed_values, field_names
+from distributed.config.load import all_fields
+from distributed.config.validation_errors import allowed_values
 from distributed.errors import UserError
 
 __all__ = ["add_arguments", "run", "to_yaml"]
@@ -74,7 +75,7 @@ def _field_rows() -> list[list[str]]:
             _word(schema_of(name).get("default")),
             _about(name),
         ]
-        for name in field_names(DistributedConfig)
+        for name in all_fields()
     ]
 
 

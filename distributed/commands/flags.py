@@ -9,26 +9,19 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
+from distributed.config.load import all_fields, top_fields
 
 __all__ = ["add_config_flags", "add_model_flags", "collect_layers", "collect_model", "schema_of"]
 
 # Short names that a tired person types, beside the field's own.
 _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
-# Fields of sections that have a flag of their own; the others are reached by --set.
-_SECTION_FLAGS = {
-    "tracking.mlflow_experiment": "--mlflow-experiment",
-    "tracking.record_dir": "--record-dir",
-    "profile.enabled": "--profile",
-    "ray.address": "--address",
-    "elastic.max_restarts": "--max-restarts",
-    "elastic.min_ranks": "--min-ranks",
-}
 _PREFIX = "field:"
 _OWN = "own:"
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config``, ``--set`` and one flag per flat field; a flag not given says nothing."""
+    """Add ``--config``, ``--set``, one flag per flat field, and those that fields of sections declare; a
+    flag that is not given sets nothing. Call it after the verb's own flags: these come first."""
     sources = parser.add_argument_group(
         "configuration", "Weakest first: defaults, --config, the flags below, --set."
     )
@@ -41,13 +34,16 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         help="Set any field, sections included (data.per_sample_rng=true); stronger than flags. Repeatable.",
     )
     group = parser.add_argument_group("configuration fields")
-    for name in DistributedConfig.model_fields:
+    for name in top_fields():
         schema = schema_of(name)
         if "$ref" not in schema:
             flags = [f"--{name.replace('_', '-')}", *filter(None, [_ALIASES.get(name)])]
             _add_field(group, name, flags, schema)
-    for name, flag in _SECTION_FLAGS.items():
-        _add_field(group, name, [flag], schema_of(name))
+    for name in all_fields():
+        schema = schema_of(name)
+        # A plugin's flag that the verb already has is left out: --set reaches its field.
+        if "." in name and "flag" in schema and schema["flag"] not in parser._option_string_actions:
+            _add_field(group, name, [schema["flag"]], schema)
     group.add_argument(
         "--nnodes",
         action=_NumNodes,
@@ -139,8 +135,8 @@ def _help(schema: dict[str, Any]) -> str:
         schema.get("default") or None if schema.get("type") in ("array", "object") else schema.get("default")
     )
     shown = str(default).lower() if isinstance(default, bool) else default
-    text = f"{schema['description']}{'' if default is None else f' Default: {shown}.'}"
-    return text.replace("%", "%%")
+    text = f"{schema.get('description', '')}{'' if default is None else f' Default: {shown}.'}"
+    return text.strip().replace("%", "%%")
 
 
 def _metavar(options: list[dict[str, Any]]) -> str:

@@ -12,8 +12,7 @@ from distributed.commands.parser import PROG, flags_of, nearly
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
-from distributed.config.deepspeed import NATIVE
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, native_names, top_fields
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, did_you_mean
 
@@ -163,7 +162,7 @@ class ScriptTrial:
 
 def split(sampled: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of the configuration, the rest)."""
-    known = DistributedConfig.model_fields
+    known = top_fields()
     fields = {name: value for name, value in sampled.items() if name.partition(".")[0] in known}
     return fields, {name: value for name, value in sampled.items() if name not in fields}
 
@@ -225,7 +224,7 @@ def _explicit(config: DistributedConfig) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for layer in as_layers(config):
         # What a native configuration repeats is in that itself.
-        for name, value in layer.values.items() if layer.origin != NATIVE else ():
+        for name, value in layer.values.items() if layer.origin not in native_names() else ():
             *path, leaf = name.split(".")
             place = tree
             for part in path:

@@ -2,5 +2,16 @@
 
 from distributed.config.load import Layer, explain, load, load_layers, parse_assignments, read_file
 from distributed.config.schema import DistributedConfig
+from distributed.config.sections import NativeField, Section
 
-__all__ = ["DistributedConfig", "Layer", "explain", "load", "load_layers", "parse_assignments", "read_file"]
+__all__ = [
+    "DistributedConfig",
+    "Layer",
+    "NativeField",
+    "Section",
+    "explain",
+    "load",
+    "load_layers",
+    "parse_assignments",
+    "read_file",
+]

@@ -10,20 +10,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed.config.deepspeed import NATIVE
+from distributed.config.completion import complete
 from distributed.config.schema import DistributedConfig
 from distributed.config.validation_errors import field_names
 from distributed.errors import UserError, did_you_mean
 
 __all__ = [
     "Layer",
+    "all_fields",
     "as_layers",
     "explain",
     "load",
     "load_layers",
+    "native_names",
     "override",
     "parse_assignments",
     "read_file",
+    "top_fields",
+    "value_of",
 ]
 
 
@@ -52,10 +56,11 @@ def load(
 
 def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
     """Merge `layers`, later ones winning leaf by leaf, and validate the result."""
+    complete()
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        if layer.origin == NATIVE:  # said again by the native configuration itself, if that still holds
+        if layer.origin in native_names():  # its native configuration sets them again, if it is still there
             continue
         for name, value in _leaves(layer.values):
             _assign(merged, name, value, layer.origin)
@@ -65,9 +70,26 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
     return config
 
 
+def top_fields() -> list[str]:
+    """Names of all flat fields and sections, those of plugins included."""
+    complete()
+    return list(DistributedConfig.model_fields)
+
+
+def all_fields() -> list[str]:
+    """Dotted names of all fields, those of plugins included, in the order of the tree."""
+    complete()
+    return field_names(DistributedConfig)
+
+
+def native_names() -> set[str]:
+    """Names of the fields that hold a framework's own configuration; also origins of what these set."""
+    return {native.name for native in DistributedConfig.native_fields}
+
+
 def as_layers(config: DistributedConfig) -> list[Layer]:
     """The explicit values of `config`, one layer per origin, so that they can be merged again."""
-    return [Layer(config.origin(name), {name: _get(config, name)}) for name in _set_names(config)]
+    return [Layer(config.origin(name), {name: value_of(config, name)}) for name in _set_names(config)]
 
 
 def override(config: DistributedConfig, values: Mapping[str, Any], origin: str) -> DistributedConfig:
@@ -117,7 +139,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     import yaml
 
     values: dict[str, Any] = {}
-    known = field_names(DistributedConfig)
+    known = all_fields()
     for assignment in assignments:
         name, found, text = assignment.partition("=")
         if not found:
@@ -128,7 +150,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
                 allowed="NAME=VALUE, e.g. --set data.per_sample_rng=true",
             )
         name = name.strip().replace("-", "_")
-        if name not in known and name not in DistributedConfig.model_fields:
+        if name not in known and name not in top_fields():
             raise UserError(
                 f"unknown configuration field '{name}'.{did_you_mean(name, known)}",
                 field="--set",
@@ -144,7 +166,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
     """Every leaf as (dotted name, value, origin), in the order of the schema."""
-    return [(name, _get(config, name), config.origin(name)) for name in field_names(DistributedConfig)]
+    return [(name, value_of(config, name), config.origin(name)) for name in all_fields()]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -152,7 +174,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
         name = f"{prefix}{key}"
         if isinstance(value, BaseModel):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(value, Mapping) and value and name != NATIVE:
+        if isinstance(value, Mapping) and value and name not in native_names():
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value
@@ -169,7 +191,8 @@ def _assign(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
     tree[leaf] = value
 
 
-def _get(config: BaseModel, name: str) -> Any:
+def value_of(config: BaseModel, name: str) -> Any:
+    """The value of the field `name`, dotted for sections."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,19 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from distributed.config.deepspeed import take_native
+from distributed.config.completion import complete
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
     ElasticSection,
-    FSDPSection,
-    HorovodSection,
     LrScaling,
+    NativeField,
     ProfileSection,
-    RaySection,
-    TensorFlowSection,
     TrackingSection,
-    ZeroSection,
     local_path,
 )
 from distributed.config.validation_errors import user_error
@@ -43,8 +39,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class DistributedConfig(BaseModel):
     """How to train: resources, batch, optimisation, communication, checkpoints, monitoring.
 
-    Every value knows where it came from (`origin`). Build it directly, or with
-    `distributed.config.load` from a file and overrides.
+    The sections that plugins register are added when it is first used. Every value knows where it came
+    from (`origin`). Build it directly, or with `distributed.config.load` from a file and overrides.
 
     Raises:
         UserError: an unknown field (with the nearest known name), a value out of range, or
@@ -158,11 +154,6 @@ class DistributedConfig(BaseModel):
         description="ZeRO stage: shard nothing, the optimizer, gradients too, parameters too. None is 2 under"
         " `deepspeed`. Moves a default backend to one that has it.",
     )
-    deepspeed_config: dict[str, Any] | None = Field(
-        None,
-        description="DeepSpeed's own configuration: names and values, a JSON file, or DeepSpeedConfig. What"
-        " is a field here it may not contradict.",
-    )
 
     # Checkpointing
     checkpoint_dir: str | None = Field(
@@ -192,24 +183,34 @@ class DistributedConfig(BaseModel):
         default_factory=ElasticSection, description="Going on after failures, with fewer or more ranks."
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
-    fsdp: FSDPSection = Field(default_factory=FSDPSection, description="What backend `fsdp` shards, and how.")
-    zero: ZeroSection = Field(default_factory=ZeroSection, description="What ZeRO keeps in host memory.")
-    horovod: HorovodSection = Field(default_factory=HorovodSection, description="Horovod's own options.")
-    ray: RaySection = Field(default_factory=RaySection, description="Backend `ray`: cluster and ranks.")
-    tensorflow: TensorFlowSection = Field(
-        default_factory=TensorFlowSection, description="TensorFlow's own options."
-    )
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
+
+    native_fields: ClassVar[tuple[NativeField, ...]] = ()
+    """Flat fields of plugins, for their frameworks' own configuration."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, **values: Any) -> None:
-        values, origins = take_native(values)
+        complete()
+        origins: dict[str, str] = {}
+        for native in self.native_fields:
+            values, found = native.read(values)
+            origins |= found
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise user_error(error, type(self)) from None
         self._origins = origins
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As pydantic's, with the sections of plugins."""
+        complete()
+        return super().model_json_schema(*args, **kwargs)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        complete()
+        super().__setstate__(state)
 
     @field_validator("lr_scaling", mode="before")
     @classmethod
@@ -280,9 +281,14 @@ class DistributedConfig(BaseModel):
         return self.checkpoint_dir is not None and self.checkpoint.on_signal
 
     @property
+    def zero_fields(self) -> list[str]:
+        """Fields that, when set, need a backend that implements ZeRO."""
+        return ["zero_stage", *(native.name for native in self.native_fields if native.wants_zero)]
+
+    @property
     def wants_zero(self) -> bool:
         """Whether the backend has to be one that implements ZeRO."""
-        return self.zero_stage is not None or self.deepspeed_config is not None
+        return any(getattr(self, name) is not None for name in self.zero_fields)
 
     def is_explicit(self, name: str) -> bool:
         """Whether somebody set the flat field `name`, as against its default."""

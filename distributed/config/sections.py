@@ -1,36 +1,37 @@
-"""The sections of the configuration: what few people set, grouped by who reads it."""
+"""Sections of the configuration: the base of all, and those that the core itself reads."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
+
+from distributed._moved import moved_names
 
 __all__ = [
     "CheckpointSection",
     "DataSection",
     "ElasticSection",
-    "FSDPSection",
-    "HorovodSection",
     "LrScaling",
+    "NativeField",
     "ProfileSection",
-    "RaySection",
-    "TensorFlowSection",
+    "Section",
     "TrackingSection",
-    "ZeroSection",
     "is_object_store",
     "local_path",
 ]
+
+__getattr__ = moved_names(__name__)
 
 
 def local_path(place: str | None) -> str | None:
@@ -46,10 +47,47 @@ def is_object_store(place: str | None) -> bool:
     return place is not None and local_path(place) is None
 
 
+@dataclass(frozen=True)
+class NativeField:
+    """A flat field that holds a framework's own configuration, registered together with a section.
+
+    Attributes:
+        name: of the field.
+        description: one or two sentences, for ``--help`` and the reference.
+        read: called with all given values, before they are validated; returns them with what the native
+            configuration sets in our terms, and the dotted names of these -> `name`, their origin.
+        wants_zero: a value asks for a backend that implements ZeRO, as `zero_stage` does.
+    """
+
+    name: str
+    description: str
+    read: Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]]
+    wants_zero: bool = False
+
+
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
+    """Base of all sections: frozen, unknown keys refused, every field with a default.
+
+    The first paragraph of the docstring describes the section. A field is set by ``--set``; one with
+    ``json_schema_extra={"flag": "--name"}`` has a flag too.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    native: ClassVar[NativeField | None] = None
+    """The framework's own configuration, where users have one."""
+
+    @classmethod
+    def of(cls, config: BaseModel) -> Self:
+        """The section of this class in `config`.
+
+        Raises:
+            LookupError: no plugin registered it.
+        """
+        for value in vars(config).values():
+            if isinstance(value, cls):
+                return value
+        raise LookupError(f"the configuration has no section {cls.__name__}")
 
 
 class LrScaling(Section):
@@ -132,9 +170,12 @@ class ElasticSection(Section):
         None,
         description="Failures after which all ranks start again from the newest checkpoint. None is 3 with"
         " `min_ranks` or `min_nodes`, and otherwise 0.",
+        json_schema_extra={"flag": "--max-restarts"},
     )
     min_ranks: PositiveInt | None = Field(
-        None, description="Fewest ranks to go on with. None: as many as at the start."
+        None,
+        description="Fewest ranks to go on with. None: as many as at the start.",
+        json_schema_extra={"flag": "--min-ranks"},
     )
     max_ranks: PositiveInt | None = Field(
         None, description="Most ranks, which is what a run starts with: another word for `num_gpus`."
@@ -162,12 +203,17 @@ class TrackingSection(Section):
     mlflow_tracking_uri: str | None = Field(
         None, description="MLflow store. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db."
     )
-    mlflow_experiment: str | None = Field(None, description="MLflow experiment name; None is Default.")
+    mlflow_experiment: str | None = Field(
+        None,
+        description="MLflow experiment name; None is Default.",
+        json_schema_extra={"flag": "--mlflow-experiment"},
+    )
     run_name: str | None = Field(None, description="Name of the run in the trackers.")
     record_dir: str | None = Field(
         None,
         description="Folder for the run's record, which `report` reads. None is `checkpoint_dir` where that"
         " is a path of this host; without either, nothing is written.",
+        json_schema_extra={"flag": "--record-dir"},
     )
     phase_timers: bool = Field(True, description="Log the share of time per phase, and stragglers.")
 
@@ -175,110 +221,7 @@ class TrackingSection(Section):
 class ProfileSection(Section):
     """torch.profiler around a few steps: a chrome trace per rank and a table."""
 
-    enabled: bool = Field(False, description="Profile this run.")
+    enabled: bool = Field(False, description="Profile this run.", json_schema_extra={"flag": "--profile"})
     output_dir: str = Field("profile", description="Folder for the traces and tables.")
     skip_steps: NonNegativeInt = Field(2, description="Optimizer steps to pass over first.")
     steps: PositiveInt = Field(5, description="Optimizer steps to record.")
-
-
-class FSDPSection(Section):
-    """What backend ``fsdp`` shards together, and what it trades for memory."""
-
-    wrap: Literal["auto", "whole", "blocks", "size"] = Field(
-        "auto",
-        description="What is gathered together. blocks: each module of `block_classes`; size: each module"
-        " of at least `min_params`; whole: the model at once; auto: the blocks the model names or repeats,"
-        " else whole.",
-    )
-    block_classes: tuple[str, ...] = Field(
-        (), description="Class names of the model's blocks, for wrap blocks and auto."
-    )
-    min_params: PositiveInt = Field(1_000_000, description="Parameters of a module that wrap size takes.")
-    reshard_after_forward: bool = Field(
-        True,
-        description="Free gathered blocks between forward and backward, as ZeRO stage 3 does; false"
-        " gathers once a step and keeps them, as stage 2.",
-    )
-    reduce_every_micro_batch: bool = Field(
-        False,
-        description="While accumulating, reduce each micro-batch's gradients at once: more communication,"
-        " and no gradient of the whole model in memory.",
-    )
-    replicate: PositiveInt = Field(
-        1, description="Copies of the sharded model: ranks / replicate share one (hybrid sharding)."
-    )
-    cpu_offload: bool = Field(
-        False, description="Keep shards, gradients and optimizer in host memory, and step there."
-    )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="dtype in which gradients travel; None is the parameters' own."
-    )
-    activation_checkpointing: bool = Field(
-        False, description="Recompute the blocks' activations in backward instead of keeping them."
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.wrap == "blocks" and not self.block_classes:
-            raise ValueError("block_classes is missing: wrap=blocks needs the class names of the blocks")
-        if self.wrap in ("whole", "size") and self.block_classes:
-            raise ValueError(f"block_classes has no meaning with wrap={self.wrap}: use wrap=blocks")
-        return self
-
-
-class HorovodSection(Section):
-    """What only Horovod has. Another backend refuses it."""
-
-    compression: Literal["none", "fp16"] = Field(
-        "none",
-        description="How gradients travel; fp16 halves float32's bytes, and rounds.",
-    )
-    timeline: str | None = Field(None, description="File for Horovod's timeline (chrome trace), by rank 0.")
-
-    @field_validator("compression", mode="before")
-    @classmethod
-    def _horovods_own(cls, value: Any) -> Any:
-        name = getattr(value, "__name__", None)
-        return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, value) if name else value
-
-
-class ZeroSection(Section):
-    """What ZeRO keeps in host memory, so that more fits on a device."""
-
-    offload_optimizer: Literal["none", "cpu"] = Field(
-        "none", description="Where the optimizer's state lives and steps; cpu needs ZeRO stage 1 or more."
-    )
-    offload_parameters: Literal["none", "cpu"] = Field(
-        "none", description="Where parameters wait until they are used; cpu needs ZeRO stage 3."
-    )
-
-
-class RaySection(Section):
-    """Where backend ``ray`` starts ranks, and what they run. Another backend refuses it."""
-
-    inner: str = Field("pytorch-ddp", description="The torch backend that the ranks run.")
-    address: str | None = Field(
-        None,
-        description="The cluster: auto, HOST:PORT or ray://HOST:PORT. None: the one that this process is"
-        " connected to, RAY_ADDRESS's, or a cluster on this host for the run alone.",
-    )
-    num_cpus_per_rank: NonNegativeFloat = Field(1.0, description="CPUs that Ray sets aside for each rank.")
-    resources: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict, description="Other resources each rank needs, by Ray's names for them."
-    )
-    start_timeout: PositiveFloat = Field(
-        300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
-    )
-    storage_path: str | None = Field(
-        None, description="Where Ray Train keeps its own record of the run; None keeps none."
-    )
-
-
-class TensorFlowSection(Section):
-    """What only TensorFlow has. Another backend refuses it."""
-
-    strategy: Literal["auto", "mirrored", "multi_worker"] = Field(
-        "auto",
-        description="mirrored: one process drives all devices of this host; multi_worker: a process for"
-        " each; auto: mirrored for num_gpus on one host, multi_worker for num_processes and several hosts.",
-    )

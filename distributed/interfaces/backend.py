@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed._moved import moved_names
+from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend_spec import BackendSpec
@@ -183,3 +184,20 @@ class Backend(ABC):
     @abstractmethod
     def teardown(self) -> None:
         """Leave the other ranks. Undoes only what `setup` did."""
+
+    def average_outside_fit(self, value: float, name: str) -> float:
+        """The mean of `value` over the ranks that a launcher started, in code around `fit`. Collective;
+        called without `setup`.
+
+        Args:
+            value: this rank's.
+            name: of the metric, the same on all ranks.
+
+        Raises:
+            UserError: the backend cannot, or its ranks have not met.
+        """
+        raise UserError(
+            "this backend averages metrics inside `fit` only",
+            field="metric_average",
+            remedy="Return the metric from validation, or use a callback",
+        )

@@ -59,6 +59,8 @@ class BackendSpec:
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
             process, and this host's GPUs and the caller's place among nodes say nothing.
+        cluster_address: for a backend that connects to a cluster: the dotted config field that holds its
+            address, which `deploy` leaves out of a job that starts a cluster of its own.
         runs: the inner backend's name, in the spec that a plan holds.
         num_replicas: ``(config, number of devices) ->`` how many devices one rank drives, for a
             framework that trains several from one process; it raises UserError for what cannot
@@ -69,6 +71,9 @@ class BackendSpec:
         deploy_form: what starts its ranks on a cluster, for ``deploy``: ``torchrun``, whose ranks it
             joins; ``mpi``, where a target has a job of MPI's own, else torchrun; ``ray``, a Ray cluster.
         search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
+        blocking_modules: modules in which its ranks wait for each other; a package stands for all its
+            modules. A rank whose innermost Python frame lies in one waits, others work: hang diagnosis
+            tells from it which rank holds the others up.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -84,12 +89,14 @@ class BackendSpec:
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
     inner: str | None = None
     remote: bool = False
+    cluster_address: str | None = None
     runs: str | None = None
     num_replicas: Callable[[DistributedConfig, int], int] | None = None
     objects: str = "distributed.training.torch_framework:TorchFramework"
     transports: tuple[str, str] = ("gloo", "nccl")
     deploy_form: str = "torchrun"
     search: str | None = None
+    blocking_modules: tuple[str, ...] = ("torch.distributed",)
     preload: tuple[str, ...] = ()
 
     @property

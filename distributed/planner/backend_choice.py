@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from distributed.config.load import override
+from distributed.config.load import override, value_of
 from distributed.errors import UserError
 from distributed.registry.catalog import require
 
@@ -44,9 +43,10 @@ def move_to_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) 
             field="backend",
             got=here.name,
             allowed=", ".join(able) or None,
-            remedy="Say which" if able else "Leave zero_stage and deepspeed_config out",
+            remedy="Say which" if able else f"Leave {' and '.join(config.zero_fields)} out",
         )
-    asked = f"zero_stage={stage}" if config.deepspeed_config is None else "deepspeed_config"
+    *_, field = [name for name in config.zero_fields if getattr(config, name) is not None]
+    asked = f"zero_stage={stage}" if field == "zero_stage" else field
     notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
     return override(config, {"backend": able[0]}, f"default moved by {asked}")
 
@@ -65,7 +65,7 @@ def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
     require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
     if spec.inner is None:
         return spec
-    inner = catalog.backend(reduce(getattr, spec.inner.split("."), config), spec.inner)  # type: ignore[arg-type]
+    inner = catalog.backend(value_of(config, spec.inner), spec.inner)
     if inner.inner is not None or inner.framework != spec.framework:
         fits = (s for s in catalog.backends.values() if s.inner is None and s.framework == spec.framework)
         raise UserError(
@@ -84,6 +84,7 @@ def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
         install_hint=spec.install_hint,
         launcher=spec.launcher,
         remote=spec.remote,
+        cluster_address=spec.cluster_address,
         runs=inner.name,
     )
 

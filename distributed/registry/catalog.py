@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -18,6 +20,10 @@ from distributed.interfaces.backend import Backend
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry import hookspecs
+from distributed.registry.sections import load_section
+
+if TYPE_CHECKING:
+    from distributed.config.sections import Section
 
 __all__ = [
     "BrokenPlugin",
@@ -25,6 +31,7 @@ __all__ = [
     "GROUPS",
     "build_catalog",
     "get_catalog",
+    "is_loading",
     "load_target",
     "missing_modules",
     "require",
@@ -32,6 +39,7 @@ __all__ = [
 
 GROUPS = ("distributed.backends", "distributed.plugins")
 _OURS = "distributed-trainer"
+_LOADING = threading.local()
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Catalog:
     Attributes:
         manager: pluggy's manager, for calling hooks.
         backends: by name.
+        sections: sections of the configuration, by name.
         trackers: in registration order.
         broken: plugins that failed, which nothing else depends on.
         sources: plugin -> distribution and target, as far as it came from an entry point.
@@ -70,11 +79,15 @@ class Catalog:
     ) -> None:
         self.manager, self.broken, self.sources = manager, broken, sources or {}
         self.backends: dict[str, BackendSpec] = {}
+        self.sections: dict[str, type[Section]] = {}
         self.trackers: list[TrackerSpec] = []
         self.origins: dict[str, str] = {}
         for plugin, found in self._collect("register_backends"):
             for spec in found:
                 self._add_backend(plugin, spec)
+        for plugin, found in self._collect("register_sections", kind=dict):
+            for name, target in found.items():
+                self._add_section(plugin, name, target)
         for _, found in self._collect("register_trackers"):
             self.trackers += found
 
@@ -111,16 +124,17 @@ class Catalog:
         for _ in self._collect("register_commands", subparsers=subparsers):
             continue
 
-    def _collect(self, hook: str, **arguments: Any) -> Iterator[tuple[str, list[Any]]]:
-        """Each plugin's answer, one by one, so that a raising hook marks its plugin alone."""
+    def _collect(self, hook: str, kind: type = list, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """Each plugin's answer as a `kind`, one by one, so that a raising hook marks its plugin alone."""
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             try:
-                answer = implementation.function(*[arguments[name] for name in implementation.argnames])
-            except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+                words = [arguments[name] for name in implementation.argnames]
+                answer = kind(implementation.function(*words) or ())
+            except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 name = implementation.plugin_name
                 self.broken.append(_broken(name, self.sources.get(name, hook), error))
                 continue
-            yield implementation.plugin_name, list(answer or [])
+            yield implementation.plugin_name, answer
 
     def _add_backend(self, plugin: str, spec: BackendSpec) -> None:
         if spec.name in self.backends:
@@ -130,6 +144,15 @@ class Catalog:
             return
         self.backends[spec.name] = spec
         self.origins[spec.name] = plugin
+
+    def _add_section(self, plugin: str, name: str, target: str) -> None:
+        try:
+            self.sections[name] = load_section(name, target, self._section_names())
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+            self.broken.append(_broken(plugin, self.sources.get(plugin, plugin), error))
+
+    def _section_names(self) -> set[str]:
+        return {*self.sections, *(s.native.name for s in self.sections.values() if s.native)}
 
 
 def load_target(target: str) -> Any:
@@ -167,6 +190,25 @@ def build_catalog(extra: Iterable[Any] = (), found: Iterable[EntryPoint] | None 
         extra: plugin modules or objects to register besides, for tests and embedding.
         found: entry points instead of the installed ones.
     """
+    with _loading():
+        return _build_catalog(extra, found)
+
+
+def is_loading() -> bool:
+    """Whether this thread is importing plugins just now."""
+    return getattr(_LOADING, "depth", 0) > 0
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    _LOADING.depth = getattr(_LOADING, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _LOADING.depth -= 1
+
+
+def _build_catalog(extra: Iterable[Any], found: Iterable[EntryPoint] | None) -> Catalog:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     broken: list[BrokenPlugin] = []
@@ -178,7 +220,7 @@ def build_catalog(extra: Iterable[Any] = (), found: Iterable[EntryPoint] | None 
         try:
             manager.register(point.load(), name=f"{point.name}")
             sources[point.name] = _origin(point)
-        except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             broken.append(_broken(point.name, _origin(point), error))
     for plugin in extra:
         manager.register(plugin)

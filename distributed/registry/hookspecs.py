@@ -29,6 +29,12 @@ def register_backends() -> list[BackendSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_sections() -> dict[str, str]:  # type: ignore[empty-body]
+    """Sections of the configuration this plugin brings: name -> ``package.module:Class`` of a `Section`.
+    The module is imported whenever plugins are listed, so it must import nothing heavy."""
+
+
+@hookspec
 def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
     """Trackers this plugin brings. The class is loaded when a config enables it."""
 

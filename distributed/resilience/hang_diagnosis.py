@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from distributed.resilience.phase_journal import JOURNAL_PHASES, Entry
@@ -11,13 +14,12 @@ from distributed.resilience.stack_dumps import Frame
 
 __all__ = ["Seen", "Verdict", "Worker", "judge", "name_ranks"]
 
-_WAITING = ("/torch/distributed/", "/horovod/", "/deepspeed/comm/", "/mpi4py/")
 _OUR_COLLECTIVES = (
-    "distributed/communication/process_group.py",
-    "distributed/training/process_group_backend.py",
-    "distributed/communication/rendezvous.py",
+    "distributed.communication.process_group",
+    "distributed.communication.rendezvous",
+    "distributed.training.process_group_backend",
 )
-_EITHER = ("/torch/autograd/", "/tensorflow/python/")
+_EITHER = ("torch.autograd", "tensorflow.python")
 _ORDER = {name: index for index, name in enumerate(JOURNAL_PHASES)}
 _AFTER_DATA = ("epoch end", "validation", "finish")
 
@@ -46,6 +48,7 @@ class Seen:
         stack: of its training loop, the most recent call first; empty when not asked for.
         workers: loader workers of a rank that waits for them.
         waited: it is known to have waited for another rank.
+        blocking_modules: modules whose frames mean that it waits in communication (`BackendSpec`).
     """
 
     rank: int
@@ -58,6 +61,7 @@ class Seen:
     stack: Sequence[Frame] = ()
     workers: Sequence[Worker] = ()
     waited: bool = False
+    blocking_modules: Sequence[str] = ()
 
     @property
     def place(self) -> str:
@@ -79,15 +83,31 @@ class Seen:
             return "waits"
         if self.state == "T":
             return "works"
-        library = "/distributed_backends/" not in file and any(part in file for part in _WAITING)
-        if library or file.endswith(_OUR_COLLECTIVES):
+        if file in _our_files() or _lies_in(file, self.blocking_modules):
             return "waits"
-        if any(part in file for part in _EITHER):
+        if _lies_in(file, _EITHER):
             return "either"
         phase = self.entry.phase if self.entry else ""
         if not file and phase in ("communication", "backward"):
             return "waits" if phase == "communication" else "either"
         return "works"
+
+
+@cache
+def _our_files() -> frozenset[str]:
+    """Files of our modules that wait in communication, found without importing them."""
+    specs = [find_spec(name) for name in _OUR_COLLECTIVES]
+    return frozenset(spec.origin for spec in specs if spec is not None and spec.origin is not None)
+
+
+def _lies_in(file: str, modules: Iterable[str]) -> bool:
+    """Whether `file` belongs to one of `modules`, or to a module in one that is a package."""
+    for name in modules:
+        root, found, rest = file.partition(f"/{name.replace('.', '/')}")
+        # A package of that name inside another one, as our backend `horovod`, is not the library.
+        if found and rest.startswith(("/", ".py")) and not Path(root, "__init__.py").exists():
+            return True
+    return False
 
 
 @dataclass(frozen=True)

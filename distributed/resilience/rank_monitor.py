@@ -47,18 +47,20 @@ class Limits:
         hang_timeout: seconds after which a run that hangs is ended; None never.
         folder: where ``failure_report_<n>.txt`` is written; None writes none.
         num_nodes: hosts of the run. On one of several, ranks that all wait may wait for another host.
+        blocking_modules: modules in which a rank waits for others, as the backend's spec names them.
     """
 
     stall_report: float | None = 30.0
     hang_timeout: float | None = 600.0
     folder: str | None = None
     num_nodes: int = 1
+    blocking_modules: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: RunPlan) -> Limits:
         """What the plan's configuration says."""
-        config = plan.config
-        return cls(config.stall_report, config.hang_timeout, config.checkpoint_dir, plan.num_nodes)
+        config, modules = plan.config, plan.spec.blocking_modules
+        return cls(config.stall_report, config.hang_timeout, config.checkpoint_dir, plan.num_nodes, modules)
 
 
 @dataclass
@@ -169,7 +171,10 @@ class Watch:
         track = self._tracks.get(rank, _Track())
         loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
         busy = track.share > _BUSY or loads or process.state == "R"
-        return Seen(rank, self.host, pid, entry, age, process.state, busy, stack, workers)
+        blocking = self.limits.blocking_modules
+        return Seen(
+            rank, self.host, pid, entry, age, process.state, busy, stack, workers, blocking_modules=blocking
+        )
 
     def close(self) -> None:
         """The ranks have ended."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from distributed.cli import build_parser
 from distributed.commands import VERBS
+from distributed.commands.operations import OPERATIONS
 from distributed.commands.parser import PROG
 from docs.site.markdown import code, table
 
@@ -37,7 +38,7 @@ def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 def command_line_page() -> str:
     """``docs/cli.md``."""
     parts, fields = [_HEAD], ""
-    for verb in VERBS:
+    for verb in (*VERBS, *OPERATIONS):
         parts.append(f"## {verb.name}\n\n{verb.summary}\n")
         for number, parser in enumerate(parsers(verb.name)):
             if number:

@@ -23,7 +23,11 @@ GAP = "…"
 _PACKAGES = ("distributed", "backends", "plugins", "kernels")
 _ERRORS = {"UserError", "WorkerError", "KernelError", "CostlyError"}
 # Internal elsewhere; in these folders they reach the user, directly or as the text of a UserError.
-_ALSO = {"distributed/config": {"ValueError"}, "distributed/training": {"RuntimeError", "OSError"}}
+_ALSO = {
+    "distributed/config": {"ValueError"},
+    "backends/distributed_backends/fsdp/section": {"ValueError"},
+    "distributed/training": {"RuntimeError", "OSError"},
+}
 _KIT = ("rank_pool", "test_conformance", "workbench")
 
 DYNAMIC = {

@@ -17,6 +17,7 @@ import pytest
 from distributed.cli import build_parser, main
 from distributed.commands import VERBS
 from distributed.commands.flags import collect_layers
+from distributed.commands.operations import OPERATIONS
 from distributed.commands.parser import flags_of
 from distributed.config import DistributedConfig, load_layers
 from distributed.config.validation_errors import field_names
@@ -59,7 +60,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # Help and verbs
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+@pytest.mark.parametrize("verb", [verb.name for verb in (*VERBS, *OPERATIONS)])
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
@@ -70,7 +71,7 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_no_verb_prints_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(verb.name in out and verb.summary in out for verb in VERBS)
+    assert all(verb.name in out and verb.summary in out for verb in (*VERBS, *OPERATIONS))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distributed.commands import VERBS
+from distributed.commands.operations import OPERATIONS
 from distributed.commands.parser import flags_of
 from docs.site.command_line import parsers
 from docs.site.generate import generated
@@ -26,7 +27,7 @@ def test_a_generated_page_is_current(page: str) -> None:
 def missing_flags(page: str) -> list[str]:
     """Flags that a verb's ``--help`` has and `page` has not, by what the user sees."""
     missing = []
-    for verb in VERBS:
+    for verb in (*VERBS, *OPERATIONS):
         for parser in parsers(verb.name):
             for flag in set(flags_of(parser)) - {"--help"}:
                 if not re.search(rf"(?<![\w-]){flag}(?![\w-])", page):
@@ -36,7 +37,7 @@ def missing_flags(page: str) -> list[str]:
 
 def test_every_verb_and_every_flag_is_documented() -> None:
     page = CLI.read_text(encoding="utf-8")
-    for verb in VERBS:
+    for verb in (*VERBS, *OPERATIONS):
         assert f"\n## {verb.name}\n" in page
     assert missing_flags(page) == []
 

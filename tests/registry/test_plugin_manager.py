@@ -156,6 +156,11 @@ class EveryHook:
         return []
 
     @hookimpl
+    def register_sections(self) -> dict[str, str]:
+        self.called.append("register_sections")
+        return {}
+
+    @hookimpl
     def register_trackers(self) -> list[TrackerSpec]:
         self.called.append("register_trackers")
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,27 @@ def test_it_is_listed_with_where_it_comes_from(site: Path, tmp_path: Path) -> No
     assert ring["installed"]
     assert ring["origin"] == "distributed-ring-backend 0.1.0"
     assert found["broken"] == []
+
+
+def test_its_section_is_part_of_the_configuration(site: Path, tmp_path: Path) -> None:
+    words = ["config", "show", "--ring-chunk-size", "512", "--set", "ring.direction=left"]
+    shown = run(site, tmp_path, "-m", "distributed.cli", *words)
+    assert "\nring:\n  chunk_size: 512\n  direction: left\n" in shown
+    explained = run(site, tmp_path, "-m", "distributed.cli", "config", "explain", *words[2:])
+    assert re.search(r"ring\.chunk_size +512 +flag", explained)
+    assert re.search(r"ring\.direction +left +--set", explained)
+    assert "--ring-direction {right,left}" in run(site, tmp_path, "-m", "distributed.cli", "train", "--help")
+    with pytest.raises(AssertionError, match=r"Did you mean 'ring\.direction'\?"):
+        run(site, tmp_path, "-m", "distributed.cli", "config", "show", "--set", "ring.directoin=left")
+
+
+def test_its_options_reach_the_ranks(site: Path, tmp_path: Path) -> None:
+    """A ring in pieces and in the other direction trains alike; the pieces end at other elements."""
+    words = ["train", "--backend", "ring", "--num-processes", "3", "--max-steps", "4"]
+    options = ["--ring-chunk-size", "100", "--ring-direction", "left"]
+    plain, other = (run(site, tmp_path, "-m", "distributed.cli", *words, *o) for o in ([], options))
+    accuracy = re.compile(r"best validation accuracy (\S+)")
+    assert accuracy.findall(plain) == accuracy.findall(other) != []
 
 
 def test_it_is_chosen_by_name(site: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from distributed import Trainer, WorkerError
+from distributed.registry.catalog import get_catalog
 from distributed.resilience import phase_journal as journal
 from distributed.resilience.divergence import checksum, trained
 from distributed.resilience.hang_diagnosis import Seen, judge
@@ -153,6 +154,7 @@ def _compute_once(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 # -- who is to blame, from places alone -------------------------------------------------
 
+BLOCKING = get_catalog().backends["horovod"].blocking_modules
 WAITS = [Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce")]
 BACKWARD = [Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]
 WORKS = [Frame("/home/me/model.py", 1, "forward")]
@@ -160,7 +162,7 @@ WORKS = [Frame("/home/me/model.py", 1, "forward")]
 
 def seen(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0) -> Seen:
     entry = Entry(phase, phase, "", step, 0, 1, 0, 0.0, RUNNING, 1, 1)
-    return Seen(rank, "h", 1, entry, age, stack=stack)
+    return Seen(rank, "h", 1, entry, age, stack=stack, blocking_modules=BLOCKING)
 
 
 @pytest.mark.parametrize(

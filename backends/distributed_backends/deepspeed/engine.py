@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from distributed.errors import UserError
+from distributed_backends.deepspeed.section import ZeroSection, native_config
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -100,15 +101,15 @@ def engine_options(
         weights: dtype of the parameters that the engine holds.
         numel: number of elements of the trainable parameters.
     """
-    options: dict[str, Any] = _without_auto(deepcopy(config.deepspeed_config or {}))
+    options: dict[str, Any] = _without_auto(deepcopy(native_config(config)))
     for name in ("optimizer", "gradient_clipping", "fp16", "bf16"):
         options.pop(name, None)
-    zero = options.setdefault("zero_optimization", {})
+    section, zero = ZeroSection.of(config), options.setdefault("zero_optimization", {})
     zero["stage"] = stage
     zero.setdefault("reduce_bucket_size", max(1, min(_LARGEST_BUCKET, numel)))
     for key, where in (
-        ("offload_optimizer", config.zero.offload_optimizer),
-        ("offload_param", config.zero.offload_parameters),
+        ("offload_optimizer", section.offload_optimizer),
+        ("offload_param", section.offload_parameters),
     ):
         if where != "none":
             # Page-locked memory speeds up copies to a GPU; without one there is none to be had.

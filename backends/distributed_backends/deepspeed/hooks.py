@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.deepspeed.section import ZeroSection, native_config
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends", "stage_of"]
+__all__ = ["check_plan", "register_backends", "stage_of", "register_sections"]
 
 _TARGET = "distributed_backends.deepspeed.backend:DeepSpeedBackend"
 _DEFAULT_STAGE = 2
@@ -34,6 +35,7 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
+            blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
             preload=(
                 "distributed_backends.deepspeed.engine",
                 "deepspeed.module_inject.auto_ep_layer",
@@ -46,6 +48,12 @@ def register_backends() -> list[BackendSpec]:
 
 
 @hookimpl
+def register_sections() -> dict[str, str]:
+    """ZeRO's section of the configuration."""
+    return {"zero": "distributed_backends.deepspeed.section:ZeroSection"}
+
+
+@hookimpl
 def check_plan(plan: RunPlan) -> None:
     """Refuse what DeepSpeed would drop in silence, and say the stage.
 
@@ -55,7 +63,7 @@ def check_plan(plan: RunPlan) -> None:
     """
     config = plan.config
     if plan.spec.target != _TARGET:
-        if config.zero.model_fields_set:
+        if ZeroSection.of(config).model_fields_set:
             plan.notes.append(f"the section zero changes nothing under backend '{plan.spec.name}'")
         return
     for name in _BUCKETS:
@@ -69,7 +77,8 @@ def check_plan(plan: RunPlan) -> None:
             )
     stage = stage_of(config)
     _check_offloading(config, stage)
-    where = {"optimizer": config.zero.offload_optimizer, "parameters": config.zero.offload_parameters}
+    section = ZeroSection.of(config)
+    where = {"optimizer": section.offload_optimizer, "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]
     plan.notes.append(
         f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
@@ -84,18 +93,19 @@ def stage_of(config: DistributedConfig) -> int:
 
 def _check_offloading(config: DistributedConfig, stage: int) -> None:
     needs = {"offload_optimizer": (1, 2, 3), "offload_parameters": (3,)}
+    section = ZeroSection.of(config)
     for name, stages in needs.items():
-        if getattr(config.zero, name) != "none" and stage not in stages:
+        if getattr(section, name) != "none" and stage not in stages:
             raise UserError(
                 f"ZeRO stage {stage} has nothing of its own to keep there",
                 field=f"zero.{name}",
-                got=getattr(config.zero, name),
+                got=getattr(section, name),
                 allowed=f"none, or cpu with zero_stage {' or '.join(map(str, stages))}",
             )
 
 
 def _check_half_weights(plan: RunPlan, stage: int) -> None:
-    native = plan.config.deepspeed_config or {}
+    native = native_config(plan.config)
     asked = [name for name in ("bf16", "fp16") if (native.get(name) or {}).get("enabled") is True]
     if asked and stage == 0:
         plan.notes.append(f"stage 0 keeps weights in their own dtype: {asked[0]} is autocast")

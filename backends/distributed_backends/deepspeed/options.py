@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distributed.errors import UserError
+from distributed_backends.deepspeed.section import native_config
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -39,7 +40,7 @@ def native_optimizer(config: DistributedConfig) -> Any:
     Raises:
         UserError: it has an option that torch's optimizer lacks.
     """
-    section = (config.deepspeed_config or {}).get("optimizer") or {}
+    section = native_config(config).get("optimizer") or {}
     given = {k: v for k, v in section.get("params", {}).items() if k not in _KERNELS and v != "auto"}
     if section.get("type") in (None, "auto"):
         return None
@@ -65,7 +66,7 @@ def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> to
     it, else the model's own."""
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
     for name, dtype in _HALVES.items():
-        section = (config.deepspeed_config or {}).get(name) or {}
+        section = native_config(config).get(name) or {}
         enabled = section.get("enabled")
         if stage and (enabled is True or (enabled == "auto" and config.mixed_precision == name)):
             return dtype
@@ -83,7 +84,7 @@ def check_weights(
     """
     if stage == 0:
         return
-    trusted = (config.deepspeed_config or {}).get("zero_allow_untested_optimizer") is True
+    trusted = native_config(config).get("zero_allow_untested_optimizer") is True
     if not trusted and not isinstance(optimizer, _ELEMENTWISE):
         raise UserError(
             "ZeRO shards parameters into flat ranges, which only elementwise optimizers can step",

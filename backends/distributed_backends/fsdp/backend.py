@@ -17,6 +17,7 @@ from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule, alike
 from distributed_backends.fsdp.deferred_build import build_without_data
+from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
 
@@ -89,7 +90,7 @@ class FSDPBackend(ProcessGroupBackend):
         return super().build(model)
 
     def place(self, model: nn.Module) -> nn.Module:
-        section = self.config.fsdp
+        section = FSDPSection.of(self.config)
         if self.config.sync_batchnorm and self.world.size > 1:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         units = find_units(model, section)
@@ -129,7 +130,7 @@ class FSDPBackend(ProcessGroupBackend):
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         if self._sharded is not None and last != self.counting_ends:
             root = self._sharded.root
-            root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
+            root.set_requires_gradient_sync(last or FSDPSection.of(self.config).reduce_every_micro_batch)
             root.set_is_last_backward(last)
             self.counting_ends = last
         return _NOTHING

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.fsdp.section import FSDPSection
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends"]
+__all__ = ["check_plan", "register_backends", "register_sections"]
 
 _TARGET = "distributed_backends.fsdp.backend:FSDPBackend"
 
@@ -34,9 +35,15 @@ def register_backends() -> list[BackendSpec]:
 
 
 @hookimpl
+def register_sections() -> dict[str, str]:
+    """FSDP's section of the configuration."""
+    return {"fsdp": "distributed_backends.fsdp.section:FSDPSection"}
+
+
+@hookimpl
 def check_plan(plan: RunPlan) -> None:
     """Refuse copies that the ranks cannot be dealt out to, and offloading without ranks."""
-    section, ranks = plan.config.fsdp, plan.world_size
+    section, ranks = FSDPSection.of(plan.config), plan.world_size
     if plan.spec.target != _TARGET:
         if section.model_fields_set:
             plan.notes.append(f"the section fsdp changes nothing under backend '{plan.spec.name}'")

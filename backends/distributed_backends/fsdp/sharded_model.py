@@ -24,8 +24,8 @@ from distributed.errors import UserError
 from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 
 if TYPE_CHECKING:
-    from distributed.config.sections import FSDPSection
     from distributed.interfaces.placement import World
+    from distributed_backends.fsdp.section import FSDPSection
 
 __all__ = ["Root", "ShardedModel"]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.config.sections import FSDPSection
+    from distributed_backends.fsdp.section import FSDPSection
 
 __all__ = ["find_units", "recompute", "stop_recomputing"]
 

@@ -20,6 +20,7 @@ from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
 from distributed_backends.horovod.gradients import GradientSum
+from distributed_backends.horovod.section import HorovodSection
 from distributed_backends.horovod.world import start_horovod
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class HorovodBackend(TorchBackend):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         trained: dict[Tensor, str] = {parameter: names[parameter] for parameter in self._parameters}
         counts = [step.count] if step.reduce_count else []
-        options = self.config.horovod
+        options = HorovodSection.of(self.config)
         self._gradients = GradientSum(
             {**trained, **dict.fromkeys(counts, "the count of tokens")},
             exact=frozenset(counts),
@@ -181,8 +182,17 @@ class HorovodBackend(TorchBackend):
             self._records = False
             hvd.stop_timeline()
 
+    def average_outside_fit(self, value: float, name: str) -> float:
+        if not hvd.is_initialized():
+            raise UserError(
+                "Horovod has not started on these ranks",
+                field="metric_average",
+                remedy="Call it after `fit`, or call hvd.init() under horovodrun",
+            )
+        return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
+
     def _start_timeline(self) -> None:
-        path = self.config.horovod.timeline
+        path = HorovodSection.of(self.config).timeline
         if path is not None:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             hvd.start_timeline(path)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.horovod.section import HorovodSection
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends"]
+__all__ = ["check_plan", "register_backends", "register_sections"]
 
 NAME = "horovod"
 _TARGET = "distributed_backends.horovod.backend:HorovodBackend"
@@ -33,8 +34,15 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
             ),
             deploy_form="mpi",
+            blocking_modules=("torch.distributed", "horovod", "mpi4py"),
         )
     ]
+
+
+@hookimpl
+def register_sections() -> dict[str, str]:
+    """Horovod's section of the configuration."""
+    return {"horovod": "distributed_backends.horovod.section:HorovodSection"}
 
 
 @hookimpl
@@ -44,7 +52,7 @@ def check_plan(plan: RunPlan) -> None:
     Raises:
         UserError: `horovod.compression` or `horovod.timeline` is set and nobody reads it.
     """
-    options = plan.config.horovod
+    options = HorovodSection.of(plan.config)
     for name, idle in (("compression", "none"), ("timeline", None)):
         if plan.spec.target != _TARGET and getattr(options, name) != idle:
             raise UserError(

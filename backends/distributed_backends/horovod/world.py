@@ -23,6 +23,7 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 
 from distributed.communication.rendezvous import await_ranks, open_store
 from distributed.system.addresses import loopback_interface
+from distributed_backends.horovod.section import HorovodSection
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -72,7 +73,7 @@ def _settings(config: DistributedConfig) -> dict[str, str]:
     if config.deterministic:
         # Tensor fusion groups gradients by timing, and the grouping decides the order of additions.
         settings["HOROVOD_FUSION_THRESHOLD"] = "0"
-    if config.horovod.timeline:
+    if HorovodSection.of(config).timeline:
         settings["HOROVOD_TIMELINE"] = "DYNAMIC"
     return settings
 

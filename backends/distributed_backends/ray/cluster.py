@@ -16,8 +16,8 @@ import ray
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.config.sections import RaySection
     from distributed.interfaces.plan import RunPlan
+    from distributed_backends.ray.section import RaySection
 
 __all__ = ["address_of", "check_resources", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
@@ -165,7 +165,7 @@ def _unanswered(address: str, tried: str) -> UserError:
 
 def needs_of(plan: RunPlan) -> dict[str, float]:
     """Resources that Ray reserves for each rank."""
-    section = plan.config.ray
+    section = RaySection.of(plan.config)
     gpus = {"GPU": 1.0} if plan.device == "cuda" else {}
     return {"CPU": section.num_cpus_per_rank, **gpus, **section.resources}
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.ray.section import RaySection
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.callback import Callback
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends", "register_callbacks"]
+__all__ = ["check_plan", "register_backends", "register_callbacks", "register_sections"]
 
 _LAUNCHER = "distributed_backends.ray.launcher:RayLauncher"
 
@@ -27,6 +28,7 @@ def register_backends() -> list[BackendSpec]:
             target="distributed_backends.ddp.backend:DDPBackend",
             inner="ray.inner",
             remote=True,
+            cluster_address="ray.address",
             launcher=_LAUNCHER,
             search="distributed_backends.ray.tune.engine:RayTune",
             summary="Ray Train starts the ranks, here or on a cluster; they run `ray.inner`",
@@ -45,18 +47,25 @@ def register_backends() -> list[BackendSpec]:
 
 
 @hookimpl
+def register_sections() -> dict[str, str]:
+    """Ray's section of the configuration."""
+    return {"ray": "distributed_backends.ray.section:RaySection"}
+
+
+@hookimpl
 def check_plan(plan: RunPlan) -> None:
     """Refuse Ray's options under a backend that does not read them.
 
     Raises:
         UserError: the section `ray` is set and another backend is chosen.
     """
-    given = sorted(plan.config.ray.model_fields_set)
+    section = RaySection.of(plan.config)
+    given = sorted(section.model_fields_set)
     if given and plan.spec.launcher != _LAUNCHER:
         raise UserError(
             f"backend '{plan.spec.name}' does not start its ranks by Ray",
             field=f"ray.{given[0]}",
-            got=getattr(plan.config.ray, given[0]),
+            got=getattr(section, given[0]),
             remedy="Leave it out, or use backend='ray'",
         )
 

@@ -38,6 +38,7 @@ from distributed_backends.ray.cluster import (
 from distributed_backends.ray.figures_callback import in_trial
 from distributed_backends.ray.output import Relay
 from distributed_backends.ray.run_files import names_in, pack, remove_everywhere, unpack
+from distributed_backends.ray.section import RaySection
 from distributed_backends.ray.worker import REPORT
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ class RayLauncher(Launcher):
             return None
         if in_trial() and (config.num_ranks or 1) == 1:
             return None
-        if address_of(config.ray) is None and not ray.is_initialized():
+        if address_of(RaySection.of(config)) is None and not ray.is_initialized():
             return None
-        with connected(config.ray, 1):
+        with connected(RaySection.of(config), 1):
             return num_gpus(or_to_come=config.num_ranks is not None)
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
@@ -81,8 +82,8 @@ class RayLauncher(Launcher):
             local: Launcher = load_target("distributed.launch.local_launcher:LocalLauncher")()
             local.run(plan, command)
             return
-        num_cpus = math.ceil(plan.world_size * plan.config.ray.num_cpus_per_rank)
-        with connected(plan.config.ray, num_cpus) as own:
+        num_cpus = math.ceil(plan.world_size * RaySection.of(plan.config).num_cpus_per_rank)
+        with connected(RaySection.of(plan.config), num_cpus) as own:
             check_resources(plan)
             if plan.counts:
                 claim_directory(plan)
@@ -127,7 +128,9 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
         # A separate process, whose warnings only reach ranks that poll Ray; ours catch signals.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL),
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(plan.config.ray.start_timeout / _looks(plan)),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(
+            RaySection.of(plan.config).start_timeout / _looks(plan)
+        ),
     }
     try:
         with environment(variables), _interruptible(trainer):
@@ -146,7 +149,7 @@ def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    section = plan.config.ray
+    section = RaySection.of(plan.config)
     callbacks: list[Any] = []
     if in_trial():
         from ray.tune.integration.ray_train import TuneReportCallback
@@ -177,7 +180,7 @@ def _looks(plan: RunPlan) -> int:
     count equally. An elastic run checks the resources again, because Ray may not have detected a lost
     node yet, and waits for it."""
     often = len(plan.counts) > 1
-    enough = math.ceil(plan.config.ray.start_timeout / _SECOND_LOOK) if often else 1
+    enough = math.ceil(RaySection.of(plan.config).start_timeout / _SECOND_LOOK) if often else 1
     return max(plan.config.max_restarts + 1, enough)
 
 
@@ -288,9 +291,9 @@ def _not_started(error: Any, plan: RunPlan) -> Exception:
     each = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(plan).items())
     return UserError(
         f"the Ray cluster had no resources for {plan.world_size} ranks of {each} each within"
-        f" {plan.config.ray.start_timeout:g} s: free are {has or 'no CPUs'}",
+        f" {RaySection.of(plan.config).start_timeout:g} s: free are {has or 'no CPUs'}",
         field="ray.start_timeout",
-        got=plan.config.ray.start_timeout,
+        got=RaySection.of(plan.config).start_timeout,
         remedy="Raise ray.start_timeout, request less, or end other jobs; in a Tune trial let the trial"
         " itself hold no CPU: tune.with_resources(train, {'memory': 1})",
     )

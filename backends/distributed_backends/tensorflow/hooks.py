@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.tensorflow.section import TensorFlowSection
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "num_replicas", "register_backends"]
+__all__ = ["check_plan", "num_replicas", "register_backends", "register_sections"]
 
 NAME = "tensorflow"
 
@@ -40,13 +41,19 @@ def register_backends() -> list[BackendSpec]:
     ]
 
 
+@hookimpl
+def register_sections() -> dict[str, str]:
+    """TensorFlow's section of the configuration."""
+    return {"tensorflow": "distributed_backends.tensorflow.section:TensorFlowSection"}
+
+
 def num_replicas(config: DistributedConfig, num_devices: int) -> int:
     """How many of `num_devices` one process drives: all of them, or one.
 
     Raises:
         UserError: one process was asked for and there are several hosts.
     """
-    strategy = config.tensorflow.strategy
+    strategy = TensorFlowSection.of(config).strategy
     if strategy == "mirrored" and config.num_nodes > 1:
         raise UserError(
             "one process cannot drive the devices of several hosts",
@@ -67,7 +74,7 @@ def check_plan(plan: RunPlan) -> None:
         UserError: `tensorflow.strategy` under another backend, or under ranks of a launcher that
             one process should replace; a transport that TensorFlow does not have.
     """
-    strategy = plan.config.tensorflow.strategy
+    strategy = TensorFlowSection.of(plan.config).strategy
     if plan.spec.name != NAME:
         if strategy != "auto":
             raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.config import DistributedConfig, Layer, load_layers
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, native_names
 from distributed.errors import UserError
 from distributed.interfaces.placement import Joined
 from distributed.interfaces.plan import Facts, Resources, RunPlan
@@ -177,7 +177,7 @@ def run_yaml(job: Job) -> str:
 def _dropped(job: Job) -> tuple[str, ...]:
     """Fields that the cluster sets, or that are wrong as soon as a host is missing."""
     if job.spec.remote:
-        return ("launch", "ray.address")
+        return ("launch", *filter(None, [job.spec.cluster_address]))
     counts = ("num_nodes", "gpus_per_node", "num_gpus", "num_processes")
     return ("node_rank", "rdzv_endpoint", "launch", "elastic", *(counts if job.min_nodes is not None else ()))
 
@@ -280,7 +280,7 @@ def _run_values(job: Job, drop: Iterable[str]) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value
         for layer in as_layers(job.config)
         for name, value in layer.values.items()
-        if layer.origin != "deepspeed_config" and not {name, name.partition(".")[0]} & dropped
+        if layer.origin not in native_names() and not {name, name.partition(".")[0]} & dropped
     }
     # A rank that finds no GPU should fail, not train on the CPU for days.
     return {**values, "device": "cuda" if job.uses_gpus else "cpu"}

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from distributed.config.load import value_of
 from distributed.config.sections import local_path
 from distributed.operations.deploy.checks import check_line, parse_bytes, parse_slurm_time
 from distributed.operations.deploy.files import Rendered
@@ -227,8 +228,9 @@ def _ending(settings: SlurmSettings) -> list[str]:
 
 def _notes(job: Job) -> list[str]:
     found = []
-    if job.spec.remote and job.config.ray.address is not None:
-        found.append("ray.address is left out: the job starts a Ray cluster of its own")
+    address = job.spec.cluster_address
+    if address is not None and value_of(job.config, address) is not None:
+        found.append(f"{address} is left out: the job starts a Ray cluster of its own")
     directory = local_path(job.config.checkpoint_dir)
     local = ("/tmp", "/var/tmp", "/dev/shm", "/run")
     if directory is not None and any(PurePath(directory).is_relative_to(place) for place in local):

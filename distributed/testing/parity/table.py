@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from distributed.config import DistributedConfig
 from distributed.registry.catalog import get_catalog, missing_modules
 from distributed.testing.parity.diagnosis import TOLERANCES
 from distributed.testing.parity.measure import Exercise, Record, Side, parse_side, record
@@ -33,9 +32,7 @@ def default_backends() -> list[str]:
     for name, spec in sorted(get_catalog().backends.items()):
         if spec.framework != "torch" or not spec.capabilities.multi_process or missing_modules(spec.requires):
             continue
-        stages = (
-            sorted(spec.capabilities.zero_stages) if "zero_stage" in DistributedConfig.model_fields else []
-        )
+        stages = sorted(spec.capabilities.zero_stages)
         names += [f"{name}:zero_stage={stage}" for stage in stages] or [name]
     return names
 

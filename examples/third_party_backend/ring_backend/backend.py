@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distributed import ProcessGroupBackend, StepModule, StepResult
 from distributed.training.torch_backend import alike
+from ring_backend.section import RingSection
 
 __all__ = ["RingBackend", "ring_all_reduce"]
 
@@ -51,9 +52,12 @@ class RingBackend(ProcessGroupBackend):
         for parameter in parameters:
             if parameter.grad is None:  # a rank that sent less than its neighbours expect would hang
                 parameter.grad = torch.zeros_like(parameter)
+        options = RingSection.of(self.config)
+        step = 1 if options.direction == "right" else -1
         for gradients in alike([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            ring_all_reduce(flat, self.world.rank, self.world.size)
+            for chunk in flat.split(options.chunk_size or max(1, flat.numel())):
+                ring_all_reduce(chunk, self.world.rank, self.world.size, step)
             flat /= self.world.size
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, part in zip(gradients, flat.split(sizes), strict=True):
@@ -71,32 +75,34 @@ class RingBackend(ProcessGroupBackend):
         return self._waited
 
 
-def ring_all_reduce(flat: Tensor, rank: int, size: int) -> None:
-    """Sum `flat`, 1-dimensional, over all ranks, in place.
+def ring_all_reduce(flat: Tensor, rank: int, size: int, step: int = 1) -> None:
+    """Sum `flat`, 1-dimensional, over all ranks, in place; `step` is 1 to send to the right, -1 to the left.
 
-    Two rounds of ``size - 1`` messages to the right, a `size`-th of the tensor each: in the first a
+    Two rounds of ``size - 1`` messages to one neighbour, a `size`-th of the tensor each: in the first a
     piece gathers the sum as it goes round, in the second the finished pieces go round. Every rank
     sends ``2 (size - 1) / size`` of the tensor, however many there are, and all end with the same
     bits, for each piece was summed in one place (Patarasuk and Yuan, 2009).
     """
+    position = rank * step % size
     pieces = flat.tensor_split(size)
     inbox = torch.empty_like(pieces[0])  # the first is of the largest
     for turn in range(size - 1):
-        mine, theirs = pieces[(rank - turn) % size], pieces[(rank - turn - 1) % size]
+        mine, theirs = pieces[(position - turn) % size], pieces[(position - turn - 1) % size]
         received = inbox[: theirs.numel()]
-        _pass_on(mine, received, rank, size)
+        _pass_on(mine, received, rank, size, step)
         theirs += received
     for turn in range(size - 1):
-        _pass_on(pieces[(rank + 1 - turn) % size], pieces[(rank - turn) % size], rank, size)
+        mine, theirs = pieces[(position + 1 - turn) % size], pieces[(position - turn) % size]
+        _pass_on(mine, theirs, rank, size, step)
 
 
-def _pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
-    """Send to the right and receive from the left at once; in turns, a ring of senders would wait
-    for ever."""
+def _pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int, step: int) -> None:
+    """Send to one neighbour and receive from the other at the same time: a ring in which every rank
+    sends before it receives would deadlock."""
     messages = []
     if outgoing.numel():
-        messages.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % size))
+        messages.append(dist.P2POp(dist.isend, outgoing, (rank + step) % size))
     if incoming.numel():
-        messages.append(dist.P2POp(dist.irecv, incoming, (rank - 1) % size))
+        messages.append(dist.P2POp(dist.irecv, incoming, (rank - step) % size))
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import ray
 from ray import tune
 
-from distributed.config.sections import RaySection
 from distributed.errors import UserError
 from distributed.interfaces.search import Search
 from distributed_backends.ray.cluster import address_of
+from distributed_backends.ray.section import RaySection
 from distributed_backends.ray.tune.schedulers import hands_over
 from distributed_backends.ray.tune.search_space import count_grid, translate
 

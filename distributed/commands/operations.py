@@ -1,0 +1,26 @@
+"""The verbs around a run, registered as every plugin registers its own."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from distributed.commands import Verb, add_verbs
+from distributed.registry.hookspecs import hookimpl
+
+__all__ = ["OPERATIONS", "register_commands"]
+
+OPERATIONS = (
+    Verb(
+        "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
+    ),
+    Verb("deploy", "distributed.commands.deploy", "Write the files with which a cluster runs it."),
+    Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
+    Verb("report", "distributed.commands.report", "Write an HTML page about a run, or several compared."),
+)
+
+
+@hookimpl
+def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add ``tune``, ``deploy``, ``bench`` and ``report``."""
+    add_verbs(subparsers, OPERATIONS)
