@@ -318,7 +318,8 @@ class Trainer:
         from distributed.training.manual_step import Stepper
 
         if self._stepper is None:
-            self._stepper = Stepper(self._configure({}), self._plan, self._bare_task())
+            catalog, task = get_catalog(), self._bare_task()
+            self._stepper = Stepper(self._plan(self._configure({}), catalog, task), task, catalog)
         loss: float = self._stepper.step(data, target)
         return loss
 
