@@ -18,13 +18,14 @@ from distributed.interfaces.history import History
 from distributed.interfaces.placement import Joined
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
-from distributed.planner.backend_choice import chosen_backend
+from distributed.planner.backend_choice import BackendChoice, choose_backend
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.system.garbage_collection import collect_as_usual
 
 if TYPE_CHECKING:
     from distributed.data import Source
+    from distributed.interfaces.backend_spec import BackendSpec
     from distributed.interfaces.framework import Framework
     from distributed.interfaces.launcher import Launcher
     from distributed.launch.run import Outcome
@@ -88,6 +89,7 @@ class Trainer:
         self._outcome: Outcome | None = None
         self._task_done: Task | None = None
         self._stepper: Any = None
+        self._chosen: tuple[DistributedConfig, BackendChoice, Framework] | None = None
         self.launcher: Launcher | None = None
         """Starts the ranks instead of the backend's own launcher; for tests and embedding."""
 
@@ -103,14 +105,19 @@ class Trainer:
 
     @property
     def framework(self) -> Framework:
-        """What knows the chosen backend's models, optimizers and data.
+        """Handles the models, optimizers and data of the chosen backend.
 
         Raises:
             UserError: no such backend, or what it needs is not installed.
         """
-        spec = chosen_backend(self.config, get_catalog())
-        found: Framework = load_target(spec.objects)()
-        return found
+        return self._choose(self.config)[1]
+
+    def _choose(self, config: DistributedConfig) -> tuple[BackendChoice, Framework]:
+        """The backend of `config` and its framework, resolved once for each configuration."""
+        if self._chosen is None or self._chosen[0] is not config:
+            choice = choose_backend(config, get_catalog())
+            self._chosen = (config, choice, load_target(choice.spec.objects)())
+        return self._chosen[1:]
 
     @property
     def model(self) -> Any:
@@ -141,7 +148,7 @@ class Trainer:
     ) -> History:
         """Train, and return the record; the model then holds the trained weights.
 
-        A second `fit` goes on where the first ended: optimizer, schedule, epoch and step
+        A second `fit` continues where the first ended: optimizer, schedule, epoch and step
         count on, and `epochs` and `max_steps` are what it adds.
 
         Args:
@@ -244,7 +251,7 @@ class Trainer:
             task.state_dir = _newest(before)
             if task.state_dir is None:
                 raise UserError(
-                    "the ranks of the first fit kept their weights to themselves, so a second cannot go on",
+                    "a second fit() needs the weights of the first, and return_weights='none' discarded them",
                     field="return_weights",
                     got="none",
                     allowed="auto, full",
@@ -256,22 +263,26 @@ class Trainer:
         return task
 
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
+        choice, framework = self._choose(config)
         facts = Facts(
             train_batch_size=task.train_data.batch_size if task.train_data else None,
             val_batch_size=task.val_data.batch_size if task.val_data else None,
             num_samples=task.train_data.length if task.train_data else None,
-            has_optimizer=self.framework.carries_rate(self._model, self.optimizer),
+            has_optimizer=framework.carries_rate(self._model, self.optimizer),
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
-        return resolve(config, catalog, facts, self._resources(config, catalog, joined), joined)
+        resources = self._resources(choice.spec, framework, config, joined)
+        return resolve(config, catalog, facts, resources, joined, choice)
 
-    def _resources(self, config: DistributedConfig, catalog: Catalog, joined: Joined | None) -> Resources:
+    def _resources(
+        self, spec: BackendSpec, framework: Framework, config: DistributedConfig, joined: Joined | None
+    ) -> Resources:
         if config.device == "cpu":
             return Resources(0)
-        spec, elsewhere = chosen_backend(config, catalog), None
+        elsewhere = None
         if spec.remote and joined is None:
             elsewhere = (self.launcher or load_target(spec.launcher)()).num_gpus(config)
-        return Resources(self.framework.num_gpus() if elsewhere is None else elsewhere)
+        return Resources(framework.num_gpus() if elsewhere is None else elsewhere)
 
     # -- afterwards ------------------------------------------------------------------
 
@@ -318,7 +329,8 @@ class Trainer:
         from distributed.training.manual_step import Stepper
 
         if self._stepper is None:
-            self._stepper = Stepper(self._configure({}), self._plan, self._bare_task())
+            catalog, task = get_catalog(), self._bare_task()
+            self._stepper = Stepper(self._plan(self._configure({}), catalog, task), task, catalog)
         loss: float = self._stepper.step(data, target)
         return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
@@ -129,5 +130,6 @@ class RayTrainer(Trainer):
         plan = super()._plan(config, catalog, task)
         if self.hyperparameters:
             names = ", ".join(map(str, self.hyperparameters))
-            plan.notes.append(f"not fields of the configuration, left to you: {names}")
+            note = f"not fields of the configuration, kept in hyperparameters: {names}"
+            return replace(plan, notes=(*plan.notes, note))
         return plan

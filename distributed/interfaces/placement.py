@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Joined", "World"]
+__all__ = ["Joined", "RankPlacement", "World"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,36 @@ class World:
     def model_parallel_size(self) -> int:
         """Ranks that share one model, and with it one slice of each global batch."""
         return self.size // self.data_parallel_size
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Where the ranks of a run are and how they are started, as the planner decides it.
+
+    Attributes:
+        mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
+        num_devices: devices over all nodes.
+        num_replicas: devices that each rank drives.
+        world_size: ranks (processes) over all nodes.
+        local_size: ranks on this node.
+        node_rank: index of this node.
+        num_nodes: nodes.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        communication_backend: transport of the collectives, as torch names it.
+        joined: this process's position when it joins.
+        notes: what the user should know, one sentence each.
+    """
+
+    mode: str
+    num_devices: int
+    num_replicas: int
+    world_size: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    device: str
+    precision: str
+    communication_backend: str
+    joined: Joined | None
+    notes: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
@@ -55,7 +55,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the plan has to know of the user's objects.
+    """What the planner needs to know about the user's objects.
 
     Attributes:
         train_batch_size: the training loader's own batch size, None without.
@@ -90,7 +90,7 @@ class RunPlan:
         learning_rate: after `lr_scaling`.
         num_replicas: devices that each rank drives.
         counts: numbers of ranks that an elastic run may go on with, largest first.
-        joined: this process's place when it joins.
+        joined: this process's position when it joins.
         notes: what the user should know, one sentence each.
     """
 
@@ -110,7 +110,7 @@ class RunPlan:
     num_replicas: int = 1
     counts: tuple[int, ...] = ()
     joined: Joined | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     def device_of(self, local_rank: int) -> str:
         """The device of a rank on its host."""

@@ -105,7 +105,7 @@ def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
 
     if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
-            loop.export_result(str(folder / "state"))
+            loop.export_to(str(folder / "state"))
         else:
             _export_on_every_node(loop, str(folder / "state"))
     if loop.world.local_rank == 0:
@@ -122,13 +122,9 @@ def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
     loop.backend.release()  # a share of the state becomes all of it, on every rank
     if loop.world.local_rank != 0:
         return
-    everybody, here = loop.backend, copy(loop.backend)
-    here.world = loop.world = World(host=loop.world.host, device=loop.world.device)
-    loop.backend = here
-    try:
-        loop.export_result(folder)
-    finally:
-        loop.backend, loop.world = everybody, everybody.world
+    alone = copy(loop.backend)
+    alone.world = World(host=loop.world.host, device=loop.world.device)
+    loop.saver.export_to(folder, alone)
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""Which backend a config means, and whether it can do what the config asks."""
+"""Choose the backend of a configuration, and check that it can do what the configuration asks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.load import override, value_of
@@ -17,25 +17,56 @@ if TYPE_CHECKING:
 
     _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
 
-__all__ = ["check_accumulation", "check_capabilities", "chosen_backend", "move_to_zero"]
+__all__ = [
+    "BackendChoice",
+    "check_accumulation",
+    "check_capabilities",
+    "choose_backend",
+    "chosen_backend",
+    "move_to_zero",
+]
 
 
-def move_to_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) -> DistributedConfig:
-    """`config`, whose backend nobody asked for moved to the one that has ZeRO, if it wants that.
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backend of a run.
 
-    Args:
-        config: what was asked.
-        catalog: what is installed.
-        notes: gets the sentence that says so.
+    Attributes:
+        config: the configuration, whose ``backend`` names it.
+        spec: its spec; for a backend that only starts ranks, combined with the inner one.
+        notes: what the user should know, one sentence each.
+    """
+
+    config: DistributedConfig
+    spec: BackendSpec
+    notes: tuple[str, ...] = ()
+
+
+def choose_backend(config: DistributedConfig, catalog: Catalog) -> BackendChoice:
+    """Choose the backend that `config` asks for.
+
+    Raises:
+        UserError: an unknown backend, one whose requirements are missing, or an impossible inner; or no
+            backend offers the ZeRO that is asked for.
+    """
+    config, notes = move_to_zero(config, catalog)
+    return BackendChoice(config, chosen_backend(config, catalog), notes)
+
+
+def move_to_zero(config: DistributedConfig, catalog: Catalog) -> tuple[DistributedConfig, tuple[str, ...]]:
+    """Switch a *default* backend to the one that supports ZeRO when `config` asks for ZeRO.
+
+    Returns:
+        The configuration, and a note when it was changed.
 
     Raises:
         UserError: no backend offers it, or several do.
     """
     stage, here = config.zero_stage, catalog.backend(config.backend)
     if not config.wants_zero or here.capabilities.zero_stages:
-        return config
+        return config, ()
     if not config.origin("backend").startswith("default"):
-        return config
+        return config, ()
     able = sorted(s.name for s in catalog.backends.values() if _offers(s.capabilities, stage))
     if len(able) != 1:
         raise UserError(
@@ -43,12 +74,12 @@ def move_to_zero(config: DistributedConfig, catalog: Catalog, notes: list[str]) 
             field="backend",
             got=here.name,
             allowed=", ".join(able) or None,
-            remedy="Say which" if able else f"Leave {' and '.join(config.zero_fields)} out",
+            remedy="Set backend to one of them" if able else f"Leave {' and '.join(config.zero_fields)} out",
         )
     *_, field = [name for name in config.zero_fields if getattr(config, name) is not None]
     asked = f"zero_stage={stage}" if field == "zero_stage" else field
-    notes.append(f"{asked} moves the default backend '{here.name}' to '{able[0]}'")
-    return override(config, {"backend": able[0]}, f"default moved by {asked}")
+    moved = override(config, {"backend": able[0]}, f"default moved by {asked}")
+    return moved, (f"{asked} moves the default backend '{here.name}' to '{able[0]}'",)
 
 
 def _offers(capabilities: Capabilities, stage: int | None) -> bool:
@@ -141,7 +172,7 @@ def check_capabilities(
 
 
 def check_accumulation(steps: int, spec: BackendSpec, catalog: Catalog) -> None:
-    """The same for accumulation that nobody asked for, but a global batch comes to.
+    """The same for accumulation that was derived from a global batch.
 
     Raises:
         UserError: the backend cannot accumulate.

@@ -1,4 +1,4 @@
-"""Where this process stands among the hosts of a run, and where they meet."""
+"""The position of this process among the hosts of a run, and where they meet."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from distributed.config.load import override
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import Joined, RankPlacement
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.backend_spec import BackendSpec
 
 __all__ = ["as_host", "check_nodes", "meeting_notes", "place_of"]
 
 
 def as_host(config: DistributedConfig, joined: Joined | None) -> tuple[DistributedConfig, Joined | None]:
-    """srun with one task a host, and more ranks than hosts asked for: the task is no rank but starts its
-    host's, and Slurm has said all that they need to know."""
+    """Let a Slurm task start the ranks of its host: srun with one task per host, and more ranks than hosts
+    in the configuration. Slurm's variables supply node rank and rendezvous."""
     wanted = config.num_ranks
     if joined is None or joined.launcher != "srun" or joined.local_size != 1 or config.launch == "join":
         return config, joined
@@ -29,10 +29,10 @@ def as_host(config: DistributedConfig, joined: Joined | None) -> tuple[Distribut
 
 
 def place_of(config: DistributedConfig, joined: Joined | None) -> Joined | None:
-    """The rank that this process is to be, None when it starts ranks.
+    """The rank that this process becomes, None when it starts ranks.
 
     Raises:
-        UserError: there is nobody to join, or the launcher started another number of ranks.
+        UserError: there is no launcher to join, or the launcher started another number of ranks.
     """
     if config.launch in ("spawn", "per-rank"):
         return None
@@ -56,34 +56,32 @@ def place_of(config: DistributedConfig, joined: Joined | None) -> Joined | None:
     return joined
 
 
-def check_nodes(plan: RunPlan) -> None:
-    """Hosts that start ranks know of each other.
+def check_nodes(config: DistributedConfig, spec: BackendSpec, placement: RankPlacement) -> None:
+    """Check that hosts that start ranks can find each other.
 
     Raises:
-        UserError: names what is missing.
+        UserError: names the missing fields.
     """
-    config = plan.config
-    if plan.mode != "spawn" or plan.num_nodes == 1 or plan.spec.remote:
+    if placement.mode != "spawn" or placement.num_nodes == 1 or spec.remote:
         return
-    # Hosts that come and go have no fixed number.
+    # An elastic run has no fixed number of hosts, and numbers them itself.
     needed = ("rdzv_endpoint",) if config.is_elastic else ("node_rank", "rdzv_endpoint")
     missing = [name for name in needed if getattr(config, name) is None]
     if missing:
         raise UserError(
-            f"{plan.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",
+            f"{placement.num_nodes} nodes need to know each other: {' and '.join(missing)} missing",
             field=missing[0],
             remedy="Run the same command on every node with --node-rank 0, 1, ... and"
             " --rdzv-endpoint HOST:PORT of node 0, or start with torchrun or srun",
         )
 
 
-def meeting_notes(plan: RunPlan) -> list[str]:
-    """Where the ranks of several hosts meet, and who says so."""
-    if plan.num_nodes == 1 or plan.spec.remote:
+def meeting_notes(config: DistributedConfig, spec: BackendSpec, placement: RankPlacement) -> list[str]:
+    """Where the ranks of several hosts meet, and which source named the address."""
+    if placement.num_nodes == 1 or spec.remote:
         return []
-    if plan.joined is not None:
-        joined = plan.joined
+    joined = placement.joined
+    if joined is not None:
         return [f"ranks meet at {joined.master_addr}:{joined.master_port}, as {joined.launcher} says"]
-    config = plan.config
     serves = "the first process there" if config.is_elastic else "node 0"
     return [f"hosts meet at {config.rdzv_endpoint} ({config.origin('rdzv_endpoint')}); {serves} serves it"]

@@ -6,24 +6,54 @@ from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import Joined, RankPlacement
 from distributed.interfaces.plan import Resources
+from distributed.planner.hosts import place_of
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = [
-    "choose_device",
-    "choose_mode",
-    "choose_precision",
-    "choose_transport",
-    "count_ranks",
-    "count_replicas",
-    "data_parallel_size",
-]
+__all__ = ["data_parallel_size", "place_ranks"]
 
 
-def choose_device(
+def place_ranks(
+    config: DistributedConfig, spec: BackendSpec, resources: Resources, joined: Joined | None
+) -> RankPlacement:
+    """Decide where the ranks run, how many there are, and over what they communicate.
+
+    Args:
+        config: the configuration.
+        spec: the chosen backend.
+        resources: what this host offers.
+        joined: this process's position, if a launcher started it.
+
+    Raises:
+        UserError: too few GPUs, a transport that the device does not have, or the launcher started
+            another number of ranks.
+    """
+    notes: list[str] = []
+    joined = place_of(config, joined)
+    device = _choose_device(config, spec, resources, joined, notes)
+    num_devices, local_devices = _count_devices(config, spec, resources, device, joined)
+    num_replicas = _count_replicas(config, spec, num_devices, joined)
+    precision = _choose_precision(config, device, notes)
+    return RankPlacement(
+        mode=_choose_mode(config, spec, num_devices, joined),
+        num_devices=num_devices,
+        num_replicas=num_replicas,
+        world_size=num_devices // num_replicas,
+        local_size=max(1, local_devices // num_replicas),
+        node_rank=joined.node_rank if joined else config.node_rank or 0,
+        num_nodes=joined.num_nodes if joined else config.num_nodes,
+        device=device,
+        precision=precision,
+        communication_backend=_choose_transport(config, spec, device),
+        joined=joined,
+        notes=tuple(notes),
+    )
+
+
+def _choose_device(
     config: DistributedConfig,
     spec: BackendSpec,
     resources: Resources,
@@ -68,7 +98,7 @@ def _may_share(config: DistributedConfig, spec: BackendSpec, resources: Resource
     return asked and resources.num_gpus > 0 and not spec.remote
 
 
-def count_ranks(
+def _count_devices(
     config: DistributedConfig, spec: BackendSpec, resources: Resources, device: str, joined: Joined | None
 ) -> tuple[int, int]:
     if joined is not None:
@@ -80,7 +110,7 @@ def count_ranks(
     return here * config.num_nodes, here
 
 
-def count_replicas(
+def _count_replicas(
     config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
 ) -> int:
     if spec.num_replicas is None or joined is not None:
@@ -92,6 +122,11 @@ def count_replicas(
 
 
 def data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size: int) -> int:
+    """Into how many slices a global batch is cut.
+
+    Raises:
+        ValueError: the backend's own number does not divide the ranks.
+    """
     if spec.data_parallel_size is None:
         return world_size
     size = spec.data_parallel_size(config, world_size)
@@ -102,7 +137,7 @@ def data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size:
     return size
 
 
-def choose_precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
+def _choose_precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
     asked = config.mixed_precision
     if asked is False:
         return "fp32"
@@ -114,7 +149,7 @@ def choose_precision(config: DistributedConfig, device: str, notes: list[str]) -
     return asked
 
 
-def choose_transport(config: DistributedConfig, spec: BackendSpec, device: str) -> str:
+def _choose_transport(config: DistributedConfig, spec: BackendSpec, device: str) -> str:
     asked = config.communication_backend
     if asked == "nccl" and device == "cpu":
         raise UserError(
@@ -128,7 +163,9 @@ def choose_transport(config: DistributedConfig, spec: BackendSpec, device: str) 
     return asked
 
 
-def choose_mode(config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None) -> str:
+def _choose_mode(
+    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
+) -> str:
     if joined is not None:
         return "join"
     if spec.remote:

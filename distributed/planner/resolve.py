@@ -1,33 +1,31 @@
-"""RunPlan: every configuration and capability error, before a process starts."""
+"""Resolve a configuration into a `RunPlan`; every configuration and capability error is raised here.
+
+A pipeline of four values, each made once: ``choose_backend`` -> ``place_ranks`` -> ``resolve_batch`` ->
+checks -> ``RunPlan``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import Joined, RankPlacement
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
 from distributed.planner.backend_choice import (
+    BackendChoice,
     check_accumulation,
     check_capabilities,
-    chosen_backend,
-    move_to_zero,
+    choose_backend,
 )
 from distributed.planner.batch import rescale_batch, resolve_batch
-from distributed.planner.hosts import as_host, check_nodes, meeting_notes, place_of
-from distributed.planner.placement import (
-    choose_device,
-    choose_mode,
-    choose_precision,
-    choose_transport,
-    count_ranks,
-    count_replicas,
-    data_parallel_size,
-)
+from distributed.planner.hosts import as_host, check_nodes, meeting_notes
+from distributed.planner.placement import data_parallel_size, place_ranks
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.interfaces.backend_spec import BackendSpec
     from distributed.registry.catalog import Catalog
 
 __all__ = ["rescale", "resolve"]
@@ -39,54 +37,70 @@ def resolve(
     facts: Facts,
     resources: Resources,
     joined: Joined | None = None,
+    choice: BackendChoice | None = None,
 ) -> RunPlan:
     """Decide everything that can be decided before a process starts.
 
+    Args:
+        config: the configuration.
+        catalog: what is installed.
+        facts: about the user's objects.
+        resources: what this host offers.
+        joined: this process's position, if a launcher started it.
+        choice: the backend, if `choose_backend` was called before.
+
     Raises:
-        UserError: the config asks for what cannot be: unknown backend, missing package,
+        UserError: the configuration cannot be met: unknown backend, missing package,
             lacking capability, too few GPUs, an impossible batch.
     """
-    notes: list[str] = []
-    config = move_to_zero(config, catalog, notes)
-    config, joined = as_host(config, joined)
-    spec = chosen_backend(config, catalog)
-    joined = place_of(config, joined)
-    device = choose_device(config, spec, resources, joined, notes)
-    num_devices, local_size = count_ranks(config, spec, resources, device, joined)
-    num_replicas = count_replicas(config, spec, num_devices, joined)
-    world_size, local_size = num_devices // num_replicas, max(1, local_size // num_replicas)
-    precision = choose_precision(config, device, notes)
-    check_capabilities(config, spec, catalog, num_devices, precision, device)
+    choice = choice or choose_backend(config, catalog)
+    spec = choice.spec
+    config, joined = as_host(choice.config, joined)
+    placement = place_ranks(config, spec, resources, joined)
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=data_parallel_size(config, spec, num_devices),
+        data_parallel_size=data_parallel_size(config, spec, placement.num_devices),
         loader_batch_size=facts.train_batch_size,
     )
+    _check(config, spec, placement, batch, catalog)
+    plan = _make_plan(config, spec, placement, batch, facts)
+    notes = (*choice.notes, *placement.notes, *meeting_notes(config, spec, placement))
+    found = catalog.manager.hook.check_plan(plan=plan)
+    counts = _counts(plan, catalog) if config.is_elastic else ()
+    return replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts)
+
+
+def _check(
+    config: DistributedConfig, spec: BackendSpec, placement: RankPlacement, batch: BatchPlan, catalog: Catalog
+) -> None:
+    """Raise UserError for what the backend, or the hosts, cannot do."""
+    check_capabilities(config, spec, catalog, placement.num_devices, placement.precision, placement.device)
     check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
-    plan = RunPlan(
+    check_nodes(config, spec, placement)
+
+
+def _make_plan(
+    config: DistributedConfig, spec: BackendSpec, placement: RankPlacement, batch: BatchPlan, facts: Facts
+) -> RunPlan:
+    return RunPlan(
         config=config,
         spec=spec,
-        mode=choose_mode(config, spec, num_devices, joined),
-        world_size=world_size,
-        local_size=local_size,
-        node_rank=joined.node_rank if joined else config.node_rank or 0,
-        num_nodes=joined.num_nodes if joined else config.num_nodes,
-        device=device,
-        precision=precision,
-        communication_backend=choose_transport(config, spec, device),
+        mode=placement.mode,
+        world_size=placement.world_size,
+        local_size=placement.local_size,
+        node_rank=placement.node_rank,
+        num_nodes=placement.num_nodes,
+        device=placement.device,
+        precision=placement.precision,
+        communication_backend=placement.communication_backend,
         batch=batch,
         val_batch_size=facts.val_batch_size or batch.batch_size,
         learning_rate=_learning_rate(config, batch, facts),
-        num_replicas=num_replicas,
-        joined=joined,
-        notes=notes,
+        num_replicas=placement.num_replicas,
+        joined=placement.joined,
     )
-    check_nodes(plan)
-    notes += meeting_notes(plan)
-    catalog.manager.hook.check_plan(plan=plan)
-    return replace(plan, counts=_counts(plan, catalog)) if config.is_elastic else plan
 
 
 def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) -> RunPlan:
@@ -120,7 +134,7 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
     if plan.mode != "spawn":
         whose = plan.joined.launcher if plan.joined else f"backend '{plan.spec.name}'"
         raise UserError(
-            "ranks can only be started again by who started them",
+            "only the launcher that started the ranks can restart them",
             field="elastic",
             got=f"{whose}: {plan.mode}",
             remedy="Under torchrun use its own --max-restarts with resume_from_checkpoint=True; otherwise"
@@ -128,7 +142,7 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
         )
     if plan.num_nodes > 1 and not plan.spec.remote and not plan.config.checkpoint.on_signal:
         raise UserError(
-            "ranks make room for another host by saving when they are sent a signal",
+            "adding a host requires that ranks save a checkpoint when they receive a signal",
             field="checkpoint.on_signal",
             got=False,
             allowed="true for an elastic run over several hosts",
@@ -148,7 +162,7 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
     if found[-1] != fewest or (plan.spec.remote and refused):
         why = min(refused.items()) if refused else (fewest, f"each host has {step} of them")
         raise UserError(
-            f"the run cannot go on with {why[0]} ranks: {getattr(why[1], 'message', why[1])}",
+            f"the run cannot continue with {why[0]} ranks: {getattr(why[1], 'message', why[1])}",
             field="elastic.min_ranks",
             got=fewest,
             allowed=", ".join(map(str, sorted(found))),

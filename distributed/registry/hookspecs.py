@@ -50,8 +50,8 @@ def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 @hookspec
-def check_plan(plan: RunPlan) -> None:
-    """Look at a finished plan before any process starts; raise UserError to refuse it."""
+def check_plan(plan: RunPlan) -> list[str] | None:
+    """Check a plan before any process starts: return notes for the user, or raise UserError to refuse it."""
 
 
 @hookspec

@@ -11,7 +11,7 @@ import torch
 from distributed.checkpoint.optimizer_state import IMPLEMENTATION
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Callback, Context
-from distributed.training.saving import CheckpointingMixin
+from distributed.training.mixins.checkpointing import CheckpointingMixin
 
 __all__ = ["ExportOnLoad", "state_differences"]
 

@@ -39,7 +39,8 @@ from distributed.interfaces.backend import Window
 from distributed.interfaces.callback import Callback, Context
 from distributed.registry.catalog import load_target
 from distributed.testing.faults import FaultyLayer
-from distributed.training.loop import TrainingLoop
+from distributed.training.resuming import Resumer
+from distributed.training.saving import Saver
 
 __all__ = ["JOB", "LENGTH", "VALIDATION", "Switch", "arm", "train"]
 
@@ -101,9 +102,9 @@ def arm() -> Switch:
     for name in (*FaultyLayer.OPERATIONS, "make_directories"):
         folder = os.path.abspath(job["fields"]["checkpoint_dir"])
         setattr(FileLayer, name, _watched(getattr(FileLayer, name), name, folder))
-    _around(TrainingLoop, "setup_checkpointing", "start setup: begin", "start setup: end")
-    _around(TrainingLoop, "resume", "resume: begin", "resume: end")
-    _around(TrainingLoop, "warm_up", "resume: engine cold", "resume: engine warm")
+    _around(Saver, "prepare", "start setup: begin", "start setup: end")
+    _around(Resumer, "resume", "resume: begin", "resume: end")
+    _around(Resumer, "warm_up", "resume: engine cold", "resume: engine warm")
     _around(PortableReader, "__init__", None, "resume: opened")
     _around(PortableReader, "read", None, "resume: a tensor read")
     register_optimizer_step_pre_hook(lambda *_: _reach("step optimizer: begin"))

@@ -1,65 +1,72 @@
-"""EventsMixin: the run's callbacks, in their order."""
+"""CallbackRunner: the callbacks of a run, in the order of their bands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.interfaces.callback import Callback
 
 if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.placement import World
-    from distributed.interfaces.task import Task
+    from distributed.interfaces.callback import Context
     from distributed.registry.catalog import Catalog
-    from distributed.training.phase_timers import PhaseTimers
 
-__all__ = ["EventsMixin"]
+__all__ = ["CallbackRunner"]
 
 
-class EventsMixin:
-    """Callbacks for the training loop's per-rank class: the task's and the plugins'."""
+class CallbackRunner:
+    """Calls the task's callbacks and those of plugins.
 
-    catalog: Catalog
-    config: DistributedConfig
-    task: Task
-    timers: PhaseTimers
-    world: World
-    _stop_reason: str | None
+    Args:
+        context: the first argument of every event.
+        given: the task's callbacks.
+        catalog: where plugins register theirs.
 
-    def request_stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
+    Attributes:
+        active: the callbacks that act on this rank, sorted by band; empty before `gather`.
+        on_step: those that override `on_step_end`, so that a step without any costs nothing.
+    """
 
-    def callback_states(self) -> list[list[Any]]:
-        """``[class, state]`` of each callback that has any."""
-        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.callbacks]
+    def __init__(self, context: Context, given: Sequence[Callback], catalog: Catalog) -> None:
+        self.context, self.given, self.catalog = context, given, catalog
+        self.active: list[Callback] = []
+        self.on_step: list[Callback] = []
+        self._overridden: dict[str, list[Callback]] = {}
+
+    def gather(self) -> None:
+        """Collect the callbacks of this rank."""
+        found = list(self.given)
+        for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
+            found += registered
+        here = [c for c in found if c.all_ranks or self.context.world.rank == 0]
+        self.active = sorted(here, key=lambda callback: callback.band)
+        self._overridden = {
+            name: [c for c in self.active if getattr(type(c), name) is not getattr(Callback, name)]
+            for name in vars(Callback)
+            if name.startswith("on_")
+        }
+        self.on_step = self._overridden["on_step_end"]
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call method `event` of every callback that overrides it with the context and `args`."""
+        found = self._overridden.get(event)
+        if found:
+            enter = self.context.backend.timers.enter
+            before = enter("callback")
+            for callback in found:
+                getattr(callback, event)(self.context, *args)
+            enter(before)
+
+    def states(self) -> list[list[Any]]:
+        """``[class, state]`` of each callback that has a state."""
+        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.active]
         return [entry for entry in states if entry[1]]
 
-    def restore_callbacks(self, states: list[list[Any]]) -> None:
-        """Give each callback the next state of its class. Ranks have different callbacks."""
+    def restore(self, states: Sequence[list[Any]]) -> None:
+        """Give each callback the next state of its class. Ranks may have different callbacks."""
         left = list(states)
-        for callback in self.callbacks:
+        for callback in self.active:
             found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
             if found is not None:
                 left.remove(found)
                 callback.load_state_dict(found[1])
-
-    def _gather_callbacks(self) -> None:
-        found: list[Callback] = list(self.task.callbacks)
-        for registered in self.catalog.manager.hook.register_callbacks(config=self.config):
-            found += registered
-        here = [c for c in found if c.all_ranks or self.world.rank == 0]
-        self.callbacks = sorted(here, key=lambda callback: callback.band)
-        self._overridden = {
-            name: [c for c in self.callbacks if getattr(type(c), name) is not getattr(Callback, name)]
-            for name in vars(Callback)
-            if name.startswith("on_")
-        }
-        self._step_callbacks = self._overridden["on_step_end"]
-
-    def _notify(self, event: str, *args: Any) -> None:
-        found = getattr(self, "_overridden", {}).get(event)
-        if found:
-            before = self.timers.enter("callback")
-            for callback in found:
-                getattr(callback, event)(*args)
-            self.timers.enter(before)

@@ -6,29 +6,39 @@
         for window in feed.windows(epoch, cursor):       # this rank's share of a global batch
             backend.run_window(window)                   # forward and backward, micro by micro
             backend.optimizer_step(max_norm)             # unscale, clip, check, step (C6)
-            scheduler.step()                             # unless the step was skipped (C7)
+            schedule.after_step()                        # unless the step was skipped (C7)
             cursor moves                                 # a sample counts once its step is taken (C4)
+            yield StepRecord                             # to `fit`, or to `Trainer.train_step`
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
             every checkpoint.every_n_steps: save
-            about once a second: agree whether a signal asks to save and go
+            about once a second: agree whether a signal has preempted the run
         validate: every sample once (C5)
         decide best, step the epoch's scheduler, save
 
-Losses stay on the device between log steps. Nothing here knows which backend runs.
+Losses stay on the device between log steps. Nothing here depends on which backend runs. The loop knows the
+order of things; each part owns its state:
+
+=============  ==================================================================
+`state`        what a checkpoint holds besides model and optimizer
+`schedule`     the learning-rate scheduler
+`callbacks`    the callbacks of this rank
+`trackers`     where rank 0 writes metrics
+`records`      losses, phase times, checksums, stragglers
+`consensus`    stop requests and signals
+`validator`    the validation pass
+`saver`        when and what to save; `resumer` is its other half
+=============  ==================================================================
 """
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from distributed.checkpoint.random_state import capture_rng, restore_rng
-from distributed.data import Feed, mix
+from distributed.data import mix
 from distributed.errors import UserError
 from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
@@ -36,18 +46,23 @@ from distributed.interfaces.task import Progress, Task
 from distributed.resilience.phase_journal import stop_noting
 from distributed.resilience.preemption import hearing
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
-from distributed.training.callback_runner import EventsMixin
-from distributed.training.optimizers import build_scheduler, hyperparameters, take_hyperparameters
-from distributed.training.resuming import StreamsMixin
-from distributed.training.saving import CheckpointingMixin
+from distributed.training.callback_runner import CallbackRunner
+from distributed.training.feeds import train_feed, val_feed
+from distributed.training.goal import Goal
+from distributed.training.mixins.checkpointing import CheckpointingMixin
+from distributed.training.mixins.tracking import TrackingMixin
+from distributed.training.optimizers import hyperparameters, take_hyperparameters
+from distributed.training.resuming import Resumer
+from distributed.training.saving import Saver
+from distributed.training.schedule import Schedule
 from distributed.training.seeding import isolated_rng, seed_streams
-from distributed.training.step_records import RecordingMixin
-from distributed.training.trackers import TrackingMixin
-from distributed.training.validation import ValidationMixin
+from distributed.training.state import TrainState
+from distributed.training.step_records import StepRecord, StepRecords, not_finite
+from distributed.training.stop_consensus import StopConsensus
+from distributed.training.trackers import Trackers, run_position
+from distributed.training.validation import Validator, check_same_data
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from distributed.interfaces.backend import Backend, Window
     from distributed.interfaces.plan import RunPlan
     from distributed.registry.catalog import Catalog
@@ -55,17 +70,18 @@ if TYPE_CHECKING:
 __all__ = ["TrainingLoop"]
 
 
-class TrainingLoop(
-    EventsMixin, TrackingMixin, RecordingMixin, ValidationMixin, StreamsMixin, CheckpointingMixin, Context
-):
-    """One rank's training. Also the `Context` that callbacks see.
+class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
+    """One rank's training. Also the `Context` that callbacks get.
 
     Args:
-        plan: what was decided.
-        task: the user's objects.
+        plan: the resolved plan of the run.
+        task: the user's objects; without data when the caller brings each batch to `steps`.
         backend: already set up.
-        catalog: where trackers and callbacks come from.
+        catalog: where trackers and callbacks are registered.
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
+
+    Raises:
+        ValueError: the backend's ranks do not match the plan.
     """
 
     def __init__(
@@ -76,21 +92,33 @@ class TrainingLoop(
         catalog: Catalog,
         tracker_contexts: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        self.plan, self.config, self.task = plan, plan.config, task
-        self.backend, self.world, self.catalog = backend, backend.world, catalog
-        self.tracker_contexts = tracker_contexts or {}
-        slices = self.world.data_parallel_size * self.world.num_replicas
-        if slices != plan.batch.data_parallel_size:
-            raise ValueError(
-                f"backend '{plan.spec.name}' cuts a global batch into {slices} slices"
-                f" and its spec says {plan.batch.data_parallel_size}"
-            )
-        self.timers = backend.timers
+        _check_slices(plan, backend)
+        self.plan, self.config, self.task, self.backend = plan, plan.config, task, backend
+        self.world, self.timers = backend.world, backend.timers
         self.progress = task.progress or Progress()
         self.history = History(backend=plan.spec.name, world_size=self.world.size, batch=plan.batch.as_dict())
         self.history.best_accuracy = self.progress.best_accuracy
-        self.until_epoch, self.until_step = self._goal()
-        self._stop_reason: str | None = None
+        self.goal = Goal.of(plan.config, self.progress)
+        self.feed: Any = train_feed(plan, task, backend)
+        self.steps_per_epoch = None if self.feed is None else self.feed.num_windows
+        self.total_steps = self.goal.total_steps(self.steps_per_epoch)
+        self.schedule = Schedule()
+        self.callbacks = CallbackRunner(self, task.callbacks, catalog)
+        self.trackers = Trackers(plan.config, backend.world, catalog, tracker_contexts)
+        self.state = TrainState(self.progress, self.schedule, self.callbacks, self.feed)
+        self.records = StepRecords(plan.config, backend, self.state, self.history)
+        self.consensus = StopConsensus(backend, self.progress, self.history, self.goal)
+        self.validator = Validator(backend, val_feed(plan, task, backend))
+        self.saver = Saver(plan.config, backend, self.state, self.history, self._report_checkpoint)
+        self.resumer = Resumer(self.saver)
+
+    # -- what callbacks call -----------------------------------------------------------
+
+    def request_stop(self, reason: str) -> None:
+        self.consensus.request(reason)
+
+    def log(self, name: str, value: float) -> None:
+        self.records.log(name, value)
 
     # -- the spine -------------------------------------------------------------------
 
@@ -104,227 +132,220 @@ class TrainingLoop(
                 with frozen_heap():
                     self._train()
                 self.timers.enter("finish")
-                self.finish_saving()
+                self.saver.finish()
             self.history.train_time += perf_counter() - started
             status = "stopped" if self.history.stop_reason else "finished"
-            self._track_history()
+            self.trackers.log_history(self.history)
         except BaseException:
-            stop_noting()  # what the rank did last is where it failed
+            stop_noting()  # the last phase on record is where the rank failed
             raise
         finally:
-            self.abandon_saving()
-            self.finish_tracking(status)
-            self._notify("on_run_end", self, status)
+            self.saver.abandon()
+            self.trackers.finish(status)
+            self.callbacks.notify("on_run_end", status)
         if self.plan.mode != "spawn":
             self.backend.release()
         return self.history
 
-    def _train(self) -> None:
-        while not self._done():
-            metrics = self._train_epoch(self.progress.epoch)
-            complete = not self._done_midway
-            if self.history.preempted:
-                break
-            figures = self.validate()
-            if figures:
-                self._notify("on_validation_end", self, figures)
-            metrics |= figures
-            self._end_epoch(metrics, complete)
-        self.save_when_preempted()
+    def steps(self, windows: Iterable[Window], check_losses: bool = False) -> Iterator[StepRecord]:
+        """Take an optimizer step for each window, and yield its record with the cursor behind it.
 
-    def _train_epoch(self, epoch: int) -> dict[str, float]:
-        """The rest of one epoch; returns its training figures."""
+        Args:
+            windows: this rank's share of each global batch.
+            check_losses: under ``on_nan=stop``, check each loss before it reaches the weights also where
+                that waits for the device. On CPU it is always done.
+
+        Raises:
+            UserError: a loss is not finite; the weights are as before.
+        """
         config, backend, progress, timers = self.config, self.backend, self.progress, self.timers
-        every, save_every = config.log_every_n_steps, config.checkpoint.every_n_steps
-        max_norm, until_step = config.gradient_clipping, self.until_step
-        checks_now = self.world.device == "cpu" and config.on_nan == "stop"
-        backend.set_training(True)
-        self.begin_interval()
-        self._done_midway = False
-        enter = timers.enter
-        enter("data", progress.step + 1, epoch)
-        windows = self.feed.windows(epoch, progress.samples)
+        max_norm, every = config.gradient_clipping, config.log_every_n_steps
+        checks = config.on_nan == "stop" and (check_losses or self.world.device == "cpu")
+        groups, enter = self.optimizer.param_groups, timers.enter
         mark = perf_counter()
         for window in windows:
             timers.add("data", perf_counter() - mark)
             enter("forward")
             loss, count = backend.run_window(window)
-            if checks_now and not math.isfinite(loss):
-                self.stop_on_nan(loss, progress.step)
-            logs = (progress.step + 1) % every == 0
+            if checks and not math.isfinite(loss):
+                raise not_finite(loss, progress.step + 1, progress.epoch, backend)
+            logged = (progress.step + 1) % every == 0
             enter("optimizer")
-            result = backend.optimizer_step(max_norm, logs)
-            self.record_step(loss, count, window.num_samples)
-            self._advance(window, result.skipped)
-            if self._step_callbacks:
-                self._notify("on_step_end", self)
-            if logs:
-                enter("record")
-                self.end_interval(result.norm)
-            elif progress.step >= self.next_ask and progress.step != until_step:
-                self.agree_to_go()
-            if save_every and progress.step % save_every == 0 and not self._at_epoch_end():
-                mark = perf_counter()
-                enter("save")
-                self.save_if_due(epoch_end=False, metrics=None)
-                timers.add("save", perf_counter() - mark)
-            if progress.step == until_step or self.history.stop_reason:
-                self._done_midway = not self._at_epoch_end()
-                break
+            norm, skipped = backend.optimizer_step(max_norm, logged)
+            rate = groups[0]["lr"]
+            self._advance(window.num_samples, skipped)
+            yield StepRecord(progress.step, loss, count, window.num_samples, rate, norm, skipped, logged)
             mark = perf_counter()
             enter("data", progress.step + 1)
-        else:
-            self._check_not_empty()
-        return self.end_epoch_record()
 
-    def _advance(self, window: Window, skipped: bool) -> None:
-        """Move cursor and schedule past a step that has been dealt with."""
+    def _advance(self, num_samples: int, skipped: bool) -> None:
+        """Move cursor and schedule past a step."""
         progress = self.progress
-        progress.samples += window.num_samples
-        progress.total_samples += window.num_samples
+        progress.samples += num_samples
+        progress.total_samples += num_samples
         progress.step += 1
         if skipped:
             self.history.num_skipped_steps += 1
-        elif self._scheduler_unit == "step" and self.scheduler is not None:
-            self.scheduler.step()
+        else:
+            self.schedule.after_step()
+
+    def _train(self) -> None:
+        while not (self.goal.reached(self.progress) or self.history.stop_reason):
+            complete = self._train_epoch()
+            metrics = self.records.epoch_metrics()
+            if self.history.preempted:
+                break
+            validated = self.validator.validate()
+            if validated:
+                self.callbacks.notify("on_validation_end", validated)
+            self._end_epoch(metrics | validated, complete)
+        self.saver.save_if_preempted()
+
+    def _train_epoch(self) -> bool:
+        """Train on the rest of an epoch; False when the run ends before the epoch does."""
+        progress, complete = self.progress, True
+        self.backend.set_training(True)
+        self.records.begin_epoch()
+        self.timers.enter("data", progress.step + 1, progress.epoch)
+        for record in self.steps(self.feed.windows(progress.epoch, progress.samples)):
+            self._after_step(record)
+            if progress.step == self.goal.step or self.history.stop_reason:
+                complete = self.feed.ended(progress.samples)
+                break
+        else:
+            self._check_not_empty()
+        self.timers.enter("epoch end", progress.step)
+        if self.state.open_epoch.steps and not self.history.preempted:  # The resumed run closes the interval.
+            self._end_interval()
+        return complete
+
+    def _after_step(self, record: StepRecord) -> None:
+        """Whatever is due after an optimizer step: callbacks, log, signals, checkpoint."""
+        save_every, timers = self.config.checkpoint.every_n_steps, self.timers
+        self.records.add(record)
+        if self.callbacks.on_step:
+            self.callbacks.notify("on_step_end")
+        if record.logged:
+            timers.enter("record")
+            self._end_interval(record.norm)
+        elif record.step >= self.consensus.next_check and record.step != self.goal.step:
+            self.consensus.agree_on_signals()
+        if save_every and record.step % save_every == 0 and not self.feed.ended(self.progress.samples):
+            mark = perf_counter()
+            timers.enter("save")
+            self.saver.save_if_due(epoch_end=False)
+            timers.add("save", perf_counter() - mark)
+
+    def _end_interval(self, norm: Any = None) -> None:
+        """Reduce, log and decide on equal numbers. Collective."""
+        reduced = self.records.reduce(self.saver.has_finished(), *self.consensus.wishes)
+        if reduced.saved:
+            self.saver.finish()
+        self.records.check_replicas(reduced)
+        self.consensus.apply(reduced.stop, reduced.go, reduced.steps_per_second)
+        record = self.records.close_interval(reduced, norm)
+        self.callbacks.notify("on_log", record)
+        self.trackers.log_metrics(record, self.progress.step)
+        self.records.begin_interval()
 
     def _end_epoch(self, metrics: dict[str, float], complete: bool) -> None:
-        """Decide on equal figures, step the epoch's scheduler, save, report."""
+        """Decide on equal metrics, step the epoch's scheduler, save, report."""
         self.timers.enter("epoch end")
         metrics = self.backend.broadcast_object(metrics)
         if complete:
             self.progress.epoch += 1
             self.progress.samples = 0
-            self._step_epoch_scheduler(metrics)
+            self.schedule.after_epoch(metrics)
         self._keep_best_accuracy(metrics)
         self.history.epochs.append(metrics)
-        self._notify("on_epoch_end", self, metrics)
-        self.agree_to_stop()
-        self.track_epoch(metrics, self.progress.step)
+        self.callbacks.notify("on_epoch_end", metrics)
+        self.consensus.agree()
+        self.records.note_meeting()
+        self.trackers.log_epoch(metrics, self.progress.step)
         self.timers.enter("save")
-        self.save_if_due(epoch_end=True, metrics=metrics)
+        self.saver.save_if_due(epoch_end=True, metrics=metrics)
 
     # -- beginning and end -----------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Place model and optimizer on this rank and build the schedule. Collective."""
+        self.backend.prepare(self.task)
+        self.model, self.optimizer = self.backend.module, self.backend.optimizer
+        self._given = hyperparameters(self.optimizer)
+        total = self.total_steps if self.feed is not None else self.config.max_steps
+        self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
+
     def _start(self) -> None:
         """Everything before the first step: model, state, data, schedule, trackers."""
-        task, config, world = self.task, self.config, self.world
+        task, config = self.task, self.config
         self.timers.enter("prepare")
-        self.backend.prepare(task)
-        self.model, self.optimizer = self.backend.module, self.backend.optimizer
-        self.feed = self._make_feed(
-            task.train_data, self.plan.batch.batch_size, self.plan.batch.gradient_accumulation_steps
-        )
-        self.val_feed = None
-        if task.val_data is not None:
-            self.val_feed = self._make_feed(task.val_data, self.plan.val_batch_size, 1, evaluation=True)
-        self.check_same_data()
-        self.steps_per_epoch = self.feed.num_windows
-        self.total_steps = self._total_steps()
-        given = hyperparameters(self.optimizer)
-        self.scheduler, self._scheduler_unit = build_scheduler(
-            task.scheduler, self.optimizer, config, self.total_steps
-        )
-        seed_streams(mix(config.seed, world.rank), config.deterministic)
+        self.prepare()
+        check_same_data(self.plan, self.backend, task)
+        seed_streams(mix(config.seed, self.world.rank), config.deterministic)
         if task.run_state:
-            self._take_up(task.run_state, [group["lr"] for group in given])
+            self._continue_fit(task.run_state)
         self.timers.enter("resume")
-        self._gather_callbacks()
-        self.setup_checkpointing()
+        self.callbacks.gather()
+        self.saver.prepare()
         if task.state_dir is not None:
-            self.load_state(task.state_dir)
-        elif task.progress is None and self.resume() and config.checkpoint.hyperparameters == "given":
-            take_hyperparameters(self.optimizer, self.scheduler, given)
-        self._start_samples, self._first_step = self.progress.total_samples, self.progress.step
-        self.next_ask = self.progress.step + 1
-        # What a tracker or callback imports or sets up may draw, and would again after every restart.
+            self.resumer.load(task.state_dir)
+        elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
+            take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
+        self.records.start()
+        self.consensus.start()
+        # What a tracker or callback sets up may draw random numbers, and would again after every restart.
         with isolated_rng() if config.deterministic else nullcontext():
             self._announce()
 
+    def _continue_fit(self, left: Mapping[str, Any]) -> None:
+        """Continue from what an earlier `fit` in this process left."""
+        self.resumer.continue_fit(left)
+        if self.schedule.scheduler is not None and left["snapshot"].common["scheduler"] is not None:
+            # Building a scheduler sets the rate of its first step.
+            for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
+                group["lr"] = given["lr"]
+
     def _announce(self) -> None:
-        """Tell the user, the trackers and the callbacks that the run begins here."""
-        self._report_place()
-        self.setup_tracking(
-            {
-                **self.plan.batch.as_dict(),
-                "world_size": self.world.size,
-                "precision": self.plan.precision,
-                "learning_rate": self.plan.learning_rate,
-            },
-            self.tracked_place(),
-        )
+        """Report to the user, the trackers and the callbacks that the run begins here."""
+        self._print_position()
+        params = {
+            **self.plan.batch.as_dict(),
+            "world_size": self.world.size,
+            "precision": self.plan.precision,
+            "learning_rate": self.plan.learning_rate,
+        }
+        checkpoint = self.history.checkpoint
+        place = run_position(self.plan, self.backend, self.progress, self.total_steps, checkpoint)
+        self.trackers.start(params, place)
         collect_as_usual()
-        self._notify("on_run_start", self)
+        self.callbacks.notify("on_run_start")
 
-    def warm_up(self, step: int) -> None:
-        """Let the engine be as after a run's first step, on that step's samples, before a later
-        state is loaded: under ``deterministic`` a run goes on with the same bits (C10)."""
-        if self.config.deterministic and step > 0:
-            with isolated_rng():
-                self.backend.warm_up(self.feed.windows(0))
+    def _print_position(self) -> None:
+        if self.world.rank != 0:
+            return
+        at = self.progress
+        if at.step:
+            print(f"continues at epoch {at.epoch}, sample {at.samples}, step {at.step}", flush=True)
+            if at.samples and self.feed.rereads:
+                print(f"the stream has no state_dict: reads its first {at.samples} samples again", flush=True)
+        elif self.config.resume_from_checkpoint:
+            print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
 
-    def _make_feed(self, source: Any, batch_size: int, accumulation: int, evaluation: bool = False) -> Feed:
-        config, world, backend = self.config, self.world, self.backend
-        return Feed(
-            source,
-            batch_size * world.num_replicas,
-            accumulation,
-            rank=world.data_parallel_rank,
-            size=world.data_parallel_size,
-            seed=config.seed,
-            broadcast=backend.broadcast_object,
-            total=lambda value: int(backend.all_reduce([value])[0]) // world.model_parallel_size,
-            drop_last=config.data.drop_last,
-            per_sample_rng=config.data.per_sample_rng,
-            evaluation=evaluation,
-        )
-
-    def _goal(self) -> tuple[float, int | None]:
-        """(epoch, step) at which this `fit` ends; a second `fit` counts from where it begins."""
-        config, start = self.config, self.progress
-        until_step = None if config.max_steps is None else start.step + config.max_steps
-        endless = until_step is not None and not config.is_explicit("epochs")
-        return (math.inf if endless else start.epoch + config.epochs), until_step
-
-    def _total_steps(self) -> int | None:
-        """Optimizer steps of the whole run up to the goal, for decaying schedules."""
-        by_epochs = None
-        if self.steps_per_epoch is not None and self.until_epoch != math.inf:
-            by_epochs = int(self.until_epoch) * self.steps_per_epoch
-        if self.until_step is None or by_epochs is None:
-            return by_epochs if self.until_step is None else self.until_step
-        return min(by_epochs, self.until_step)
-
-    def _done(self) -> bool:
-        return self.reached_goal() or bool(self.history.stop_reason)
-
-    def reached_goal(self) -> bool:
-        """Whether all the epochs or steps asked for are behind us."""
-        progress = self.progress
-        return progress.epoch >= self.until_epoch or (
-            self.until_step is not None and progress.step >= self.until_step
-        )
-
-    def _at_epoch_end(self) -> bool:
-        return self.feed.ended(self.progress.samples)
+    def _report_checkpoint(self, path: str, step: int) -> None:
+        self.callbacks.notify("on_checkpoint", path)
+        self.trackers.log_checkpoint(path, step)
 
     def _check_not_empty(self) -> None:
         if self.progress.samples == 0:
             raise UserError(
                 "the data yielded no sample in an epoch"
-                + (", for drop_last drops the only global batch" if self.feed.drop_last else ""),
+                + (", because drop_last drops the only global batch" if self.feed.drop_last else ""),
                 field="train_loader",
                 got=f"{type(self.task.train_data.dataset).__name__}",
                 allowed="at least one sample",
                 remedy="Check the source it reads from, or use a"
                 f" global batch of at most its length (now {self.feed.global_batch_size})",
             )
-
-    def _step_epoch_scheduler(self, metrics: Mapping[str, float]) -> None:
-        if self._scheduler_unit == "validation":
-            self.scheduler.step(metrics.get("val_loss", metrics["train_loss"]))
-        elif self._scheduler_unit == "epoch" and self.scheduler is not None:
-            self.scheduler.step()
 
     def _keep_best_accuracy(self, metrics: Mapping[str, float]) -> None:
         accuracy = metrics.get("val_accuracy")
@@ -333,55 +354,20 @@ class TrainingLoop(
             self.progress.best_accuracy = accuracy if best is None else max(best, accuracy)
             self.history.best_accuracy = self.progress.best_accuracy
 
-    def _report_place(self) -> None:
-        if self.world.rank != 0:
-            return
-        place = self.progress
-        if place.step:
-            print(f"continues at epoch {place.epoch}, sample {place.samples}, step {place.step}", flush=True)
-            if place.samples and self.feed.rereads:
-                print(
-                    f"the stream has no state_dict: reads its first {place.samples} samples again", flush=True
-                )
-        elif self.config.resume_from_checkpoint:
-            print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
-
-    def _track_history(self) -> None:
-        """Give the trackers the whole record as a file."""
-        if self.world.rank == 0:
-            with TemporaryDirectory(prefix="distributed-") as folder:
-                path = Path(folder, "history.json")
-                path.write_text(json.dumps(self.history.to_dict(), indent=1), encoding="utf-8")
-                self.track_artifact(str(path))
-
-    def export_result(self, folder: str) -> None:
-        """Leave the final state for the process that called `fit`."""
-        self.export_to(folder)
-
     def leftover_state(self) -> dict[str, Any]:
-        """What a later `fit` in this process needs besides the objects themselves."""
-        scheduler = self.scheduler
+        """What a later `fit` in this process needs besides the model."""
         return {
             "optimizer": self.optimizer,
-            "rng": capture_rng(),
-            "data": self.feed.state,
-            "lineage": self._lineage,
-            "records": self.record_state(),
-            "best_checkpoint": self.history.best_checkpoint,
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": self.backend.scaler_state(),
+            "snapshot": self.state.capture(),
+            "best_checkpoint": self.history.best_checkpoint,
         }
 
-    def _take_up(self, left: Mapping[str, Any], rates: list[float]) -> None:
-        """Go on from what an earlier `fit` in this process left."""
-        self._lineage, self._origin_step = left["lineage"], self.progress.step
-        self.restore_records([left["records"]] * self.world.size)
-        self.warm_up(self.progress.step)
-        self.history.best_checkpoint = left["best_checkpoint"]
-        restore_rng(left["rng"])
-        self.feed.restore(left["data"])
-        if self.scheduler is not None and left["scheduler"] is not None:
-            self.scheduler.load_state_dict(left["scheduler"])
-            # Building a scheduler sets the rate of its first step.
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+
+def _check_slices(plan: RunPlan, backend: Backend) -> None:
+    slices = backend.world.data_parallel_size * backend.world.num_replicas
+    if slices != plan.batch.data_parallel_size:
+        raise ValueError(
+            f"backend '{plan.spec.name}' cuts a global batch into {slices} slices"
+            f" and its spec says {plan.batch.data_parallel_size}"
+        )

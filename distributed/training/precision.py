@@ -1,4 +1,4 @@
-"""PrecisionMixin: autocast and, under fp16, a gradient scaler."""
+"""Precision: autocast and, under fp16, a gradient scaler."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ from typing import Any
 
 import torch
 
-__all__ = ["PrecisionMixin"]
+__all__ = ["Precision"]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class PrecisionMixin:
-    """Runs forward passes in `precision` while weights stay in their own.
+class Precision:
+    """Runs forward passes in another precision while weights keep their own.
+
+    Args:
+        name: ``fp32`` (no autocast), ``bf16`` or ``fp16``.
+        device_type: ``cpu`` or ``cuda``.
+        init_scale: initial loss scale under fp16.
+        growth_interval: finite steps after which the loss scale doubles.
+        scaler_class: class of the scaler; backends that shard gradients need their own.
 
     Attributes:
-        scaler: multiplies the loss so that fp16 gradients do not vanish; None otherwise.
-        scaler_class: what it is an instance of.
+        scaler: scales the loss so that fp16 gradients do not underflow; None otherwise.
     """
 
-    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
-    scaler: torch.amp.GradScaler | None = None
-    _autocast: tuple[str, torch.dtype] | None = None
-
-    def setup_precision(
-        self, precision: str, device_type: str, init_scale: float, growth_interval: int
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        init_scale: float,
+        growth_interval: int,
+        scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler,
     ) -> None:
-        """Choose by name: ``fp32`` (no autocast), ``bf16`` or ``fp16``."""
-        self._autocast = (device_type, _DTYPES[precision]) if precision in _DTYPES else None
-        self.scaler = (
-            self.scaler_class(device_type, init_scale=init_scale, growth_interval=growth_interval)
-            if precision == "fp16"
-            else None
-        )
+        self._autocast = (device_type, _DTYPES[name]) if name in _DTYPES else None
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16":
+            self.scaler = scaler_class(device_type, init_scale=init_scale, growth_interval=growth_interval)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -47,11 +51,11 @@ class PrecisionMixin:
         """Backward of the (scaled) loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step unless the scaler saw a non-finite gradient; True when it was skipped.
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step unless the scaler found a non-finite gradient; True when the step was skipped.
 
-        The scaler looks at reduced gradients, which are equal on all ranks, so all ranks
-        decide alike (C8).
+        The scaler checks reduced gradients, which are equal on all ranks, so all ranks
+        decide the same (C8).
         """
         if self.scaler is None:
             optimizer.step()

@@ -1,47 +1,74 @@
-"""When to save, and what counts as best."""
+"""Saver: when to save, what counts as best, and what becomes of a save."""
 
 from __future__ import annotations
 
 import logging
 import math
-import secrets
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.collective_errors import on_rank_zero
-from distributed.checkpoint.random_state import capture_rng
 from distributed.errors import UserError
 from distributed.interfaces.metric import larger_is_better, metric_name
-from distributed.training.resuming import ResumingMixin
 
-__all__ = ["CheckpointingMixin"]
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.history import History
+    from distributed.training.state import TrainState
+
+__all__ = ["Saver", "log_on_rank_zero"]
 
 logger = logging.getLogger("distributed")
 
 
-class CheckpointingMixin(ResumingMixin):
-    """Saving, and loading, for the training loop's per-rank class. All methods are collective: every
-    rank calls them alike, and all return or raise the same.
+class Saver:
+    """Saves checkpoints. Unless noted, methods are collective: every rank calls them at the same step, and
+    all return or raise the same.
+
+    Args:
+        config: the run's configuration.
+        backend: the ranks, set up; prepared before the first save.
+        state: what a checkpoint holds besides model and optimizer.
+        history: its ``checkpoint`` and ``best_checkpoint`` are kept up to date.
+        on_saved: called with path and step of each committed checkpoint.
+
+    Attributes:
+        checkpointer: None without ``checkpoint_dir``, and before `prepare`.
+        pending: (save in progress, its step, whether to mark it best, the best value before it), or None.
+        failures: saves that failed in a row.
     """
 
-    _failures = 0
-    _pending: tuple[PendingSave, int, bool, float | None] | None = None
-    """(save, its step, whether it is to be marked best, the best figure before it)."""
+    def __init__(
+        self,
+        config: DistributedConfig,
+        backend: Backend,
+        state: TrainState,
+        history: History,
+        on_saved: Callable[[str, int], None] = lambda path, step: None,
+    ) -> None:
+        self.config, self.backend, self.state, self.history = config, backend, state, history
+        self.on_saved = on_saved
+        self.checkpointer: PortableCheckpointer | None = None
+        self.pending: tuple[PendingSave, int, bool, float | None] | None = None
+        self.failures = 0
+        self._origin_step = -1
+        self._claimed = False
 
-    def setup_checkpointing(self) -> None:
-        """Make the checkpointer, and find out before training whether saving can work.
+    def prepare(self) -> None:
+        """Make the checkpointer, and check before training that saving can work.
 
         Raises:
             UserError: ``checkpoint_dir`` cannot be made or written, or is not shared by all
-                hosts; or the scheduler's state holds what a checkpoint cannot.
+                hosts; or the scheduler's state contains a type that a checkpoint does not support.
         """
         if self.config.checkpoint_dir is None:
             return
-        encode(self._scheduler_state(), "scheduler")
+        encode(self.state.schedule.state_dict(), "scheduler")
         section = self.config.checkpoint
         self.checkpointer = PortableCheckpointer(
             self.config.checkpoint_dir,
@@ -57,11 +84,13 @@ class CheckpointingMixin(ResumingMixin):
                 field="checkpoint_dir",
                 got=self.config.checkpoint_dir,
                 allowed="a directory that every rank can write; on several nodes, one that all share",
-                remedy="Choose another directory, or mend its permissions",
+                remedy="Choose another directory or fix its permissions",
             ) from error
 
+    # -- when ------------------------------------------------------------------------
+
     def save_if_due(self, *, epoch_end: bool, metrics: Mapping[str, float] | None = None) -> str | None:
-        """Begin to save when the configuration says so. Call it once after each optimizer step, with
+        """Begin to save if the configuration asks for it. Call it once after each optimizer step, with
         `progress` already moved past it; for an epoch's last step, once, after validation.
 
         At the end of an epoch that has the deciding metric and beats all before, the checkpoint
@@ -69,7 +98,7 @@ class CheckpointingMixin(ResumingMixin):
 
         Args:
             epoch_end: the step ended an epoch.
-            metrics: the epoch's figures, equal on all ranks; None without.
+            metrics: the epoch's metrics, equal on all ranks; None without.
 
         Returns:
             Where the checkpoint is, or under ``checkpoint.asynchronous`` will be; None when
@@ -77,15 +106,15 @@ class CheckpointingMixin(ResumingMixin):
 
         Raises:
             OSError: saving failed ``checkpoint.max_failures`` times in a row.
-            UserError: ``checkpoint.metric`` names no figure, or the state cannot be saved.
+            UserError: ``checkpoint.metric`` was not reported, or the state cannot be saved.
         """
         if self.checkpointer is None:
             return None
         due = self._is_due(epoch_end)
         if due or epoch_end:
-            self.finish_saving()  # One at a time; and what it made of the best figure counts.
-        before = self.progress.best_metric
-        best = bool(epoch_end and metrics and self._decide_best(metrics))
+            self.finish()  # One at a time; and whether it succeeded decides the best value so far.
+        before = self.state.progress.best_metric
+        best = bool(epoch_end and metrics and self._update_best(metrics))
         mark = best and self.config.checkpoint.keep_best
         return self._save(self.checkpointer, mark, before) if mark or due else None
 
@@ -100,12 +129,12 @@ class CheckpointingMixin(ResumingMixin):
         """
         if self.checkpointer is None:
             return None
-        self.finish_saving()
-        path = self._save(self.checkpointer, False, self.progress.best_metric)
-        return self.finish_saving() if self._pending else path
+        self.finish()
+        path = self._save(self.checkpointer, False, self.state.progress.best_metric)
+        return self.finish() if self.pending else path
 
-    def save_when_preempted(self) -> None:
-        """When a signal asked the run to go: save at this step, whatever the frequency.
+    def save_if_preempted(self) -> None:
+        """Save at this step, whatever the frequency, if a signal has preempted the run.
 
         Raises:
             OSError: it cannot be saved.
@@ -113,144 +142,173 @@ class CheckpointingMixin(ResumingMixin):
         signal = self.history.preempted
         if signal is not None and self.save_now() is None:
             raise OSError(
-                f"{signal} asked the run to go and step {self.progress.step} could not be saved in"
-                f" {self.config.checkpoint_dir}; an earlier step is in {self.history.checkpoint}"
+                f"the run was preempted by {signal}, and step {self.state.progress.step} could not be saved"
+                f" in {self.config.checkpoint_dir}; the newest checkpoint is {self.history.checkpoint}"
             )
-
-    def finish_saving(self) -> str | None:
-        """Wait until the save under way is committed, if there is one.
-
-        Returns:
-            The checkpoint's path; None when nothing was under way, or it failed (logged).
-
-        Raises:
-            OSError: saving failed ``checkpoint.max_failures`` times in a row.
-            UserError: the state holds what a checkpoint cannot.
-        """
-        if self._pending is None or self.checkpointer is None:
-            return None
-        (pending, step, best, before), self._pending = self._pending, None
-        try:
-            path = self.checkpointer.finish(self.backend, pending)
-        except OSError as error:
-            if best:
-                self.progress.best_metric = before
-            self._count_failure(step, error)
-            return None
-        self._note_saved(self.checkpointer, path, step, best)
-        return path
-
-    def news_of_saving(self) -> float:
-        """1.0 when this rank alone knows how the save under way ended, else 0.0. Not collective."""
-        return 1.0 if self._pending is not None and self._pending[0].has_news() else 0.0
-
-    def abandon_saving(self) -> None:
-        """End the save under way without the other ranks: the run has failed. Not collective."""
-        if self._pending is not None and self.checkpointer is not None:
-            self.checkpointer.abandon(self._pending[0], self.world.rank)
-            self._pending = None
-
-    def export_to(self, directory: str) -> str:
-        """Write the state as a portable checkpoint into `directory`, which is made when missing.
-
-        Returns:
-            The checkpoint's path: what `load_state` and `PortableReader` take.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        store = PortableCheckpointer(directory, keep_last=None)
-        store.prepare(self.backend)
-        return store.save(self.backend, self._extra(best=False), self._rank_extra())
-
-    def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
-        step = self.progress.step
-        try:
-            self._claim(checkpointer)
-            begun = checkpointer.begin(self.backend, self._extra(best), self._rank_extra())
-        except OSError as error:
-            if best:
-                self.progress.best_metric = before
-            self._count_failure(step, error)
-            return None
-        if isinstance(begun, str):
-            self._note_saved(checkpointer, begun, step, best)
-            return begun
-        self._pending = (begun, step, best, before)
-        return begun.path if self.config.checkpoint.asynchronous else self.finish_saving()
-
-    def _count_failure(self, step: int, error: OSError) -> None:
-        self._failures += 1
-        self._say(
-            logging.WARNING,
-            "checkpoint of step %d not saved (failure %d in a row): %s",
-            step,
-            self._failures,
-            error,
-        )
-        if self._failures >= self.config.checkpoint.max_failures:
-            raise error
-
-    def _note_saved(self, checkpointer: PortableCheckpointer, path: str, step: int, best: bool) -> None:
-        self._failures = 0
-        self.history.checkpoint = path
-        if best:
-            self._mark(checkpointer, path)
-        self._notify("on_checkpoint", self, path)
-        self.track_checkpoint(path, step)
-
-    def _claim(self, checkpointer: PortableCheckpointer) -> None:
-        """Before the first save: what other runs left in the directory moves out of the way."""
-        if self._claimed:
-            return
-        lineage, step = self._own_lineage(), self._origin_step
-        moved = on_rank_zero(self.backend, lambda: checkpointer.set_aside(lineage, step))
-        self._claimed = True
-        if moved:
-            self._say(
-                logging.WARNING,
-                "checkpoints in %s that this run does not go on from were moved to %s",
-                checkpointer.directory,
-                moved,
-            )
-
-    def _own_lineage(self) -> str:
-        if self._lineage is None:
-            self._lineage = self.backend.broadcast_object(secrets.token_hex(16))
-        return str(self._lineage)
-
-    def _extra(self, best: bool) -> dict[str, Any]:
-        return {
-            "progress": asdict(self.progress),
-            "scheduler": self._scheduler_state(),
-            "config": self.config.model_dump(mode="json"),
-            "best": best,
-            "lineage": self._own_lineage(),
-            "callbacks": self.callback_states(),
-        }
-
-    def _rank_extra(self) -> dict[str, Any]:
-        return {"rng": capture_rng(), "records": self.record_state(), "stream": self._stream_state()}
-
-    def _scheduler_state(self) -> Any:
-        return None if self.scheduler is None else self.scheduler.state_dict()
 
     def _is_due(self, epoch_end: bool) -> bool:
-        every = self.config.checkpoint.every_n_steps
-        if every is not None and self.progress.step % every == 0:
+        progress, every = self.state.progress, self.config.checkpoint.every_n_steps
+        if every is not None and progress.step % every == 0:
             return True
         # The cursor stands at the start of the next epoch, or still at the end of this one.
-        epochs = self.progress.epoch + (1 if self.progress.samples else 0)
+        epochs = progress.epoch + (1 if progress.samples else 0)
         return epoch_end and epochs % self.config.checkpoint_frequency == 0
 
-    def _decide_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether this epoch beats all before; notes its value if so. Rank 0 decides for all (C8)."""
-        name, before = metric_name(self.config.checkpoint.metric, metrics), self.progress.best_metric
+    def _update_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether this epoch beats all before; keeps its value if so. Rank 0 decides for all (C8)."""
+        progress = self.state.progress
+        name, before = metric_name(self.config.checkpoint.metric, metrics), progress.best_metric
         if name is None:
             return False
         value = float(self.backend.broadcast_object(float(metrics[name])))
         larger = larger_is_better(self.config.checkpoint.mode, name)
         best = not math.isnan(value) and (before is None or (value > before if larger else value < before))
         if best:
-            self.progress.best_metric = value
+            progress.best_metric = value
         return best
+
+    # -- one save --------------------------------------------------------------------
+
+    def finish(self) -> str | None:
+        """Wait until the save in progress is committed, if there is one.
+
+        Returns:
+            The checkpoint's path; None without a save in progress, or when it failed (logged).
+
+        Raises:
+            OSError: saving failed ``checkpoint.max_failures`` times in a row.
+            UserError: the state contains a type that a checkpoint does not support.
+        """
+        if self.pending is None or self.checkpointer is None:
+            return None
+        (pending, step, best, before), self.pending = self.pending, None
+        try:
+            path = self.checkpointer.finish(self.backend, pending)
+        except OSError as error:
+            self._count_failure(step, error, best, before)
+            return None
+        self._commit(self.checkpointer, path, step, best)
+        return path
+
+    def has_finished(self) -> bool:
+        """Whether this rank's part of the save in progress is done. Not collective."""
+        return self.pending is not None and self.pending[0].has_news()
+
+    def abandon(self) -> None:
+        """Cancel the save in progress, because the run has failed. Not collective."""
+        if self.pending is not None and self.checkpointer is not None:
+            self.checkpointer.abandon(self.pending[0], self.backend.world.rank)
+            self.pending = None
+
+    def export_to(self, directory: str, backend: Backend | None = None) -> str:
+        """Write the state as a portable checkpoint into `directory`, which is made when missing.
+
+        Args:
+            directory: where to.
+            backend: the ranks that write, if these are not all: a single one that holds the whole state.
+
+        Returns:
+            The checkpoint's path, as `Resumer.load` and `PortableReader` take it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        ranks = backend or self.backend
+        store = PortableCheckpointer(directory, keep_last=None)
+        store.prepare(ranks)
+        return store.save(ranks, *self._contents(ranks, best=False))
+
+    def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
+        step = self.state.progress.step
+        try:
+            self._claim(checkpointer)
+            begun = checkpointer.begin(self.backend, *self._contents(self.backend, best))
+        except OSError as error:
+            self._count_failure(step, error, best, before)
+            return None
+        if isinstance(begun, str):
+            self._commit(checkpointer, begun, step, best)
+            return begun
+        self.pending = (begun, step, best, before)
+        return begun.path if self.config.checkpoint.asynchronous else self.finish()
+
+    def _contents(self, ranks: Backend, best: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks and what this one add to model and optimizer."""
+        self.state.name_run(ranks)
+        saved = self.state.capture()
+        if self.state.shares_stream and ranks.world.rank != 0:
+            saved.rank["stream"] = None
+        return {**saved.common, "config": self.config.model_dump(mode="json"), "best": best}, saved.rank
+
+    def _count_failure(self, step: int, error: OSError, best: bool, before: float | None) -> None:
+        if best:
+            self.state.progress.best_metric = before
+        self.failures += 1
+        message = "checkpoint of step %d not saved (failure %d in a row): %s"
+        log_on_rank_zero(self.backend, logging.WARNING, message, step, self.failures, error)
+        if self.failures >= self.config.checkpoint.max_failures:
+            raise error
+
+    def _commit(self, checkpointer: PortableCheckpointer, path: str, step: int, best: bool) -> None:
+        self.failures = 0
+        self.history.checkpoint = path
+        if best:
+            self._mark_best(checkpointer, path)
+        self.on_saved(path, step)
+
+    def _mark_best(self, checkpointer: PortableCheckpointer, path: str) -> None:
+        try:
+            on_rank_zero(self.backend, lambda: checkpointer.mark_best(path))
+        except OSError as error:
+            message = "%s is saved but cannot be marked best: %s"
+            log_on_rank_zero(self.backend, logging.WARNING, message, path, error)
+        else:
+            self.history.best_checkpoint = path
+
+    # -- whose checkpoints are in the directory ----------------------------------------
+
+    def continue_from(self, path: str, step: int, best: bool) -> None:
+        """The run continues from the checkpoint `path` of optimizer step `step`.
+
+        Args:
+            path: where it is.
+            step: its step.
+            best: it was saved as the best of its run.
+        """
+        self._origin_step, self._claimed = step, False
+        checkpointer = self.checkpointer
+        if checkpointer is None:
+            return
+        if os.path.dirname(path) == checkpointer.directory:
+            self.history.checkpoint = path
+            # A kill between saving and marking leaves the mark to the resumed run.
+            if best and self.config.checkpoint.keep_best:
+                self._mark_best(checkpointer, path)
+        self.history.best_checkpoint = on_rank_zero(self.backend, lambda: self._own_best(checkpointer))
+
+    def continue_fit(self, step: int, best_checkpoint: str | None) -> None:
+        """The run continues, in this process, from an earlier `fit` that ended at `step`."""
+        self._origin_step = step
+        self.history.best_checkpoint = best_checkpoint
+
+    def _own_best(self, checkpointer: PortableCheckpointer) -> str | None:
+        best = checkpointer.best()
+        own = best is not None and PortableCheckpointer.lineage(best) == self.state.lineage
+        return best if own else None
+
+    def _claim(self, checkpointer: PortableCheckpointer) -> None:
+        """Before the first save: move the checkpoints of other runs out of the way."""
+        if self._claimed:
+            return
+        lineage, step = self.state.name_run(self.backend), self._origin_step
+        moved = on_rank_zero(self.backend, lambda: checkpointer.set_aside(lineage, step))
+        self._claimed = True
+        if moved:
+            message = "checkpoints in %s that this run does not continue were moved to %s"
+            log_on_rank_zero(self.backend, logging.WARNING, message, checkpointer.directory, moved)
+
+
+def log_on_rank_zero(backend: Backend, level: int, message: str, *values: Any) -> None:
+    """Log once for all ranks."""
+    if backend.world.rank == 0:
+        logger.log(level, message, *values)

@@ -1,283 +1,259 @@
-"""RecordingMixin: what a step leaves behind, reduced and logged once an interval."""
+"""StepRecords: losses, times and checksums of steps, reduced and logged once an interval."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience.divergence import checksum, explain_divergence
-from distributed.resilience.preemption import asked
+from distributed.training.numbers import as_floats, mean
 from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilisation, memory_metrics
+from distributed.training.reduced_interval import TIMED, ReducedInterval
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.backend import Backend
     from distributed.interfaces.history import History
-    from distributed.interfaces.placement import World
-    from distributed.interfaces.task import Progress
-    from distributed.training.phase_timers import PhaseTimers
+    from distributed.training.state import TrainState
 
-__all__ = ["RecordingMixin", "not_finite"]
+__all__ = ["StepRecord", "StepRecords", "not_finite"]
 
 logger = logging.getLogger("distributed")
 
-_SENT = (*PHASES, "other", "checksum")
-_TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 
+class StepRecord(NamedTuple):
+    """One optimizer step of this rank.
 
-class RecordingMixin:
-    """Per-step records for the training loop's per-rank class.
-
-    Losses stay on the device until the interval ends; then one collective reduces them, the
-    phase times of every rank and the wish to stop.
+    Attributes:
+        step: its number in the whole run, from 1.
+        loss_sum: sum of the losses of this rank's samples, possibly still on the device.
+        count: how many samples (or unmasked tokens) that is.
+        num_samples: samples of the global batch, over all ranks.
+        learning_rate: that the step used.
+        norm: global L2 norm of the gradient before clipping, None unless clipped or logged.
+        skipped: the step was not taken, because gradients were not finite.
+        logged: the step ends a log interval.
     """
 
-    backend: Backend
-    config: DistributedConfig
-    history: History
-    optimizer: Any
-    progress: Progress
-    timers: PhaseTimers
-    world: World
-    _stop_reason: str | None
-    next_ask = 1
-    _first_step = 0
-    _pace: int | None = None
-    _met: float | None = None
-    _steps: list[tuple[Any, Any, float]]
-    _epoch_sums: list[float]
-    _resumed: tuple[list[float], list[tuple[Any, Any, float]]] | None = None
-    _suspect: int | None = None
-    _compared = 0
-    _differed = False
-    _start_samples: int
-    _notify: Callable[..., None]
-    track_metrics: Callable[..., None]
-    news_of_saving: Callable[[], float]
-    finish_saving: Callable[[], str | None]
-    reached_goal: Callable[[], bool]
+    step: int
+    loss_sum: Any
+    count: Any
+    num_samples: int
+    learning_rate: float
+    norm: Any
+    skipped: bool
+    logged: bool
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of this rank's samples. Waits for the device."""
+        return float(self.loss_sum) / (float(self.count) or 1.0)
+
+
+class StepRecords:
+    """Keeps losses on the device until a log step; then one collective reduces them, the phase times of
+    every rank and the flags that ranks exchange.
+
+    Args:
+        config: the run's configuration.
+        backend: the ranks.
+        state: its cursor and open epoch.
+        history: receives series and log records.
+    """
+
+    def __init__(
+        self, config: DistributedConfig, backend: Backend, state: TrainState, history: History
+    ) -> None:
+        self.config, self.backend, self.state, self.history = config, backend, state, history
+        self._logged: dict[str, float] = {}
+        self._interval_samples = 0
+        self._interval_start = 0.0
+        self._mean_loss = 0.0
+        self._last_meeting: float | None = None
+        self._suspect: int | None = None
+        self._compared_at = 0
+        self._reported_difference = False
+        self.start()
+
+    def start(self) -> None:
+        """Training begins at the current step: earlier ones are an interrupted run's own."""
+        self._first_step, self._first_sample = self.state.progress.step, self.state.progress.total_samples
+
+    # -- intervals -------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Start an epoch's records."""
+        self.begin_interval()
+        self.state.open_epoch.begin()
+        self.backend.timers.snapshot_and_reset()
+        self._last_meeting = self._last_meeting or self._interval_start
 
     def begin_interval(self) -> None:
-        """Start an epoch's records."""
-        self._interval_samples = 0
-        self._interval_start = perf_counter()
-        self._epoch_sums, self._steps, self._resumed = *(self._resumed or ([0.0, 0.0], [])), None
-        self._logged: dict[str, float] = {}
-        self.timers.snapshot_and_reset()
-        self._met = self._met or self._interval_start
+        """Start the next log record."""
+        self._logged, self._interval_samples, self._interval_start = {}, 0, perf_counter()
 
-    def record_step(self, loss_sum: Any, count: Any, num_samples: int) -> None:
+    def add(self, record: StepRecord) -> None:
         """Keep a step's loss as it is: on the device, unreduced."""
-        self._steps.append((loss_sum, count, self.optimizer.param_groups[0]["lr"]))
-        self._interval_samples += num_samples
+        self.state.open_epoch.steps.append((record.loss_sum, record.count, record.learning_rate))
+        self._interval_samples += record.num_samples
 
     def log(self, name: str, value: float) -> None:
         """Add a number to the next log record."""
         self._logged[name] = float(value)
 
-    def end_interval(self, norm: Any = None) -> None:
-        """Reduce, remember and report what happened since the last log step. Collective."""
+    def note_meeting(self) -> None:
+        """All ranks have just met in a collective; time is measured from here."""
+        self._last_meeting = perf_counter()
+
+    def reduce(self, saved: bool, stop: bool, go: bool) -> ReducedInterval:
+        """Sum the open interval over the ranks. One collective.
+
+        Args:
+            saved: this rank has finished its part of a save.
+            stop: this rank asks for a stop.
+            go: this rank was preempted.
+
+        Raises:
+            UserError: a loss is not finite and ``on_nan`` is ``stop``.
+        """
+        steps, world = self.state.open_epoch.steps, self.backend.world
+        losses, counts = as_floats([s[0] for s in steps]), as_floats([s[1] for s in steps])
+        self._check_finite(losses)
+        seconds = self.backend.timers.snapshot_and_reset()
+        seconds["communication"] = self.backend.communication_seconds() * len(losses)
+        seconds["other"] = (
+            perf_counter() - (self._last_meeting or 0.0) - sum(seconds[phase] for phase in TIMED)
+        )
+        seconds["checksum"] = self._checksum()
+        own = ReducedInterval.pack(losses, counts, seconds, (saved, stop, go), world.rank, world.size)
+        reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses))
+        self.note_meeting()
+        return reduced
+
+    def close_interval(self, reduced: ReducedInterval, norm: Any = None) -> dict[str, float]:
+        """Append the steps of the interval to the history and return its log record.
+
+        Args:
+            reduced: from `reduce`.
+            norm: gradient norm of the last step, None when unknown.
+        """
         seconds = max(perf_counter() - self._interval_start, 1e-9)
-        losses, phases = self._reduce_interval()
-        first = self.progress.step - len(losses) + 1
-        for offset, (loss, (_, _, rate)) in enumerate(zip(losses, self._steps, strict=True)):
-            if first + offset > self._first_step:  # Earlier ones are an interrupted run's own.
-                self._append_step(first + offset, loss, float(rate))
+        progress, device = self.state.progress, self.backend.world.device
+        rates = [float(step[2]) for step in self.state.open_epoch.steps]
+        self._append_steps(reduced, rates)
+        self._sum_up(reduced)
         record = {
-            "step": float(self.progress.step),
-            "epoch": float(self.progress.epoch),
-            "loss": self._interval_loss,
-            "learning_rate": float(self._steps[-1][2]),
+            "step": float(progress.step),
+            "epoch": float(progress.epoch),
+            "loss": self._mean_loss,
+            "learning_rate": rates[-1],
             "samples_per_second": self._interval_samples / seconds,
-            **memory_metrics(self.world.device),
+            **memory_metrics(device),
             **self._logged,
         }
         if norm is not None:
             record["grad_norm"] = float(norm)
-        utilisation = gpu_utilisation(self.world.device)
+        utilisation = gpu_utilisation(device)
         if utilisation is not None:
             record["gpu_utilisation"] = utilisation
         if self.config.tracking.phase_timers:
-            record |= self._phase_shares(phases[0], seconds)
-            self._warn_of_stragglers(phases)
+            record |= _phase_shares(reduced.phases[0], seconds)
+            self._warn_of_stragglers(reduced.phases)
         self.history.logs.append(record)
-        self._notify("on_log", self, record)
-        self.track_metrics({k: v for k, v in record.items() if k != "step"}, self.progress.step)
-        self._steps, self._interval_samples, self._logged = [], 0, {}
-        self._interval_start = perf_counter()
+        return record
 
-    def _reduce_interval(self) -> tuple[list[float], list[dict[str, float]]]:
-        """(mean loss of every step over all ranks, phase seconds of every rank)."""
-        sums, counts = _numbers([s[0] for s in self._steps]), _numbers([s[1] for s in self._steps])
-        self._check_finite(sums)
-        seconds = self.timers.snapshot_and_reset()
-        seconds["communication"] = self.backend.communication_seconds() * len(sums)
-        seconds["other"] = perf_counter() - (self._met or 0.0) - sum(seconds[phase] for phase in _TIMED)
-        seconds["checksum"] = self._checksum()
-        slots = [0.0] * (len(_SENT) * self.world.size)
-        begin = self.world.rank * len(_SENT)
-        slots[begin : begin + len(_SENT)] = [seconds[phase] for phase in _SENT]
-        wishes = [self.news_of_saving(), *self._wishes()]
-        reduced = self.backend.all_reduce([*sums, *counts, *slots, *wishes])
-        self._met = perf_counter()
-        number = len(sums)
-        totals, parts = reduced[:number], reduced[number : 2 * number]
-        slots = reduced[2 * number : -len(wishes)]
-        # A step skipped for its NaN is no part of a mean.
-        skips = self.config.on_nan == "skip"
-        taken = [pair for pair in zip(totals, parts, strict=True) if math.isfinite(pair[0]) or not skips]
-        loss, count = sum(pair[0] for pair in taken), sum(pair[1] for pair in taken)
-        self._epoch_sums[0] += loss
-        self._epoch_sums[1] += count
-        self._interval_loss = _mean(loss, count)
-        if reduced[-len(wishes)] > 0:
-            self.finish_saving()
-        starts = range(0, len(slots), len(_SENT))
-        phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
-        self._compare([phase.pop("checksum") for phase in phases])
-        walls = [sum(phase[name] for name in (*_TIMED, "other")) for phase in phases]
-        self._pace = max(1, int(number / max(*walls, 1e-9)))
-        self._settle(reduced[-2] > 0, reduced[-1] > 0)
-        return [_mean(t, c) for t, c in zip(totals, parts, strict=True)], phases
-
-    def _checksum(self) -> float:
-        """Of this rank's replica, when it is time to compare; else 0. It costs one pass over the
-        parameters and travels with what is reduced anyway."""
-        every, step = self.config.divergence_check_steps, self.progress.step
-        if every is None or self.world.size == 1 or step - self._compared < every:
-            return 0.0
-        self._compared = step
-        return checksum(self.backend.replicated() or {})
-
-    def _compare(self, checksums: list[float]) -> None:
-        """Stop when replicas differ. Every rank sees the same numbers."""
-        if len(set(checksums)) == 1:
-            return
-        found = explain_divergence(self.backend, self.progress.step)
-        if isinstance(found, WorkerError):
-            raise found
-        if self.world.rank == 0 and not self._differed:
-            logger.warning("%s", found)
-        self._differed = True
-
-    def end_epoch_record(self) -> dict[str, float]:
-        """Close the last interval; returns the epoch's training figures. Collective."""
-        self.timers.enter("epoch end", self.progress.step)
-        if self._steps and not self.history.preempted:  # The resumed run closes the interval.
-            self.end_interval()
-        total, count = self._epoch_sums
+    def epoch_metrics(self) -> dict[str, float]:
+        """The training metrics of the epoch so far, equal on all ranks."""
+        progress = self.state.progress
         return {
-            "epoch": self.progress.epoch,
-            "step": self.progress.step,
-            "train_loss": _mean(total, count),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "train_loss": mean(*self.state.open_epoch.sums),
+            "learning_rate": float(self.backend.optimizer.param_groups[0]["lr"]),
         }
 
-    def record_state(self) -> dict[str, Any]:
-        """This rank's records of the epoch under way: ``sums`` (loss and count, of all ranks) and
-        ``steps`` since then (loss and count of its own, learning rate)."""
-        if not self.progress.samples:
-            return {"sums": [0.0, 0.0], "steps": []}
-        # What was resumed waits there until the epoch goes on.
-        sums, steps = self._resumed or (self._epoch_sums, self._steps)
-        losses, counts = _numbers([s[0] for s in steps]), _numbers([s[1] for s in steps])
-        rates = [float(s[2]) for s in steps]
-        return {"sums": list(sums), "steps": list(zip(losses, counts, rates, strict=True))}
+    def _sum_up(self, reduced: ReducedInterval) -> None:
+        """Move the interval's losses into the epoch's sums."""
+        # A step that was skipped for its NaN is left out of the mean.
+        skips = self.config.on_nan == "skip"
+        pairs = zip(reduced.losses, reduced.counts, strict=True)
+        taken = [pair for pair in pairs if math.isfinite(pair[0]) or not skips]
+        loss, count = sum(pair[0] for pair in taken), sum(pair[1] for pair in taken)
+        self.state.open_epoch.close_interval(loss, count)
+        self._mean_loss = mean(loss, count)
 
-    def restore_records(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the records of all ranks that saved, so that the epoch's figures are those of an
-        uninterrupted epoch."""
-        own = saved[self.world.rank : self.world.rank + 1] if len(saved) == self.world.size else saved
-        if own is saved and self.world.rank:
-            own = []
-        together = zip(*(state["steps"] for state in own), strict=True)
-        steps = [(sum(s[0] for s in step), sum(s[1] for s in step), step[0][2]) for step in together]
-        if not own:
-            steps = [(0.0, 0.0, step[2]) for step in saved[0]["steps"]]
-        self._resumed = (list(saved[0]["sums"]), steps)
+    def _append_steps(self, reduced: ReducedInterval, rates: list[float]) -> None:
+        progress, series = self.state.progress, self.history.steps
+        step = progress.step - len(rates)
+        for loss, count, rate in zip(reduced.losses, reduced.counts, rates, strict=True):
+            step += 1
+            if step > self._first_step:
+                for name, value in (("step", step), ("loss", mean(loss, count)), ("learning_rate", rate)):
+                    series.setdefault(name, []).append(value)
+                self.history.num_samples = progress.total_samples - self._first_sample
 
-    def agree_to_stop(self) -> None:
-        """Make one rank's wish to stop, or to go, everybody's. Collective."""
-        stop, go = self.backend.all_reduce(self._wishes())
-        self._settle(stop > 0, go > 0)
-        self._met = perf_counter()
+    # -- checks ----------------------------------------------------------------------
 
-    def agree_to_go(self) -> None:
-        """Between log steps: whether a signal asks any rank to save and go. Collective.
-
-        A callback's wish to stop waits for the log step, for when this is called depends on time.
-        """
-        self._settle(False, self.backend.all_reduce([1.0 if asked() else 0.0])[0] > 0)
-
-    def _wishes(self) -> list[float]:
-        return [1.0 if self._stop_reason else 0.0, 1.0 if asked() else 0.0]
-
-    def _settle(self, stop: bool, go: bool) -> None:
-        """Act on what all ranks know, and choose the next step at which signals are asked for:
-        about a second from now, and at steps 1, 2, 4, ... until an interval was timed."""
-        step, history = self.progress.step, self.history
-        self.next_ask = step + (self._pace or max(1, step - self._first_step))
-        if stop and history.stop_reason is None:
-            reasons = self.backend.gather_objects(self._stop_reason)
-            history.stop_reason = next(reason for reason in reasons if reason)
-        if go and history.stop_reason is None and not self.reached_goal():
-            names = self.backend.gather_objects(asked())
-            history.stop_reason = history.preempted = next(name for name in names if name)
-
-    def stop_on_nan(self, loss: Any, step: int) -> None:
-        """Refuse a loss that is not finite, before it reaches the weights.
-
-        Raises:
-            UserError: always.
-        """
-        place = f"at step {step + 1} (epoch {self.progress.epoch}) on rank {self.world.rank}"
-        raise not_finite(loss, place, self.optimizer)
-
-    def _check_finite(self, sums: list[float]) -> None:
-        """On a GPU losses are only looked at here, at log steps."""
+    def _check_finite(self, losses: list[float]) -> None:
+        """On a GPU losses are checked only here, at log steps."""
         if self.config.on_nan != "stop":
             return
-        for offset, value in enumerate(sums):
+        progress = self.state.progress
+        for offset, value in enumerate(losses):
             if not math.isfinite(value):
-                self.stop_on_nan(value, self.progress.step - len(sums) + offset)
+                step = progress.step - len(losses) + offset + 1
+                raise not_finite(value, step, progress.epoch, self.backend)
 
-    def _append_step(self, step: int, loss: float, rate: float) -> None:
-        for name, value in (("step", step), ("loss", loss), ("learning_rate", rate)):
-            self.history.steps.setdefault(name, []).append(value)
-        self.history.num_samples = self.progress.total_samples - self._start_samples
+    def _checksum(self) -> float:
+        """Of this rank's replica, when it is time to compare; else 0.0. It costs one pass over the
+        parameters and is reduced together with the losses."""
+        every, step = self.config.divergence_check_steps, self.state.progress.step
+        if every is None or self.backend.world.size == 1 or step - self._compared_at < every:
+            return 0.0
+        self._compared_at = step
+        return checksum(self.backend.replicated() or {})
 
-    def _phase_shares(self, phases: Mapping[str, float], seconds: float) -> dict[str, float]:
-        # The waiting is DDP's estimate, taken out of what was measured.
-        waited = min(phases["communication"], phases["backward"])
-        shares = {**phases, "backward": phases["backward"] - waited, "communication": waited}
-        return {f"time_{phase}": shares[phase] / seconds for phase in PHASES}
+    def check_replicas(self, reduced: ReducedInterval) -> None:
+        """Stop when replicas differ. Collective when they do; every rank sees the same numbers.
+
+        Raises:
+            WorkerError: a replica has diverged.
+        """
+        if len(set(reduced.checksums)) == 1:
+            return
+        found = explain_divergence(self.backend, self.state.progress.step)
+        if isinstance(found, WorkerError):
+            raise found
+        if self.backend.world.rank == 0 and not self._reported_difference:
+            logger.warning("%s", found)
+        self._reported_difference = True
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
-        # Once is chance: on a busy machine any rank may have to wait for a core.
+        # Once may be chance: on a busy machine any rank may have to wait for a core.
         before, found = self._suspect, find_straggler(phases)
         self._suspect = found[0] if found else None
         if found is None or found[0] != before:
             return
-        # All ranks are here: they judge by the same numbers.
-        several = self.world.num_nodes > 1
-        host = f" (host {self.backend.gather_objects(self.world.host)[found[0]]})" if several else ""
-        if self.world.rank == 0:
+        # Collective: all ranks have the same numbers and decide the same.
+        world = self.backend.world
+        several = world.num_nodes > 1
+        host = f" (host {self.backend.gather_objects(world.host)[found[0]]})" if several else ""
+        if world.rank == 0:
             name = f"rank {found[0]}"
-            said = found[1].replace(name, f"{name}{host}", 1)
-            logger.warning("%s (steps up to %d)", said, self.progress.step)
+            text = found[1].replace(name, f"{name}{host}", 1)
+            logger.warning("%s (steps up to %d)", text, self.state.progress.step)
 
 
-def not_finite(loss: Any, place: str, optimizer: Any) -> UserError:
+def not_finite(loss: Any, step: int, epoch: int, backend: Backend) -> UserError:
     """The error for a loss that is NaN or infinite under ``on_nan=stop``."""
-    rate = float(optimizer.param_groups[0]["lr"])
+    rate = float(backend.optimizer.param_groups[0]["lr"])
     return UserError(
-        f"the loss is {float(loss)} {place}, with learning rate {rate:g}",
+        f"the loss is {float(loss)} at step {step} (epoch {epoch}) on rank {backend.world.rank},"
+        f" with learning rate {rate:g}",
         field="on_nan",
         got="stop",
         allowed="stop, skip (leave such steps out), ignore",
@@ -286,15 +262,8 @@ def not_finite(loss: Any, place: str, optimizer: Any) -> UserError:
     )
 
 
-def _mean(total: float, count: float) -> float:
-    """The mean over nothing is 0: a batch of masked tokens has no loss. Counts may be below 1."""
-    return total / count if count else total
-
-
-def _numbers(values: list[Any]) -> list[float]:
-    """Tensors and numbers as numbers, with one transfer from the device."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return [float(value) for value in values]
-    found = iter(torch.stack([t.double() for t in tensors]).tolist())
-    return [next(found) if isinstance(value, torch.Tensor) else float(value) for value in values]
+def _phase_shares(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
+    # The waiting time is DDP's estimate; it is part of what was measured as backward.
+    waited = min(phases["communication"], phases["backward"])
+    shares = {**phases, "backward": phases["backward"] - waited, "communication": waited}
+    return {f"time_{phase}": shares[phase] / seconds for phase in PHASES}

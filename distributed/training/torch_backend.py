@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.placement import World
+from distributed.training.mixins.accumulation import AccumulationMixin
+from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -28,7 +29,6 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
-from distributed.training.precision import PrecisionMixin
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
 
-__all__ = ["AccumulationMixin", "StepModule", "TorchBackend", "alike"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+__all__ = ["StepModule", "TorchBackend", "alike"]
 
 
 class StepModule(nn.Module):
@@ -90,19 +88,6 @@ class StepModule(nn.Module):
             number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
             loss = loss + (self.count * (number * scale)).to(loss.dtype)
         return loss, total.detach(), count
-
-
-class AccumulationMixin:
-    """Holds gradient communication back until a window's last micro-batch."""
-
-    model: Any
-
-    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch: reduces gradients in its backward only if `last`."""
-        if last or not hasattr(self.model, "no_sync"):
-            return _NOTHING
-        held: AbstractContextManager[Any] = self.model.no_sync()
-        return held
 
 
 class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig, explain
@@ -18,7 +21,14 @@ if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Progress
 
-__all__ = ["TrackingMixin", "capture_contexts", "check_trackers", "enabled_trackers", "start_tracker"]
+__all__ = [
+    "Trackers",
+    "capture_contexts",
+    "check_trackers",
+    "enabled_trackers",
+    "run_position",
+    "start_tracker",
+]
 
 logger = logging.getLogger("distributed")
 
@@ -41,11 +51,11 @@ def check_trackers(config: DistributedConfig, catalog: Catalog) -> None:
 
 
 def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, dict[str, Any]]:
-    """What each tracker asked for wants to know of the caller's process, by tracker name, and what the
+    """The context of each enabled tracker in the caller's process, by tracker name, and what the
     command or trial that runs this script adds.
 
     Call it in the process that called `fit`; the result is picklable as far as the trackers
-    keep to plain values, and belongs into `TrackingMixin.tracker_contexts` on rank 0.
+    keep to plain values, and is an argument of `Trackers` on rank 0.
     """
     contexts = {}
     for spec in enabled_trackers(config, catalog):
@@ -58,51 +68,31 @@ def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, d
     return contexts
 
 
-class TrackingMixin:
-    """Tracking for the training loop's per-rank class. On ranks other than 0 nothing happens.
+class Trackers:
+    """The trackers of a run. On ranks other than 0 there are none.
 
-    Attributes:
+    Args:
         config: the run's configuration.
-        world: this rank's place.
+        world: this rank's position.
         catalog: where the trackers are registered.
-        tracker_contexts: tracker name -> what `Tracker.capture` returned in the caller's process.
+        contexts: tracker name -> what its `capture` returned in the caller's process.
     """
 
-    config: DistributedConfig
-    plan: RunPlan
-    backend: Backend
-    history: History
-    progress: Progress
-    total_steps: int | None
-    world: World
-    catalog: Catalog
-    tracker_contexts: Mapping[str, dict[str, Any]]
-    _trackers: dict[str, Tracker]
+    def __init__(
+        self,
+        config: DistributedConfig,
+        world: World,
+        catalog: Catalog,
+        contexts: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self.config, self.world, self.catalog, self.contexts = config, world, catalog, contexts
+        self._started: dict[str, Tracker] = {}
 
-    def tracked_place(self) -> Place:
-        """Where the run is and begins. Collective on several nodes."""
-        plan, world, progress = self.plan, self.world, self.progress
-        hosts = [world.host] if plan.num_nodes == 1 else self.backend.gather_objects(world.host)
-        return Place(
-            backend=plan.spec.name,
-            world_size=world.size,
-            num_nodes=plan.num_nodes,
-            hosts=tuple(dict.fromkeys(hosts)),
-            device=world.device,
-            precision=plan.precision,
-            batch=plan.batch.as_dict(),
-            step=progress.step,
-            epoch=progress.epoch,
-            samples=progress.samples,
-            total_steps=self.total_steps,
-            checkpoint=self.history.checkpoint,
-        )
-
-    def setup_tracking(self, params: Mapping[str, Any], place: Place | None = None) -> None:
+    def start(self, params: Mapping[str, Any], place: Place | None = None) -> None:
         """Start the trackers that the configuration asks for.
 
         Args:
-            params: what the configuration alone does not know, such as the batch identity
+            params: what the configuration alone does not contain, such as the batch identity
                 (C1). Recorded beside every configuration value that is not None, and wins
                 over one of the same name.
             place: where the run is and begins.
@@ -110,44 +100,74 @@ class TrackingMixin:
         Raises:
             UserError: a tracker was asked for whose requirements are not installed.
         """
-        self._trackers = {}
         if self.world.rank != 0:
             return
         check_trackers(self.config, self.catalog)
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
         recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
-            context = self.tracker_contexts.get(spec.name, {})
+            context = (self.contexts or {}).get(spec.name, {})
             tracker = start_tracker(spec, self.config, context, recorded, place)
             if tracker is not None:
-                self._trackers[spec.name] = tracker
+                self._started[spec.name] = tracker
 
-    def track_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record `metrics` at optimizer step `step` with every tracker still alive."""
-        self._each_tracker("log_metrics", _without_step(metrics), step)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record `metrics` at optimizer step `step`."""
+        self._each("log_metrics", _without_step(metrics), step)
 
-    def track_epoch(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the figures of an epoch that ended at optimizer step `step`."""
-        self._each_tracker("log_epoch", _without_step(metrics), step)
+    def log_epoch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of an epoch that ended at optimizer step `step`."""
+        self._each("log_epoch", _without_step(metrics), step)
 
-    def track_checkpoint(self, path: str, step: int) -> None:
+    def log_checkpoint(self, path: str, step: int) -> None:
         """Record that the state after optimizer step `step` is saved at `path`."""
-        self._each_tracker("log_checkpoint", path, step)
+        self._each("log_checkpoint", path, step)
 
-    def track_artifact(self, path: str) -> None:
-        """Record the file or folder `path` with every tracker still alive."""
-        self._each_tracker("log_artifact", path)
+    def log_artifact(self, path: str) -> None:
+        """Record the file or folder `path`."""
+        self._each("log_artifact", path)
 
-    def finish_tracking(self, status: str) -> None:
+    def log_history(self, history: History) -> None:
+        """Record the whole history of the run as a file."""
+        if not self._started:
+            return
+        with TemporaryDirectory(prefix="distributed-") as folder:
+            path = Path(folder, "history.json")
+            path.write_text(json.dumps(history.to_dict(), indent=1), encoding="utf-8")
+            self.log_artifact(str(path))
+
+    def finish(self, status: str) -> None:
         """Close every tracker: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""
-        self._each_tracker("finish", status)
-        self._trackers = {}
+        self._each("finish", status)
+        self._started = {}
 
-    def _each_tracker(self, method: str, *args: Any) -> None:
+    def _each(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker; one that raises is dropped."""
-        for name, tracker in list(getattr(self, "_trackers", {}).items()):
+        for name, tracker in list(self._started.items()):
             if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
-                del self._trackers[name]
+                del self._started[name]
+
+
+def run_position(
+    plan: RunPlan, backend: Backend, progress: Progress, total_steps: int | None, checkpoint: str | None
+) -> Place:
+    """Where the run is and begins. Collective on several nodes."""
+    world = backend.world
+    hosts = [world.host] if plan.num_nodes == 1 else backend.gather_objects(world.host)
+    return Place(
+        backend=plan.spec.name,
+        world_size=world.size,
+        num_nodes=plan.num_nodes,
+        hosts=tuple(dict.fromkeys(hosts)),
+        device=world.device,
+        precision=plan.precision,
+        batch=plan.batch.as_dict(),
+        step=progress.step,
+        epoch=progress.epoch,
+        samples=progress.samples,
+        total_steps=total_steps,
+        checkpoint=checkpoint,
+    )
 
 
 def start_tracker(
@@ -170,7 +190,7 @@ def _started(
     params: Mapping[str, Any],
 ) -> Tracker:
     tracker: Tracker = load_target(spec.target)(config)
-    # A trial's parameters are more than its trainer's configuration knows.
+    # A trial has parameters that its trainer's configuration does not contain.
     more = context.pop("params", {})
     tracker.context, tracker.place = context, place or Place()
     tracker.start({**params, **more})
@@ -185,14 +205,14 @@ def _attempt(name: str, method: str, call: Callable[..., Any], *args: Any, faile
     """`call(*args)`, or `failed` and one warning when it raises."""
     try:
         return call(*args)
-    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+    except Exception as error:  # noqa: BLE001 - third-party code may raise anything
         what = f"{type(error).__name__}: {error}"
         logger.warning("tracker '%s' failed in %s and is dropped; training goes on. %s", name, method, what)
         return failed
 
 
 def _without_step(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A record's own "step" says what every tracker has as the abscissa."""
+    """Without the record's own "step", which trackers get as an argument."""
     return {name: value for name, value in metrics.items() if name != "step"}
 
 

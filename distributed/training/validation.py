@@ -1,4 +1,4 @@
-"""ValidationMixin: every validation sample counts exactly once, or the run fails (C5)."""
+"""Validator: every validation sample counts exactly once, or the run fails (C5)."""
 
 from __future__ import annotations
 
@@ -13,59 +13,56 @@ from distributed.data.sample_rng import RandomStreams
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
     from distributed.data import Feed, Source
     from distributed.interfaces.backend import Backend
-    from distributed.interfaces.placement import World
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.task import Task
-    from distributed.training.phase_timers import PhaseTimers
 
-__all__ = ["ValidationMixin"]
+__all__ = ["Validator", "check_same_data"]
 
 
-class ValidationMixin:
-    """Validation for the training loop's per-rank class."""
+class Validator:
+    """Evaluates the model on the validation data.
 
-    backend: Backend
-    config: DistributedConfig
-    plan: RunPlan
-    task: Task
-    timers: PhaseTimers
-    val_feed: Feed | None
-    world: World
+    Args:
+        backend: the ranks.
+        feed: the validation data of this rank, None without.
+    """
+
+    def __init__(self, backend: Backend, feed: Feed | None) -> None:
+        self.backend, self.feed = backend, feed
 
     def validate(self) -> dict[str, float]:
-        """``{"val_loss": ..., "val_<metric>": ...}`` over all ranks; empty without data.
+        """``{"val_loss": ..., "val_<metric>": ...}`` over all ranks; empty without data. Collective.
 
         Raises:
             UserError: no validation sample.
             RuntimeError: samples counted differ from the dataset's length.
         """
-        if self.val_feed is None:
+        if self.feed is None:
             return {}
         started = perf_counter()
         self.backend.set_training(False)
         sums: dict[str, list[Any]] = {}
         counted = expected = 0
-        enter = self.timers.enter
+        enter = self.backend.timers.enter
         enter("validation")
-        for window in self.val_feed.windows(0):
+        for window in self.feed.windows(0):
             enter("validation")
             for name, (total, count) in self.backend.evaluate_window(window).items():
                 pair = sums.setdefault(name, [0.0, 0.0])
                 pair[0], pair[1] = pair[0] + _double(total), pair[1] + _double(count)
             counted += sum(micro.num_samples for micro in window.micro_batches)
             expected += window.num_samples
-        # Of ranks that share a model, only some see the output and know what is measured.
+        # Of ranks that share a model, only some see the output, and with it the metrics.
         names = list(dict.fromkeys(name for part in self.backend.gather_objects(list(sums)) for name in part))
         flat = [float(value) for name in names for value in sums.get(name, (0.0, 0.0))]
         counted_all, *reduced = self.backend.all_reduce([float(counted), *flat])
         self._check_count(
-            int(counted_all) // self.world.model_parallel_size, self.val_feed.source.length or expected
+            int(counted_all) // self.backend.world.model_parallel_size, self.feed.source.length or expected
         )
         self.backend.set_training(True)
-        self.timers.add("validation", perf_counter() - started)
+        self.backend.timers.add("validation", perf_counter() - started)
         pairs = zip(reduced[::2], reduced[1::2], strict=True)
         return {
             f"val_{name}": total / count if count else float("nan")
@@ -85,31 +82,32 @@ class ValidationMixin:
                 " evaluated twice or not at all (contract C5)"
             )
 
-    def check_same_data(self) -> None:
-        """Joined ranks built their own datasets: refuse unequal ones.
 
-        Raises:
-            UserError: lengths or first samples differ; names the ranks.
-        """
-        if self.plan.mode != "join" or self.world.size == 1 or not self.config.data.verify:
-            return
-        for source in (self.task.train_data, self.task.val_data):
-            if source is None or not source.is_map:
-                continue
-            found = self.backend.gather_objects((_length(source), _fingerprint(source)))
-            for rank, (length, first) in enumerate(found):
-                if (length, first) != found[0]:
-                    what = (
-                        f"{length} samples, rank 0 has {found[0][0]}"
-                        if length != found[0][0]
-                        else "other first samples than rank 0"
-                    )
-                    raise UserError(
-                        f"the ranks hold different datasets: rank {rank} has {what}",
-                        field=source.argument,
-                        remedy="Give all ranks the whole dataset, we deal"
-                        " it out; or set data.verify=false if its samples are random",
-                    )
+def check_same_data(plan: RunPlan, backend: Backend, task: Task) -> None:
+    """Ranks that a launcher started built their own datasets: refuse different ones. Collective.
+
+    Raises:
+        UserError: lengths or first samples differ; names the ranks.
+    """
+    if plan.mode != "join" or backend.world.size == 1 or not plan.config.data.verify:
+        return
+    for source in (task.train_data, task.val_data):
+        if source is None or not source.is_map:
+            continue
+        found = backend.gather_objects((_length(source), _fingerprint(source)))
+        for rank, (length, first) in enumerate(found):
+            if (length, first) != found[0]:
+                what = (
+                    f"{length} samples, rank 0 has {found[0][0]}"
+                    if length != found[0][0]
+                    else "other first samples than rank 0"
+                )
+                raise UserError(
+                    f"the ranks hold different datasets: rank {rank} has {what}",
+                    field=source.argument,
+                    remedy="Give all ranks the whole dataset, which is then sharded;"
+                    " or set data.verify=false if its samples are random",
+                )
 
 
 def _length(source: Source) -> int:
@@ -132,5 +130,5 @@ def _first_samples(source: Source) -> Iterator[Any]:
 
 
 def _double(value: Any) -> Any:
-    # Sums over a large set would lose whole samples in float32.
+    # In float32, sums over a large set would lose whole samples.
     return value.double() if isinstance(value, torch.Tensor) else float(value)

@@ -318,9 +318,9 @@ def test_class_names_survive_the_way_through_a_file(tmp_path: Any) -> None:
 
 
 def test_another_backend_says_that_the_section_changes_nothing() -> None:
-    assert plan_of(num_processes=2).notes == []
+    assert plan_of(num_processes=2).notes == ()
     plan = plan_of(num_processes=2, backend="pytorch-ddp", fsdp={"replicate": 2})
-    assert plan.notes == ["the section fsdp changes nothing under backend 'pytorch-ddp'"]
+    assert plan.notes == ("the section fsdp changes nothing under backend 'pytorch-ddp'",)
 
 
 def mixed_dtypes() -> nn.Module:

@@ -81,7 +81,7 @@ def test_a_run_is_the_same_training_and_comes_back(
     assert made.hyperparameters == {"hidden": 8}
     said = capfd.readouterr()
     assert "ray (pytorch-ddp): 2 ranks on CPU over gloo" in said.out
-    assert "left to you: hidden" in said.out
+    assert "kept in hyperparameters: hidden" in said.out
     # Ranks work where the caller does, and their lines are shown there, with no line of Ray's.
     assert f"\nstep of rank 0 of 2 in {tmp_path}\n" in said.out
     assert f"[rank 1] step of rank 1 of 2 in {tmp_path}\n" in said.out

@@ -72,8 +72,8 @@ class Clock(Callback):
 
     def on_run_start(self, context: Any) -> None:
         self._depth, self._spent = 0, [0.0, 0.0]
-        for name in ("save_if_due", "finish_saving"):
-            setattr(context, name, self._timed(getattr(context, name)))
+        for name in ("save_if_due", "finish"):
+            setattr(context.saver, name, self._timed(getattr(context.saver, name)))
 
     def _timed(self, method: Any) -> Any:
         def timed(*args: Any, **given: Any) -> Any:
@@ -92,8 +92,8 @@ class Clock(Callback):
         step = context.progress.step
         if step % EVERY != 1:
             return
-        if context._pending is not None:  # enough steps between two saves
-            context._pending[0]._thread.join()
+        if context.saver.pending is not None:  # enough steps between two saves
+            context.saver.pending[0]._thread.join()
             context.finish_saving()
         if step > 1:
             self.saves.append(self._spent)

@@ -66,7 +66,7 @@ def test_the_table_counts_what_went_wrong() -> None:
 
 
 BROKEN = """
-from distributed.training.loop import TrainingLoop
+from distributed.training.state import TrainState
 
 
 def replace(owner, name, function):
@@ -75,18 +75,18 @@ def replace(owner, name, function):
 
 
 def no_random_state():
-    import distributed.training.resuming as resuming
-    replace(resuming, "restore_rng", lambda state: None)
+    import distributed.training.state as state
+    replace(state, "restore_rng", lambda saved: None)
 
 
 def cursor_one_off():
-    restore = TrainingLoop._restore_extra
+    restore = TrainState.restore
 
-    def off(self, reader):
-        restore(self, reader)
+    def off(self, common, rank):
+        restore(self, common, rank)
         self.progress.samples += 1
 
-    replace(TrainingLoop, "_restore_extra", off)
+    replace(TrainState, "restore", off)
 
 
 def cold_engine():

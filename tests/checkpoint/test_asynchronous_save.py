@@ -43,15 +43,15 @@ class FullLayer(FileLayer):
 
 def held(directory: Path, **values: Any) -> tuple[Run, HeldLayer]:
     run, layer = started(directory, checkpoint={"every_n_steps": 2, **values}), HeldLayer()
-    assert run.checkpointer is not None
-    run.checkpointer.files = layer
+    assert run.saver.checkpointer is not None
+    run.saver.checkpointer.files = layer
     return run, layer
 
 
 def steps(run: Run, number: int) -> None:
     for _ in range(number):
         end = run.step()
-        run.save_if_due(epoch_end=end)
+        run.saver.save_if_due(epoch_end=end)
 
 
 def test_training_goes_on_and_what_is_saved_is_the_step_it_was_begun_at(tmp_path: Path) -> None:
@@ -60,15 +60,15 @@ def test_training_goes_on_and_what_is_saved_is_the_step_it_was_begun_at(tmp_path
     run, layer = held(tmp_path / "mine")
     steps(run, 3)  # the third step changes weights, moments, schedule and progress in place
     assert layer.reached.wait(30)
-    assert run.checkpointer is not None
-    assert run.checkpointer.latest() is None
-    assert run.news_of_saving() == 0.0
+    assert run.saver.checkpointer is not None
+    assert run.saver.checkpointer.latest() is None
+    assert not run.saver.has_finished()
     layer.go.set()
     path = run.finish_saving()
     assert path == run.history.checkpoint == str(tmp_path / "mine" / "step_00000002")
     assert verify(path) == []
     again = Run(configured(None))
-    again.load_state(path)
+    again.resumer.load(path)
     assert again.snapshot() == expected.snapshot()
     assert run.snapshot() != expected.snapshot()
 
@@ -100,13 +100,13 @@ def test_a_failure_is_news_and_the_stated_number_of_them_stops_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = started(tmp_path, checkpoint={"every_n_steps": 1, "max_failures": 2})
-    assert run.checkpointer is not None
-    run.checkpointer.files = FullLayer()
+    assert run.saver.checkpointer is not None
+    run.saver.checkpointer.files = FullLayer()
     steps(run, 1)
-    assert run._pending is not None
-    run._pending[0]._written.wait(30)
-    run._pending[0]._thread.join(30)  # type: ignore[union-attr]
-    assert run.news_of_saving() == 1.0
+    assert run.saver.pending is not None
+    run.saver.pending[0]._written.wait(30)
+    run.saver.pending[0]._thread.join(30)  # type: ignore[union-attr]
+    assert run.saver.has_finished()
     with caplog.at_level(logging.WARNING, "distributed"):
         assert run.finish_saving() is None
     assert "checkpoint of step 1 not saved (failure 1 in a row): [Errno 28]" in caplog.text
@@ -120,12 +120,12 @@ def test_a_failure_is_news_and_the_stated_number_of_them_stops_the_run(
 def test_one_ranks_failure_is_everybodys(full: int, tmp_path: Path) -> None:
     def work(rank: int, meeting: Any) -> Any:
         run = Run(configured(tmp_path, checkpoint={"every_n_steps": 1}), rank, meeting)
-        run.setup_checkpointing()
-        assert run.checkpointer is not None
+        run.saver.prepare()
+        assert run.saver.checkpointer is not None
         if rank == full:
-            run.checkpointer.files = FullLayer()
+            run.saver.checkpointer.files = FullLayer()
         steps(run, 1)
-        return run.finish_saving(), run._failures
+        return run.finish_saving(), run.saver.failures
 
     assert on_ranks(3, work) == [(None, 1)] * 3
     assert os.listdir(tmp_path) == []
@@ -136,20 +136,20 @@ def test_a_run_that_fails_abandons_its_save(tmp_path: Path) -> None:
 
     def work(rank: int, meeting: Any) -> None:
         run = Run(configured(tmp_path, checkpoint={"every_n_steps": 1}), rank, meeting)
-        run.setup_checkpointing()
-        assert run.checkpointer is not None
+        run.saver.prepare()
+        assert run.saver.checkpointer is not None
         layer = HeldLayer()
         if rank == 1:
-            run.checkpointer.files = layer  # rank 0 has written, and waits for rank 1
+            run.saver.checkpointer.files = layer  # rank 0 has written, and waits for rank 1
         steps(run, 1)
         if rank == 0:
-            assert run._pending is not None
-            run._pending[0]._written.wait(30)
-            run.abandon_saving()
+            assert run.saver.pending is not None
+            run.saver.pending[0]._written.wait(30)
+            run.saver.abandon()
             assert os.listdir(tmp_path) == []
         meeting.barrier.wait()
         layer.go.set()
-        run.abandon_saving()
+        run.saver.abandon()
 
     assert on_ranks(2, work) == [None, None]
     assert os.listdir(tmp_path) == []
@@ -157,8 +157,8 @@ def test_a_run_that_fails_abandons_its_save(tmp_path: Path) -> None:
 
 def exported(run: Run) -> list[int]:
     """Where in memory the chunks of the next export lie."""
-    assert run.checkpointer is not None
-    with run.checkpointer._lent_buffers():
+    assert run.saver.checkpointer is not None
+    with run.saver.checkpointer._lent_buffers():
         return [chunk.data.data_ptr() for chunk in run.backend.export_state().chunks]
 
 
@@ -166,7 +166,7 @@ def test_the_memory_of_a_save_serves_the_next_one_and_never_two_at_a_time(tmp_pa
     run, layer = held(tmp_path)
     steps(run, 3)
     assert layer.reached.wait(30)
-    kept = run.checkpointer._buffers._kept  # type: ignore[union-attr]
+    kept = run.saver.checkpointer._buffers._kept  # type: ignore[union-attr]
     first = [buffer.data_ptr() for buffer in kept]
     assert not set(exported(run)) & set(first)  # they are being written
     layer.go.set()

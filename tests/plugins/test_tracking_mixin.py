@@ -14,7 +14,8 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry.catalog import Catalog, build_catalog
 from distributed.registry.hookspecs import hookimpl
-from distributed.training.trackers import TrackingMixin, capture_contexts, check_trackers
+from distributed.training.mixins.tracking import TrackingMixin
+from distributed.training.trackers import Trackers, capture_contexts, check_trackers
 
 TRACKERS = """
     from distributed.interfaces.tracker import Tracker
@@ -62,9 +63,8 @@ class Plugin:
 
 
 class Loop(TrackingMixin):
-    def __init__(self, catalog: Catalog, rank: int = 0, **config) -> None:
-        self.config, self.world, self.catalog = DistributedConfig(**config), World(rank=rank, size=2), catalog
-        self.tracker_contexts = {}
+    def __init__(self, catalog: Catalog, rank: int = 0, contexts=None, **config) -> None:
+        self.trackers = Trackers(DistributedConfig(**config), World(rank=rank, size=2), catalog, contexts)
 
 
 def spec(target: str, enabled=lambda config: True, requires: tuple[str, ...] = ()) -> TrackerSpec:
@@ -86,11 +86,11 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 def run(loop: Loop) -> None:
-    loop.setup_tracking({"global_batch_size": 64})
+    loop.trackers.start({"global_batch_size": 64})
     loop.track_metrics({"loss": 1.0}, 1)
     loop.track_artifact("model.pt")
     loop.track_metrics({"loss": 0.5, "step": 2}, 2)
-    loop.finish_tracking("finished")
+    loop.trackers.finish("finished")
 
 
 LATER_CALLS = [
@@ -102,8 +102,8 @@ LATER_CALLS = [
 
 
 def test_a_tracker_gets_parameters_metrics_artifacts_and_the_end(calls):
-    loop = Loop(catalog(spec("Good")), batch_size=8, learning_rate=0.5)
-    loop.tracker_contexts = {"good": {"place": "caller"}, "other": {"place": "elsewhere"}}
+    contexts = {"good": {"place": "caller"}, "other": {"place": "elsewhere"}}
+    loop = Loop(catalog(spec("Good")), contexts=contexts, batch_size=8, learning_rate=0.5)
     run(loop)
     name, params, context = calls[0]
     assert (name, context) == ("start", {"place": "caller"})
@@ -163,7 +163,7 @@ def test_a_predicate_or_module_that_fails_drops_its_tracker_alone(calls, caplog)
 def test_a_missing_requirement_is_an_error_with_the_remedy(calls):
     found = catalog(spec("Good", requires=("no_such_package_at_all",)))
     with pytest.raises(UserError, match=r"tracker 'good' needs no_such_package_at_all.*pip install them"):
-        Loop(found).setup_tracking({})
+        Loop(found).trackers.start({})
     with pytest.raises(UserError, match="no_such_package_at_all"):
         check_trackers(DistributedConfig(), found)
 
@@ -176,9 +176,9 @@ def test_contexts_come_from_the_callers_process(calls, caplog):
 
 def test_finishing_twice_or_before_the_start_does_nothing(calls):
     loop = Loop(catalog(spec("Good")))
-    loop.finish_tracking("failed")
+    loop.trackers.finish("failed")
     run(loop)
-    loop.finish_tracking("failed")
+    loop.trackers.finish("failed")
     assert calls[1:] == LATER_CALLS
 
 

@@ -310,15 +310,15 @@ def test_one_host_goes_on_with_any_number_that_keeps_the_batch() -> None:
     [
         (
             lambda: plan(elastic={"min_ranks": 5}),
-            "cannot go on with 5 ranks: 5 ranks cannot have equal shares",
+            "cannot continue with 5 ranks: 5 ranks cannot have equal shares",
         ),
         (
             lambda: plan(num_nodes=6, rdzv_endpoint="h:1", elastic={"min_nodes": 5}),
-            "elastic.min_ranks: the run cannot go on with 5 ranks.*Allowed: 6",
+            "elastic.min_ranks: the run cannot continue with 5 ranks.*Allowed: 6",
         ),
         (
             lambda: plan(num_nodes=3, rdzv_endpoint="h:1", elastic={"min_ranks": 3}),
-            "cannot go on with 3 ranks: each host has 2 of them",
+            "cannot continue with 3 ranks: each host has 2 of them",
         ),
         (lambda: plan(elastic={"min_ranks": 7}), "above the 6 ranks"),
         (lambda: plan(elastic={"max_ranks": 8}), "max_ranks=8 and num_gpus=6 disagree"),
@@ -328,7 +328,7 @@ def test_one_host_goes_on_with_any_number_that_keeps_the_batch() -> None:
         (lambda: plan(num_nodes=2, elastic={"min_nodes": 1}), "rdzv_endpoint missing"),
         (
             lambda: plan(backend="serial", num_processes=1, elastic={"max_restarts": 1}),
-            "only be started again by who started them.*backend 'serial'",
+            "only the launcher that started the ranks can restart them.*backend 'serial'",
         ),
         (lambda: plan(elastic={"max_restart": 1}), "Did you mean 'elastic.max_restarts'?"),
     ],

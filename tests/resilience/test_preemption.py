@@ -303,7 +303,7 @@ def test_what_cannot_be_saved_is_no_preemption(tmp_path: Path) -> None:
         checkpoint_dir=str(tmp_path / "here"),
         device="cpu",
     )
-    with pytest.raises(OSError, match=r"SIGTERM asked the run to go and step 2 could not be saved in .*here"):
+    with pytest.raises(OSError, match=r"preempted by SIGTERM, and step 2 could not be saved in .*here"):
         trainer.fit((torch.randn(20, 2), torch.zeros(20, dtype=torch.long)))
     assert signal.getsignal(signal.SIGTERM) is before
 

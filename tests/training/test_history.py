@@ -22,7 +22,7 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit, sample_order
 from distributed.testing.rank_pool import RankPool
 from distributed.training.phase_timers import find_straggler
-from distributed.training.step_records import RecordingMixin
+from distributed.training.step_records import StepRecords
 
 EXACT = 1e-9
 
@@ -264,23 +264,22 @@ def test_waiting_for_another_ranks_logging_is_not_slowness() -> None:
     assert found[0] == 1
 
 
-class Recorder(RecordingMixin):
-    _suspect = None
-
-    def __init__(self, rank: int) -> None:
-        self.world: Any = SimpleNamespace(rank=rank, num_nodes=1)
-        self.progress: Any = SimpleNamespace(step=7)
+def recorder_of(rank: int) -> StepRecords:
+    nothing: Any = None
+    backend: Any = SimpleNamespace(world=SimpleNamespace(rank=rank, num_nodes=1))
+    state: Any = SimpleNamespace(progress=SimpleNamespace(step=7, total_samples=0))
+    return StepRecords(nothing, backend, state, nothing)
 
 
 def test_a_rank_is_named_when_it_is_slow_twice_running(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder(0)
+    recorder = recorder_of(0)
     one, zero, none = phases(rank1={"forward": 0.5}), phases(rank0={"forward": 0.5}), phases()
     with caplog.at_level(logging.WARNING, "distributed"):
         for interval in (one, zero, one, none, one):
             recorder._warn_of_stragglers(interval)
         assert caplog.messages == []
         recorder._warn_of_stragglers(one)
-        silent = Recorder(1)
+        silent = recorder_of(1)
         silent._warn_of_stragglers(one)
         silent._warn_of_stragglers(one)
     assert caplog.messages == [

@@ -22,7 +22,12 @@ from distributed.errors import UserError
 from distributed.interfaces.history import History
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Progress
-from distributed.training.saving import CheckpointingMixin
+from distributed.training.callback_runner import CallbackRunner
+from distributed.training.mixins.checkpointing import CheckpointingMixin
+from distributed.training.resuming import Resumer
+from distributed.training.saving import Saver
+from distributed.training.schedule import Schedule
+from distributed.training.state import TrainState
 from tests.campaigns.thread_ranks import Meeting, ThreadRank, on_ranks
 
 STEPS_PER_EPOCH = 4
@@ -54,9 +59,15 @@ class Run(CheckpointingMixin):
         nn.init.constant_(self.model.bias, -0.1)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.config, self.progress, self.history = config, Progress(), History()
+        self.schedule = Schedule()
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.schedule.scheduler = self.scheduler
         backend: Any = ModelRank(rank, meeting or Meeting(1), self.model, optimizer)
         self.backend, self.world, self.optimizer = backend, backend.world, optimizer
+        nothing: Any = None
+        state = TrainState(self.progress, self.schedule, CallbackRunner(nothing, (), nothing), None)
+        self.saver = Saver(config, backend, state, self.history)
+        self.resumer = Resumer(self.saver)
 
     def step(self) -> bool:
         """One optimizer step; whether it ended an epoch."""
@@ -75,7 +86,7 @@ class Run(CheckpointingMixin):
         for _ in range(steps):
             end = self.step()
             metrics = {"val_accuracy": accuracies.pop(0), "val_loss": 1.0} if end and accuracies else None
-            saved.append(self.save_if_due(epoch_end=end, metrics=metrics))
+            saved.append(self.saver.save_if_due(epoch_end=end, metrics=metrics))
         self.finish_saving()
         return saved
 
@@ -92,8 +103,8 @@ def configured(directory: Path | None, **values: Any) -> DistributedConfig:
 
 def started(directory: Path | None, **values: Any) -> Run:
     run = Run(configured(directory, **values))
-    run.setup_checkpointing()
-    run.resume()
+    run.saver.prepare()
+    run.resumer.resume()
     return run
 
 
@@ -146,7 +157,7 @@ def test_what_counts_as_best(section: Any, series: Any, best: int | None, tmp_pa
     run = started(tmp_path, checkpoint=section)
     for metrics in series:
         run.step()
-        run.save_if_due(epoch_end=True, metrics=metrics)
+        run.saver.save_if_due(epoch_end=True, metrics=metrics)
     run.finish_saving()
     expected = None if best is None else str(tmp_path / f"step_{best + 1:08d}")
     assert run.history.best_checkpoint == expected
@@ -155,7 +166,7 @@ def test_what_counts_as_best(section: Any, series: Any, best: int | None, tmp_pa
 def test_an_unknown_metric_is_named(tmp_path: Path) -> None:
     run = started(tmp_path, checkpoint={"metric": "auc"})
     with pytest.raises(UserError, match=r"checkpoint\.metric: .*'auc'.*val_loss"):
-        run.save_if_due(epoch_end=True, metrics={"val_loss": 1.0})
+        run.saver.save_if_due(epoch_end=True, metrics={"val_loss": 1.0})
 
 
 @pytest.mark.parametrize("stop", [3, 4, 7, 10])
@@ -272,7 +283,7 @@ def test_a_directory_that_vanishes_in_mid_run_is_made_again(tmp_path: Path) -> N
 def test_a_directory_that_cannot_be_had_is_a_user_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     config = configured(tmp_path / "file" / "checkpoints")
-    errors = on_ranks(3, lambda rank, meeting: Run(config, rank, meeting).setup_checkpointing())
+    errors = on_ranks(3, lambda rank, meeting: Run(config, rank, meeting).saver.prepare())
     assert [type(error) for error in errors] == [UserError] * 3
     assert {error.field for error in errors} == {"checkpoint_dir"}
     assert len({str(error) for error in errors}) == 1
@@ -282,7 +293,7 @@ def test_a_scheduler_that_cannot_be_saved_is_named_before_training(tmp_path: Pat
     run = Run(configured(tmp_path))
     run.scheduler.anneal_func = lambda step: step
     with pytest.raises(UserError, match=r"'scheduler\.anneal_func'"):
-        run.setup_checkpointing()
+        run.saver.prepare()
 
 
 def test_leftovers_are_swept_at_start(tmp_path: Path) -> None:
@@ -296,14 +307,14 @@ def test_leftovers_are_swept_at_start(tmp_path: Path) -> None:
 def test_any_world_goes_on_from_any_other(writing: int, reading: int, tmp_path: Path) -> None:
     def first(rank: int, meeting: Meeting) -> Any:
         run = Run(configured(tmp_path), rank, meeting)
-        run.setup_checkpointing()
+        run.saver.prepare()
         run.train(8, [0.5, 0.6])
         return run.snapshot(), asdict(run.history)
 
     def second(rank: int, meeting: Meeting) -> Any:
         run = Run(configured(tmp_path, resume_from_checkpoint=True), rank, meeting)
-        run.setup_checkpointing()
-        assert run.resume()
+        run.saver.prepare()
+        assert run.resumer.resume()
         return run.snapshot(), asdict(run.history)
 
     before, after = on_ranks(writing, first), on_ranks(reading, second)
@@ -317,8 +328,8 @@ def test_one_rank_that_meets_another_model_stops_all(tmp_path: Path) -> None:
         run = Run(configured(None, resume_from_checkpoint=str(tmp_path)), rank, meeting)
         if rank == 1:
             run.backend.model = nn.Linear(2, 1)  # type: ignore[attr-defined]
-        run.setup_checkpointing()
-        run.resume()
+        run.saver.prepare()
+        run.resumer.resume()
 
     errors = on_ranks(2, go)
     assert [type(error) for error in errors] == [UserError] * 2
@@ -331,12 +342,12 @@ def test_a_second_fit_goes_on_from_an_exported_state(tmp_path: Path) -> None:
     path = first.export_to(str(tmp_path / "private"))
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
     second = Run(configured(tmp_path / "checkpoints"))
-    second.setup_checkpointing()
-    second.load_state(path)
+    second.saver.prepare()
+    second.resumer.load(path)
     assert second.snapshot() == first.snapshot()
     second.train(2)
     assert PortableCheckpointer(str(tmp_path / "checkpoints"), keep_last=None).steps() == [8, 4]
     assert second.history.best_checkpoint == str(tmp_path / "checkpoints" / "step_00000004")
     shutil.rmtree(path)
     with pytest.raises(UserError, match="missing"):
-        second.load_state(path)
+        second.resumer.load(path)

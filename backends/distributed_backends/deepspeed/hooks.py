@@ -54,8 +54,8 @@ def register_sections() -> dict[str, str]:
 
 
 @hookimpl
-def check_plan(plan: RunPlan) -> None:
-    """Refuse what DeepSpeed would drop in silence, and say the stage.
+def check_plan(plan: RunPlan) -> list[str]:
+    """Refuse what DeepSpeed would silently ignore, and note the stage.
 
     Raises:
         UserError: DDP's bucket options are set; offloading that the stage has not; 16-bit weights
@@ -63,9 +63,8 @@ def check_plan(plan: RunPlan) -> None:
     """
     config = plan.config
     if plan.spec.target != _TARGET:
-        if ZeroSection.of(config).model_fields_set:
-            plan.notes.append(f"the section zero changes nothing under backend '{plan.spec.name}'")
-        return
+        idle = f"the section zero changes nothing under backend '{plan.spec.name}'"
+        return [idle] if ZeroSection.of(config).model_fields_set else []
     for name in _BUCKETS:
         if config.is_explicit(name):
             raise UserError(
@@ -80,10 +79,8 @@ def check_plan(plan: RunPlan) -> None:
     section = ZeroSection.of(config)
     where = {"optimizer": section.offload_optimizer, "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]
-    plan.notes.append(
-        f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
-    )
-    _check_half_weights(plan, stage)
+    note = f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
+    return [note, *_check_half_weights(plan, stage)]
 
 
 def stage_of(config: DistributedConfig) -> int:
@@ -104,12 +101,12 @@ def _check_offloading(config: DistributedConfig, stage: int) -> None:
             )
 
 
-def _check_half_weights(plan: RunPlan, stage: int) -> None:
+def _check_half_weights(plan: RunPlan, stage: int) -> list[str]:
     native = native_config(plan.config)
     asked = [name for name in ("bf16", "fp16") if (native.get(name) or {}).get("enabled") is True]
     if asked and stage == 0:
-        plan.notes.append(f"stage 0 keeps weights in their own dtype: {asked[0]} is autocast")
-    elif asked == ["fp16"] and plan.device == "cpu":
+        return [f"stage 0 keeps weights in their own dtype: {asked[0]} is autocast"]
+    if asked == ["fp16"] and plan.device == "cpu":
         raise UserError(
             "DeepSpeed has no fp16 weights on a CPU",
             field="deepspeed_config.fp16.enabled",
@@ -117,3 +114,4 @@ def _check_half_weights(plan: RunPlan, stage: int) -> None:
             allowed="bf16",
             remedy="Leave it out and say mixed_precision=fp16, which is autocast over float32 weights",
         )
+    return []

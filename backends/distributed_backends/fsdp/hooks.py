@@ -41,13 +41,12 @@ def register_sections() -> dict[str, str]:
 
 
 @hookimpl
-def check_plan(plan: RunPlan) -> None:
+def check_plan(plan: RunPlan) -> list[str]:
     """Refuse copies that the ranks cannot be dealt out to, and offloading without ranks."""
     section, ranks = FSDPSection.of(plan.config), plan.world_size
     if plan.spec.target != _TARGET:
-        if section.model_fields_set:
-            plan.notes.append(f"the section fsdp changes nothing under backend '{plan.spec.name}'")
-        return
+        idle = f"the section fsdp changes nothing under backend '{plan.spec.name}'"
+        return [idle] if section.model_fields_set else []
     if ranks % section.replicate:
         raise UserError(
             f"{ranks} ranks cannot be dealt out to {section.replicate} copies of the model",
@@ -63,3 +62,4 @@ def check_plan(plan: RunPlan) -> None:
             allowed="false on 1 rank",
             remedy="Train on two ranks or more",
         )
+    return []

@@ -145,8 +145,7 @@ def make_job(
             remedy="Set --gpus-per-node N (and --num-nodes), or --num-processes N for ranks without GPUs",
         )
     _check_secrets(config)
-    notes: list[str] = []
-    config = move_to_zero(config, catalog, notes)
+    config, notes = move_to_zero(config, catalog)
     job = Job(
         config=config,
         spec=catalog.backend(config.backend),
@@ -156,7 +155,7 @@ def make_job(
         num_nodes=config.num_nodes,
         ranks_per_node=(num_ranks or config.num_nodes) // config.num_nodes,
         uses_gpus=_uses_gpus(config),
-        notes=tuple(notes),
+        notes=notes,
     )
     _check_plan(job, catalog)
     return job

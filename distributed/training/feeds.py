@@ -1,0 +1,48 @@
+"""The feeds of one rank: its share of the training and of the validation data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed.data import Feed
+
+if TYPE_CHECKING:
+    from distributed.interfaces.backend import Backend
+    from distributed.interfaces.plan import RunPlan
+    from distributed.interfaces.task import Task
+
+__all__ = ["train_feed", "val_feed"]
+
+
+def train_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:
+    """The training data of this rank; None when the caller brings each batch."""
+    if task.train_data is None:
+        return None
+    batch = plan.batch
+    return _make_feed(plan, task.train_data, backend, batch.batch_size, batch.gradient_accumulation_steps)
+
+
+def val_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:
+    """The validation data of this rank, None without."""
+    if task.val_data is None:
+        return None
+    return _make_feed(plan, task.val_data, backend, plan.val_batch_size, 1, evaluation=True)
+
+
+def _make_feed(
+    plan: RunPlan, source: Any, backend: Backend, batch_size: int, accumulation: int, evaluation: bool = False
+) -> Feed:
+    config, world = plan.config, backend.world
+    return Feed(
+        source,
+        batch_size * world.num_replicas,
+        accumulation,
+        rank=world.data_parallel_rank,
+        size=world.data_parallel_size,
+        seed=config.seed,
+        broadcast=backend.broadcast_object,
+        total=lambda value: int(backend.all_reduce([value])[0]) // world.model_parallel_size,
+        drop_last=config.data.drop_last,
+        per_sample_rng=config.data.per_sample_rng,
+        evaluation=evaluation,
+    )

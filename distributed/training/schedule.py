@@ -1,0 +1,55 @@
+"""Schedule: the learning-rate scheduler of a run and the event that steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.training.optimizers import build_scheduler
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """A scheduler, stepped after every optimizer step, every epoch or every validation (C7).
+
+    Attributes:
+        scheduler: an object with `step`, `state_dict` and `load_state_dict`; None keeps the rate constant.
+        interval: ``step``, ``epoch`` or ``validation``.
+    """
+
+    def __init__(self) -> None:
+        self.scheduler: Any = None
+        self.interval = "step"
+
+    def build(self, given: Any, optimizer: Any, config: DistributedConfig, total_steps: int | None) -> None:
+        """Build the scheduler from the user's object or factory, or from the configuration.
+
+        Raises:
+            UserError: it drives another optimizer, or a decay has no known end.
+        """
+        self.scheduler, self.interval = build_scheduler(given, optimizer, config, total_steps)
+
+    def after_step(self) -> None:
+        """Step a per-step scheduler. Not called for a skipped optimizer step."""
+        if self.scheduler is not None and self.interval == "step":
+            self.scheduler.step()
+
+    def after_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Step a per-epoch scheduler, or one that watches the validation loss."""
+        if self.interval == "validation":
+            self.scheduler.step(metrics.get("val_loss", metrics["train_loss"]))
+        elif self.interval == "epoch" and self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> Any:
+        """The scheduler's state, None without one."""
+        return None if self.scheduler is None else self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` returned; nothing happens without a scheduler or without a state."""
+        if self.scheduler is not None and state is not None:
+            self.scheduler.load_state_dict(state)

@@ -1,0 +1,145 @@
+"""TrainState: everything besides model and optimizer that a checkpoint and a second `fit` hold."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from distributed.checkpoint.random_state import capture_rng, restore_rng
+from distributed.interfaces.task import Progress
+from distributed.training.numbers import as_floats
+
+if TYPE_CHECKING:
+    from distributed.data import Feed
+    from distributed.interfaces.backend import Backend
+    from distributed.training.callback_runner import CallbackRunner
+    from distributed.training.schedule import Schedule
+
+__all__ = ["OpenEpoch", "Snapshot", "TrainState"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a `TrainState` as plain data.
+
+    Attributes:
+        common: equal on all ranks: ``progress``, ``scheduler``, ``lineage`` and rank 0's ``callbacks``.
+        rank: of this rank: ``rng``, ``records`` and ``stream``.
+    """
+
+    common: dict[str, Any]
+    rank: dict[str, Any]
+
+
+class OpenEpoch:
+    """The losses of the current epoch, so that a resumed epoch has the mean of an uninterrupted one.
+
+    Attributes:
+        sums: loss and count over all ranks, of the steps that were reduced.
+        steps: (loss sum, count, learning rate) of this rank, of each step since; possibly on the device.
+    """
+
+    def __init__(self) -> None:
+        self.sums = [0.0, 0.0]
+        self.steps: list[tuple[Any, Any, float]] = []
+        self._resumed = False
+
+    def begin(self) -> None:
+        """Start an epoch: empty, unless `restore` has just loaded its first part."""
+        if not self._resumed:
+            self.sums, self.steps = [0.0, 0.0], []
+        self._resumed = False
+
+    def close_interval(self, loss: float, count: float) -> None:
+        """Add the reduced sums of the open steps, and begin a new interval."""
+        self.sums[0] += loss
+        self.sums[1] += count
+        self.steps = []
+
+    def capture(self) -> dict[str, Any]:
+        """``sums``, and ``steps`` as numbers."""
+        losses, counts = as_floats([s[0] for s in self.steps]), as_floats([s[1] for s in self.steps])
+        rates = [float(s[2]) for s in self.steps]
+        return {"sums": list(self.sums), "steps": list(zip(losses, counts, rates, strict=True))}
+
+    def restore(self, saved: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+        """Load the records of all ranks that saved. A different number of ranks adds them up on rank 0."""
+        own = saved[rank : rank + 1] if len(saved) == size else saved if rank == 0 else []
+        together = zip(*(state["steps"] for state in own), strict=True)
+        steps = [(sum(s[0] for s in step), sum(s[1] for s in step), step[0][2]) for step in together]
+        if not own:
+            steps = [(0.0, 0.0, step[2]) for step in saved[0]["steps"]]
+        self.sums, self.steps, self._resumed = list(saved[0]["sums"]), steps, True
+
+
+class TrainState:
+    """What a checkpoint, a second `fit` and an elastic round hold besides model and optimizer.
+
+    Args:
+        progress: cursor and counters; `restore` overwrites it in place.
+        schedule: the learning-rate schedule.
+        callbacks: the callbacks of this rank.
+        feed: the training data, None when the caller brings each batch.
+
+    Attributes:
+        lineage: identifies the run over restarts; None before its first checkpoint.
+        open_epoch: the records of the current epoch.
+    """
+
+    def __init__(
+        self, progress: Progress, schedule: Schedule, callbacks: CallbackRunner, feed: Feed | None
+    ) -> None:
+        self.progress, self.schedule, self.callbacks, self.feed = progress, schedule, callbacks, feed
+        self.lineage: str | None = None
+        self.open_epoch = OpenEpoch()
+
+    def capture(self) -> Snapshot:
+        """Copy the state. Not collective."""
+        inside = bool(self.progress.samples)
+        return Snapshot(
+            {
+                "progress": asdict(self.progress),
+                "scheduler": self.schedule.state_dict(),
+                "lineage": self.lineage,
+                "callbacks": self.callbacks.states(),
+            },
+            {
+                "rng": capture_rng(),
+                "records": self.open_epoch.capture() if inside else {"sums": [0.0, 0.0], "steps": []},
+                # At the last step taken, whatever was read ahead; None for data with indices.
+                "stream": self.feed.state if self.feed is not None and inside else None,
+            },
+        )
+
+    def restore(self, common: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
+        """Load both halves of a `Snapshot`, except for records. What is missing stays as it is.
+
+        Args:
+            common: `Snapshot.common`.
+            rank: `Snapshot.rank`; without ``rng`` when another number of ranks saved it.
+        """
+        saved = common.get("progress", {})
+        for item in fields(Progress):
+            if item.name in saved:
+                setattr(self.progress, item.name, saved[item.name])
+        self.lineage = common.get("lineage")
+        self.schedule.load_state_dict(common.get("scheduler"))
+        self.callbacks.restore(common.get("callbacks", []))
+        if self.feed is not None and "stream" in rank:
+            self.feed.restore(rank["stream"])
+        # Last, because the lines above may draw random numbers.
+        if "rng" in rank:
+            restore_rng(rank["rng"])
+
+    def name_run(self, backend: Backend) -> str:
+        """The run's lineage, drawn on rank 0 when there is none yet. Collective."""
+        if self.lineage is None:
+            self.lineage = str(backend.broadcast_object(secrets.token_hex(16)))
+        return self.lineage
+
+    @property
+    def shares_stream(self) -> bool:
+        """Whether every rank reads the same stream, so that rank 0's position is everybody's."""
+        return self.feed is not None and not self.feed.source.shards_itself
