@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MODULES", "NAMES", "install", "moved_names"]
+__all__ = ["MODULES", "NAMES", "RENAMED", "install", "moved_names"]
 
 MODULES = {
     "distributed.accounts": "distributed.resilience.failure_messages",
@@ -126,6 +126,49 @@ NAMES = {
 }
 """Old module, or one that is there still -> names that are elsewhere now, and where."""
 
+RENAMED = {
+    "distributed.interfaces.placement": {"Joined": "LauncherEnvironment"},
+    "distributed.launch.rank_process": {"RankJob": "RankPayload"},
+    "distributed.launch.run": {"Outcome": "RunResult"},
+    "distributed.resilience.elastic": {
+        "Alone": "SingleHost",
+        "Place": "HostSlot",
+        "note_restarts": "write_restarts",
+        "restarts_of": "read_restarts",
+    },
+    "distributed.resilience.elastic_hosts": {"Hosts": "ElasticHosts"},
+    "distributed.resilience.failure_messages": {"crashed": "describe_crash", "stalled": "describe_stall"},
+    "distributed.resilience.hang_diagnosis": {
+        "Seen": "RankSnapshot",
+        "Verdict": "Diagnosis",
+        "Worker": "LoaderWorker",
+        "judge": "diagnose",
+    },
+    "distributed.resilience.host_heartbeat": {"HostWatch": "HostHeartbeat"},
+    "distributed.resilience.monitor_process": {
+        "Observed": "MonitoredRank",
+        "found_by_watcher": "read_monitor_report",
+        "watch_beside": "run_monitor",
+    },
+    "distributed.resilience.phase_journal": {
+        "follow": "instrument",
+        "keep": "open_journal",
+        "nowhere": "no_op",
+        "stop_noting": "freeze_journal",
+    },
+    "distributed.resilience.preemption": {
+        "ask": "record_signal",
+        "asked": "received_signal",
+        "hearing": "catch_signals",
+        "held_back": "signals_blocked",
+        "listen": "install_handlers",
+    },
+    "distributed.resilience.rank_monitor": {"Watch": "RankMonitor"},
+    "distributed.resilience.stack_dumps": {"answer": "enable_dumps", "ask": "request_dump"},
+    "distributed.system.processes": {"look_at": "process_info"},
+}
+"""Module -> old name -> new name, for names used through an old module path."""
+
 
 def moved_names(module: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of `module`: finds the names that it held before, with a DeprecationWarning."""
@@ -135,12 +178,13 @@ def moved_names(module: str) -> Callable[[str], Any]:
         if home is None or name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(home), name)
+            new = RENAMED.get(home, {}).get(name, name)
+            value = getattr(import_module(home), new)
         except AttributeError:
             raise AttributeError(f"module {module!r} has no attribute {name!r}") from None
         public = "distributed" if name in sys.modules["distributed"].__all__ else home
         warnings.warn(
-            f"{module}.{name} has moved: use `from {public} import {name}`. The old path will be removed"
+            f"{module}.{name} has moved: use `from {public} import {new}`. The old path will be removed"
             " in the next release.",
             DeprecationWarning,
             stacklevel=2,

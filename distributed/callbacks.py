@@ -1,4 +1,4 @@
-"""Callbacks that most runs want at some time."""
+"""Callbacks for common needs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Stops when a validation figure no longer improves.
+    """Stops when a validation metric no longer improves.
 
-    All ranks see the same reduced figure, so all decide alike (C8).
+    All ranks get the same reduced metric, so all decide in the same way (C8).
 
     Args:
-        metric: name of an epoch's figure, e.g. ``val_loss`` or ``val_accuracy``.
+        metric: name of an epoch's metric, e.g. ``val_loss`` or ``val_accuracy``.
         patience: epochs without improvement before the run stops.
         mode: ``max`` or ``min``; ``auto`` minimises names with ``loss`` or ``error``.
-        min_delta: the least change that counts as an improvement, in the metric's unit.
+        min_delta: smallest change that counts as an improvement, in the metric's unit.
 
     Raises:
-        UserError: a mode that is none of these, or (when an epoch ends) no such figure.
+        UserError: unknown `mode`, or (when an epoch ends) no such metric.
     """
 
     band = Band.DECIDE
@@ -35,24 +35,24 @@ class EarlyStopping(Callback):
         self, metric: str = "val_loss", patience: int = 3, mode: str = "auto", min_delta: float = 0.0
     ) -> None:
         if mode not in ("auto", "max", "min"):
-            raise UserError("not a direction", field="mode", got=mode, allowed="auto, max, min")
+            raise UserError("unknown mode", field="mode", got=mode, allowed="auto, max, min")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self._sign = 1.0 if larger_is_better(mode, metric) else -1.0
         self._best, self._waited = -math.inf, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score so far, and epochs since."""
+        """The best score so far, and the number of epochs since."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Wait on from there."""
+        """Continue from that score and number of epochs."""
         self._best, self._waited = state["best"], state["waited"]
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         if self.metric not in metrics:
             raise UserError(
-                "no such figure",
+                "no such metric was reported this epoch",
                 field="EarlyStopping.metric",
                 got=self.metric,
                 allowed=", ".join(sorted(metrics)),

@@ -1,7 +1,7 @@
-"""The command line: finds the verb, runs it, and turns failures into words and exit codes.
+"""The command line: finds the verb, runs it, and turns failures into messages and exit codes.
 
-Exit codes: 0 done, 1 a failure (`doctor`: an error found), 2 a mistake in what was given,
-75 told to go and saved, 130 interrupted. A user's script keeps its own ``sys.exit`` code.
+Exit codes: 0 finished, 1 a failure (`doctor`: an error found), 2 a mistake in the user's input,
+75 preempted after saving, 130 interrupted. A user's script keeps its own ``sys.exit`` code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
-    """The parser for the command line `words`; only the verb asked for gets its flags."""
+    """The parser for the command line `words`; only the requested verb gets its flags."""
     parser = Parser(
         prog=PROG, description="Same config, same training: on another backend or number of ranks."
     )
@@ -81,7 +81,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _without_local_rank(words: list[str]) -> list[str]:
-    """Drop what deepspeed's launcher puts in front; LOCAL_RANK says the same."""
+    """Drop the argument of deepspeed's launcher, which repeats LOCAL_RANK."""
     first = words[0] if words else ""
     return words[1:] if first == f"--local_rank={os.environ.get('LOCAL_RANK')}" else words
 
@@ -91,7 +91,7 @@ def _asked(words: Sequence[str]) -> str | None:
 
 
 def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Ours, whether a ``--`` followed, and what came after it."""
+    """The words before ``--``, whether there is one, and the words after it."""
     if "--" not in words:
         return words, False, []
     where = words.index("--")
@@ -102,7 +102,7 @@ def _check_verb(parser: Parser, asked: str | None) -> None:
     verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     if asked is not None and asked not in verbs:
         raise UserError(
-            f"there is no verb '{asked}'.{did_you_mean(asked, verbs)}",
+            f"unknown verb '{asked}'.{did_you_mean(asked, verbs)}",
             allowed=", ".join(sorted(verbs)),
             remedy=f"`{PROG} backends` also lists plugins that could not be loaded",
         )

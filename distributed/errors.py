@@ -1,9 +1,9 @@
-"""The errors a user can meet, and how each reads.
+"""The errors that a user may see, and their form.
 
-A :class:`UserError` is a mistake that the user can mend: it prints as one paragraph and
+A :class:`UserError` is a mistake that the user can fix: it prints as one paragraph and
 exits with 2. A :class:`WorkerError` is a failure of one rank: it keeps the rank's own
-traceback. `Preempted` is no failure: it ends a run that was asked to make room. Nothing else
-in the project invents an exception hierarchy.
+traceback. `Preempted` is no failure: it ends a run that a scheduler stopped with a signal. There is
+no other exception hierarchy in the project.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 __all__ = ["EXIT_MISTAKE", "EXIT_PREEMPTED", "Preempted", "UserError", "WorkerError", "did_you_mean"]
 
 EXIT_MISTAKE = 2
-"""The user gave something that cannot be."""
+"""Exit code after a `UserError`."""
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL: told to go, and saved."""
+"""Exit code of a preempted run that has saved (EX_TEMPFAIL)."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -26,14 +26,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one paragraph that says how to mend it.
+    """A mistake in the user's input: one paragraph that ends with the remedy.
 
     Args:
-        message: what is wrong, in one or more sentences.
-        field: the config field, flag or argument concerned.
-        got: the value received.
-        allowed: the values that would do, in words.
-        remedy: what to do about it.
+        message: what failed, in one or more sentences.
+        field: config field, flag or argument.
+        got: value received.
+        allowed: allowed values, as text.
+        remedy: how to fix it.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ def _rebuild_user_error(
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has saved, where there was anything to save: exit code
-    `EXIT_PREEMPTED`, so that a scheduler that requeues by exit code starts it again.
+    """A signal has stopped the run, which saved first if there was anything to save. The exit code is
+    `EXIT_PREEMPTED`, by which a scheduler can requeue it.
 
     Attributes:
-        signal: the name of the signal that asked, ``SIGTERM`` or ``SIGUSR1``.
-        step: optimizer steps taken.
-        checkpoint: path of the checkpoint of that step; empty when none was saved yet.
+        signal: name of the signal, ``SIGTERM`` or ``SIGUSR1``.
+        step: number of optimizer steps done.
+        checkpoint: path of that step's checkpoint; empty before the first one.
     """
 
     def __init__(self, signal: str, step: int, checkpoint: str) -> None:
@@ -88,10 +88,12 @@ class Preempted(SystemExit):
 
     def __str__(self) -> str:
         if not self.checkpoint:
-            return f"{self.signal}: nothing is saved yet; the same command begins anew"
+            return (
+                f"stopped by {self.signal} before the first checkpoint; rerun the same command to start over"
+            )
         return (
-            f"{self.signal}: step {self.step} is saved in {self.checkpoint};"
-            " the same command with --resume goes on from there"
+            f"stopped by {self.signal}: step {self.step} is saved in {self.checkpoint};"
+            " run the same command with --resume to continue"
         )
 
 
@@ -99,13 +101,13 @@ class WorkerError(RuntimeError):
     """A rank failed. The message names rank, host and cause; the rank's traceback follows.
 
     Attributes:
-        rank: the first rank that failed, or -1 when the launcher itself gave up.
-        host: the host it ran on.
-        exc_type: the name of the exception's class, or the signal's name (``SIGKILL``).
-        worker_traceback: the traceback as printed in the rank, or of one that hung its stack; empty
+        rank: first rank that failed; -1 when the launcher itself failed.
+        host: host of that rank.
+        exc_type: name of the exception's class, or of the signal (``SIGKILL``).
+        worker_traceback: traceback as printed in the rank, or the stack of a rank that hung; empty
             after a signal.
-        phase: what the rank did (`journal.JOURNAL_PHASES`), None when it kept no journal.
-        step: number of the optimizer step it was in, from 1; 0 before the first; None as above.
+        phase: phase of the rank (`phase_journal.JOURNAL_PHASES`); None without a journal.
+        step: number of the rank's optimizer step, from 1; 0 before the first; None without a journal.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
-"""``python -m distributed.torchrun``: torchrun, for schedulers that take machines away and requeue jobs.
+"""``python -m distributed.torchrun``: torchrun for schedulers that preempt and requeue jobs.
 
-The same arguments. What differs: SIGTERM and SIGUSR1 are passed on to the ranks, which save and exit with
-75; then this exits with 75, too, and starts nobody again, where torchrun exits with 1 whatever its ranks
-exited with, dies of SIGUSR1, and takes a rank that was told to go for one that failed. Ranks that SIGTERM
-ends before they listen have nothing to save, and count as told to go. A user's mistake (2) is not tried
-again either.
+It takes torchrun's arguments, but passes SIGTERM and SIGUSR1 on to the ranks. They save and exit with 75;
+then this process exits with 75 and does not restart them. (torchrun always exits with 1, dies of SIGUSR1,
+and treats a preempted rank as failed.) Ranks that SIGTERM kills before they catch signals have nothing to
+save and count as preempted. A user's mistake (exit code 2) causes no restart either.
 """
 
 from __future__ import annotations
@@ -26,53 +25,53 @@ from distributed.resilience.preemption import SIGNALS
 
 __all__ = ["main"]
 
-_MEANT = (EXIT_PREEMPTED, EXIT_MISTAKE)
-"""Exit codes of a rank that say something, and that starting again would not change."""
+_FINAL_CODES = (EXIT_PREEMPTED, EXIT_MISTAKE)
+"""Exit codes of a rank that a restart would not change."""
 
 _agents: list[Agent] = []
 
 
-class _Gone(SignalException):
-    """We were told to go, and there are no ranks left to tell. torch leaves the meeting open for other
-    hosts when its agent ends by a signal."""
+class _Preempted(SignalException):
+    """This host is preempted and has no ranks left. As a SignalException, because torch then leaves the
+    rendezvous open for other hosts."""
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent of one host; a rank that was told to go is not started again.
+    """torch's agent of one host, without restarts of preempted ranks.
 
     Attributes:
-        told: whether a signal was passed on.
+        preempted: whether a signal was passed on.
     """
 
-    told = False
+    preempted = False
     _late: list[int] | None = None
-    """Signals heard while ranks are being started; None at other times."""
+    """Signals received while ranks are being started; None at other times."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         _agents[:] = [self]
 
-    def tell(self, number: int) -> bool:
+    def pass_on(self, number: int) -> bool:
         """Pass a signal on to the ranks; False when there are none, as between a failure and a restart."""
         if self._late is not None:
             self._late.append(number)
             return True
-        context, told = self._pcontext, False
+        context, passed = self._pcontext, False
         for pid in context.pids().values() if context is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-                told = True
-        if told:
-            self.told, self._remaining_restarts = True, 0
-        return told
+                passed = True
+        if passed:
+            self.preempted, self._remaining_restarts = True, 0
+        return passed
 
     def _start_workers(self, worker_group: Any) -> Any:
-        if self.told:
-            raise _Gone("told to go", signal.SIGTERM)
-        # torch knows the new ranks' pids only when all are there.
+        if self.preempted:
+            raise _Preempted("preempted", signal.SIGTERM)
+        # torch has the new ranks' pids only when all are started.
         self._late = []
-        # A rank needs seconds until it can hear; until then the signal waits for it. SIGTERM may not wait:
-        # with it torch ends the others when a rank fails.
+        # A rank needs seconds until it catches signals; SIGUSR1 is deferred until then. SIGTERM is not,
+        # because torch uses it to end the others when a rank fails.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
             return super()._start_workers(worker_group)
@@ -80,16 +79,16 @@ class Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             late, self._late = self._late, None
             for number in late:
-                self.tell(number)
+                self.pass_on(number)
 
     def _restart_workers(self, worker_group: Any) -> None:
-        # Hosts that want to join would have it; but these ranks are saving.
-        if not self.told:
+        # Not for hosts that want to join, because these ranks are saving.
+        if not self.preempted:
             super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in _MEANT for failure in result.failures.values()):
+        if any(failure.exitcode in _FINAL_CODES for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result
 
@@ -101,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: torchrun's arguments; None for this process's.
 
     Returns:
-        0; 75 when the ranks were told to go and saved, or had not begun; 2 when the first that failed did
-        so on a user's mistake.
+        0; 75 when the ranks were preempted and saved, or had not begun; 2 when the first failure was a
+        user's mistake.
 
     Raises:
         ChildFailedError: a rank failed; exit code 1, as torchrun's.
@@ -111,26 +110,26 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = parse_args(words)
     if not any(word.replace("_", "-").startswith("--signals-to-handle") for word in words):
-        args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # of the others we take care
+        args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM and SIGUSR1 are passed on here
     for number in SIGNALS:
         signal.signal(number, _pass_on)
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         run(args)
-    except _Gone:
+    except _Preempted:
         return EXIT_PREEMPTED
     except ChildFailedError as error:
         code: int = error.get_first_failure()[1].exitcode
-        if -code in SIGNALS and _agents[0].told:
+        if -code in SIGNALS and _agents[0].preempted:
             return EXIT_PREEMPTED
-        if code not in _MEANT:
+        if code not in _FINAL_CODES:
             raise
         return code
     return 0
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    if not _agents or not _agents[0].tell(number):
+    if not _agents or not _agents[0].pass_on(number):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -15,7 +15,7 @@ from distributed.config.script_overlay import active
 from distributed.errors import Preempted, UserError
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.history import History
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
 from distributed.planner.backend_choice import BackendChoice, choose_backend
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend_spec import BackendSpec
     from distributed.interfaces.framework import Framework
     from distributed.interfaces.launcher import Launcher
-    from distributed.launch.run import Outcome
+    from distributed.launch.run import RunResult
 
 __all__ = ["Trainer"]
 
@@ -86,7 +86,7 @@ class Trainer:
         self._layers = [*self._defaults(), *_layers_of(config), Layer("argument", fields)]
         self.config = self._configure({})
         self.history: History | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: RunResult | None = None
         self._task_done: Task | None = None
         self._stepper: Any = None
         self._chosen: tuple[DistributedConfig, BackendChoice, Framework] | None = None
@@ -206,7 +206,7 @@ class Trainer:
         self._adopt(outcome, plan.config)
         return history
 
-    def _preempted(self, history: History, outcome: Outcome, plan: RunPlan) -> Preempted:
+    def _preempted(self, history: History, outcome: RunResult, plan: RunPlan) -> Preempted:
         self.history = history
         gone = Preempted(history.preempted or "", outcome.progress.step, history.checkpoint or "")
         if plan.joined is None or plan.joined.rank == 0:
@@ -275,7 +275,11 @@ class Trainer:
         return resolve(config, catalog, facts, resources, joined, choice)
 
     def _resources(
-        self, spec: BackendSpec, framework: Framework, config: DistributedConfig, joined: Joined | None
+        self,
+        spec: BackendSpec,
+        framework: Framework,
+        config: DistributedConfig,
+        joined: LauncherEnvironment | None,
     ) -> Resources:
         if config.device == "cpu":
             return Resources(0)
@@ -286,7 +290,7 @@ class Trainer:
 
     # -- afterwards ------------------------------------------------------------------
 
-    def _adopt(self, outcome: Outcome, config: DistributedConfig) -> None:
+    def _adopt(self, outcome: RunResult, config: DistributedConfig) -> None:
         """Keep what the next `fit` needs, and put the weights into the caller's model."""
         before, self._outcome = self._outcome, outcome
         self.history = outcome.history
@@ -297,7 +301,7 @@ class Trainer:
         if before is not None and before.state is not None and before.state is not outcome.state:
             before.state.cleanup()
 
-    def _take_weights(self, outcome: Outcome) -> None:
+    def _take_weights(self, outcome: RunResult) -> None:
         from distributed.checkpoint.reader import PortableReader
 
         path = _newest(outcome)
@@ -344,7 +348,7 @@ class Trainer:
         )
 
 
-def _newest(outcome: Outcome) -> str | None:
+def _newest(outcome: RunResult) -> str | None:
     """The portable checkpoint in which started ranks left their final state, if they did."""
     assert outcome.state is not None
     return next(map(str, Path(outcome.state.name, "state").glob("step_*")), None)

@@ -329,7 +329,7 @@ def test_what_cannot_travel_to_the_ranks(tmp_path: Path) -> None:
             mistake(
                 lambda loss=loss: train(num_processes=2, loss_fn=loss),
                 "model, loaders, loss_fn, callbacks",
-                "cannot travel to the ranks",
+                "cannot pickle the Trainer's arguments",
                 "torchrun",
             )
 

@@ -1,4 +1,4 @@
-"""One save under way: a thread writes while training goes on.
+"""A running save: a thread writes while training continues.
 
 Every rank's thread writes the rank's files. Rank 0's then waits until all ranks' indexes are there,
 checks that the pieces make whole tensors, and commits. None of it needs the other ranks: they learn
@@ -55,7 +55,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
 
     def start(self, state: BackendState, rank_extra: dict[str, Any], commit: Commit) -> None:
-        """Begin to write `state`, which nobody else changes; `commit` is called on rank 0."""
+        """Start to write `state`, which the caller no longer changes; `commit` is called on rank 0."""
         self._thread = threading.Thread(
             target=self._work, args=(state, rank_extra, commit), name="checkpoint", daemon=True
         )
@@ -128,7 +128,7 @@ class PendingSave:
             self._written.set()
 
     def _collect_facts(self) -> Facts | None:
-        """What every rank's index says of its files, once all are there; None when given up."""
+        """The file entries of every rank's index, once all exist; None after giving up."""
         missing, facts = {rank_file(rank): rank for rank in range(self._size)}, Facts()
         while True:
             for name in self._files.present(self.staging, list(missing)):

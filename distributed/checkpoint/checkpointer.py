@@ -61,7 +61,7 @@ class PortableCheckpointer(Checkpointer):
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise UserError(
-                "at least the newest checkpoint must stay",
+                "the newest checkpoint must be kept",
                 field="checkpoint.keep_last",
                 got=keep_last,
                 allowed="1 or more, or nothing to keep all",
@@ -187,7 +187,7 @@ class PortableCheckpointer(Checkpointer):
         """Open a committed checkpoint.
 
         Raises:
-            UserError: it is missing, incomplete or damaged; the message says which file.
+            UserError: the checkpoint is missing, incomplete or damaged; the message names the file.
         """
         return PortableReader(path)
 
@@ -226,12 +226,12 @@ class PortableCheckpointer(Checkpointer):
     def set_aside(self, lineage: str, last_step: int) -> str | None:
         """Move checkpoints that are not this run's past out of its way, into a sub-directory.
 
-        A run that starts anew in a used directory, or goes on from an older step, would
-        otherwise resume from, or make room for, states that it never had.
+        Otherwise a run that starts over in a used directory, or resumes from an older step, would
+        resume from states of another run, or delete its own for them.
 
         Args:
             lineage: ``extra["lineage"]`` of this run's checkpoints.
-            last_step: step this run went on from, -1 when it started anew.
+            last_step: step from which this run resumed; -1 when it started over.
 
         Returns:
             The sub-directory; None when nothing was moved.

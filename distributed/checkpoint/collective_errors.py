@@ -1,4 +1,4 @@
-"""Failures that every rank learns of, so that all raise the same one and none waits for ever."""
+"""Propagate failures to all ranks, so that all raise the same one and none waits without end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """What is needed of a `Backend` here."""
+    """The collectives of a `Backend` that are used here."""
 
     world: World
 

@@ -1,4 +1,4 @@
-"""What makes a directory of files a checkpoint, and unmakes it: by a rename, or by its manifest.
+"""Commit and remove checkpoints: by renaming a directory, or by its manifest.
 
 A file system that renames writes into a hidden sibling and renames it when every byte is on the disk.
 A store that does not writes into a folder of its own below the checkpoint's name, and puts the
@@ -26,7 +26,7 @@ _ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
 
 class Commits(ABC):
-    """How checkpoints come and go under one directory. Every method raises OSError.
+    """Commits and removes the checkpoints of one directory. Every method raises OSError.
 
     Args:
         files: the file system.
@@ -38,7 +38,7 @@ class Commits(ABC):
 
     @abstractmethod
     def staging(self, final: str) -> str:
-        """A name, used by nobody else, for the files of what will be the checkpoint `final`."""
+        """A unique staging path for the checkpoint `final`."""
 
     @abstractmethod
     def folder(self, staging: str) -> str:
@@ -46,7 +46,7 @@ class Commits(ABC):
 
     @abstractmethod
     def commit(self, staging: str, final: str, manifest: bytes) -> None:
-        """Make the files in `staging` the checkpoint `final`; a damaged one there makes room."""
+        """Make the files in `staging` the checkpoint `final`; a damaged one there is replaced."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -175,7 +175,7 @@ class ManifestCommits(Commits):
         try:
             self.files.remove(os.path.join(path, MANIFEST))
         except FileNotFoundError:
-            pass  # Whoever removed it was interrupted; the rest goes now.
+            pass  # An earlier removal was interrupted; remove the rest.
         except OSError as error:
             logger.warning("an old checkpoint cannot be removed: %s", error)
             return

@@ -16,7 +16,7 @@ __all__ = ["differences"]
 
 
 def differences(one: PortableReader, other: PortableReader) -> Iterator[str]:
-    """What differs between two checkpoints, a line each; nothing when training would go on alike.
+    """Differences between two checkpoints, a line each; empty if training would continue identically.
 
     Compared by name: model, optimizer (tensors, numbers, groups), schedule, gradient scaler, progress
     and, where as many ranks saved both, every rank's random number generators. Bits decide: NaN
@@ -71,6 +71,6 @@ def _values(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> It
 
 
 def _value(what: str, ours: Any, theirs: Any) -> Iterator[str]:
-    # A number's repr tells its bits; and what is compared holds nothing but numbers and words.
+    # The repr of a number determines its bits, and only numbers and strings are compared.
     if repr(ours) != repr(theirs):
         yield f"{what}: {ours!r} and {theirs!r}"

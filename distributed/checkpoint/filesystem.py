@@ -27,7 +27,7 @@ class FileLayer:
     Every method raises OSError. Directories are made with mode 0700, files with 0600.
 
     Attributes:
-        look: seconds between looks at what other hosts write, which no event tells of.
+        look: seconds between checks for files of other hosts, for which there are no events.
     """
 
     look: ClassVar[float] = 0.01

@@ -45,7 +45,7 @@ def _refuse_squeezed(path: str) -> None:
     scheme = path.partition(":/")[0]
     if scheme in _FLAT and path.startswith(f"{scheme}:/"):
         raise UserError(
-            "a URL that was made a Path has lost a slash",
+            "got a pathlib.Path for a URL, which collapses '//' to '/'",
             got=path,
             remedy=f"Give it as text: '{scheme}://...'",
         )
@@ -65,7 +65,7 @@ def _file_system(scheme: str, url: str) -> Any:
         ) from error
     except ValueError as error:
         raise UserError(
-            f"not a place that can be written: {error}",
+            f"cannot open the storage: {error}",
             got=url,
             allowed="a directory, or a URL that fsspec opens, such as s3://bucket/folder or gs://bucket/folder",
         ) from error

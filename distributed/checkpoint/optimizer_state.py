@@ -29,7 +29,7 @@ SCALAR_DTYPES = "scalar_dtypes"
 _PREFIX = "optimizer."
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a step is computed here, not what it computes: these follow the machine."""
-# Hyper-parameters that tell families of optimizers apart, whoever implements them.
+# Hyper-parameters that distinguish families of optimizers in all implementations.
 _FAMILY = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"})
 
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
@@ -38,7 +38,7 @@ Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
 def export_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Hyper-parameters of each group, copied, with its parameters' names under ``names``.
 
-    ``scalar_dtypes`` says of which dtype 0-dimensional state was (``{"step": "float32"}``), as
+    ``scalar_dtypes`` holds the dtypes of 0-dimensional state (``{"step": "float32"}``), as
     `BackendState.scalars` holds plain numbers.
 
     Args:
@@ -172,8 +172,8 @@ def _read_slot(reader: StateReader, slot: str, name: str, p: Tensor, starts: Map
         return value
     if tuple(shape) != tuple(p.shape):
         raise UserError(
-            f"'{name}' ({key}) of shape {tuple(shape)} is not state of each element, so that it cannot be"
-            " cut as its parameter is",
+            f"'{name}' ({key}) of shape {tuple(shape)} is not elementwise state, so it cannot be sharded"
+            " like its parameter",
             field="optimizer",
             allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
         )
@@ -248,7 +248,7 @@ def _other_groups(number: int, wanted: set[str], reader: StateReader) -> UserErr
     return UserError(
         f"parameter group {number} of the optimizer has no counterpart in the checkpoint: of the nearest"
         f" saved group it lacks {sorted(nearest - wanted)[:3]}"
-        f" and has besides {sorted(wanted - nearest)[:3]}",
+        f" and has in addition {sorted(wanted - nearest)[:3]}",
         field="optimizer",
         remedy="Build the optimizer with the same parameter groups",
     )

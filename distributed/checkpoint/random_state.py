@@ -26,7 +26,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Go on exactly where `capture_rng` stood. A generator that was not captured is left alone."""
+    """Restore the state of `capture_rng`. A generator that was not captured is left unchanged."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

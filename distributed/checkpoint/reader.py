@@ -1,4 +1,4 @@
-"""Reads a committed checkpoint: nothing is trusted before its hash was checked, nothing unpickled."""
+"""Read a committed checkpoint: every hash is checked before use, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def read_index(files: FileLayer, path: str, sha256: str) -> dict[str, Any]:
 
 
 def verify(path: str, part: int = 0, parts: int = 1) -> list[str]:
-    """Read a checkpoint through and say what is wrong with it, one line per problem.
+    """Read a checkpoint completely and list its problems, one line each.
 
-    A store that cannot be reached says nothing of what it holds: that is a ConnectionError.
+    A store that cannot be reached raises a ConnectionError instead.
 
     Args:
         path: its directory, or a URL.

@@ -1,4 +1,4 @@
-"""The checkpoint directory of a run: its newest checkpoint, and what other runs left there."""
+"""The checkpoint directory of a run: its newest checkpoint, and the files of other runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["claim_directory", "newest_checkpoint"]
 
 
 def newest_checkpoint(plan: RunPlan) -> str | None:
-    """What the next round goes on from."""
+    """The checkpoint from which the next round resumes."""
     from distributed.checkpoint.checkpointer import PortableCheckpointer
 
     directory = plan.config.checkpoint_dir
@@ -44,10 +44,10 @@ def claim_directory(plan: RunPlan) -> None:
         moved = store.set_aside(lineage, step)
     except OSError as error:
         raise UserError(
-            f"checkpoints of another run cannot be moved out of the way: {error}",
+            f"cannot move the checkpoints of another run into a subdirectory: {error}",
             field="checkpoint_dir",
             got=directory,
             remedy="Choose another directory",
         ) from error
     if moved:
-        print(f"checkpoints in {directory} that this run does not go on from were moved to {moved}")
+        print(f"checkpoints in {directory} that belong to another run were moved to {moved}")

@@ -1,4 +1,4 @@
-"""Host memory into which a save copies the state, kept from one save to the next.
+"""Host memory into which a save copies the state, reused by later saves.
 
 Fresh memory costs several times what copying costs: the system clears every page at its first touch.
 """
@@ -16,8 +16,8 @@ __all__ = ["HostBuffers", "to_host"]
 class HostBuffers:
     """Buffers that are lent to one export at a time, in the order in which it copies.
 
-    A training state is copied in the same order and sizes every time; what does not fit is made
-    anew. It holds as much memory as one export, from the first to the last.
+    A training state is copied in the same order and sizes every time; a buffer that does not fit
+    is reallocated. The buffers hold as much memory as one export, from the first to the last.
     """
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ def import_replicated(
         held: as in `export_replicated`.
 
     Raises:
-        UserError: names, shapes or groups differ (says which), or stored bytes are damaged.
+        UserError: names, shapes or groups differ (the message lists them), or stored bytes are damaged.
     """
     tensors, aliases = named_tensors(model)
     stored = stored_names(reader, tensors, aliases)
@@ -256,8 +256,8 @@ def _range(name: str, key: str, part: Part) -> list[Chunk]:
     count = math.prod(part.shape)
     if part.data.dim() != 1 or part.start + len(part.data) > count:
         raise UserError(
-            f"'{name}' ({key}) of shape {tuple(part.data.shape)} is not state of each element, so that it"
-            " cannot be cut as its parameter is",
+            f"'{name}' ({key}) of shape {tuple(part.data.shape)} is not elementwise state, so it"
+            " cannot be sharded like its parameter",
             field="optimizer",
             allowed="optimizers that treat every element by itself, such as SGD, Adam and AdamW",
         )

@@ -12,7 +12,7 @@ from distributed.commands.tables import print_json, print_table
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, load_layers
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 
 if TYPE_CHECKING:
     from distributed.operations.doctor.preflight_facts import Facts
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _find_rank(config: DistributedConfig) -> Joined:
+def _find_rank(config: DistributedConfig) -> LauncherEnvironment:
     """This host's rank, from its launcher or the configuration."""
     joined = detect(os.environ)
     if joined is not None:
@@ -80,7 +80,7 @@ def _find_rank(config: DistributedConfig) -> Joined:
             )
         return joined
     if config.num_nodes == 1:
-        return Joined("preflight", 0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
+        return LauncherEnvironment("preflight", 0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
     host, _, port = (config.rdzv_endpoint or "").rpartition(":")
     if config.node_rank is None or not host or not port.isdigit():
         raise UserError(
@@ -91,7 +91,7 @@ def _find_rank(config: DistributedConfig) -> Joined:
             " of node 0, or start one process per host under srun or torchrun",
         )
     node, size = config.node_rank, config.num_nodes
-    return Joined("preflight", node, size, 0, 1, node, size, host, int(port))
+    return LauncherEnvironment("preflight", node, size, 0, 1, node, size, host, int(port))
 
 
 def _print_hosts(survey: Survey) -> None:

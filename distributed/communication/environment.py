@@ -1,4 +1,4 @@
-"""Was this process started as one of several ranks? Its environment says, or Ray Train does."""
+"""Detect the launcher (torchrun, mpirun, srun, horovodrun, Ray Train) and this process's rank."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import cache
 from typing import Any
 
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import free_port
 
 __all__ = ["detect", "expand_nodelist"]
 
 
-def detect(env: Mapping[str, str]) -> Joined | None:
-    """The place a per-rank launcher gave this process; None when it was started plainly.
+def detect(env: Mapping[str, str]) -> LauncherEnvironment | None:
+    """The rank that a launcher gave this process; None without a launcher.
 
-    A worker of Ray Train comes first, for Ray's TorchTrainer sets torchrun's variables as well; then
-    torchrun's, which deepspeed sets too, horovodrun's, mpirun's, srun's; srun counts only inside a step
-    of more than one task, for a batch script also carries SLURM variables.
+    A worker of Ray Train comes first, because Ray's TorchTrainer sets torchrun's variables as well. Then
+    torchrun's variables, which deepspeed sets too, horovodrun's, mpirun's and srun's. srun counts only in
+    a step of more than one task, because a batch script also has SLURM variables.
 
     Raises:
         UserError: a launcher's variables contradict each other or leave out what is needed.
@@ -43,7 +43,7 @@ def detect(env: Mapping[str, str]) -> Joined | None:
 
 
 def _ray_worker() -> Any:
-    """Ray Train's context in one of its workers; None elsewhere, and where nobody imported it."""
+    """Ray Train's context in one of its workers; None elsewhere, and if it was not imported."""
     train = sys.modules.get("ray.train")
     if train is None:
         return None
@@ -55,9 +55,9 @@ def _ray_worker() -> Any:
     return context
 
 
-def _ray_train(worker: Any) -> Joined:
+def _ray_train(worker: Any) -> LauncherEnvironment:
     size, local_size = worker.get_world_size(), worker.get_local_world_size()
-    return Joined(
+    return LauncherEnvironment(
         "ray",
         worker.get_world_rank(),
         size,
@@ -65,13 +65,13 @@ def _ray_train(worker: Any) -> Joined:
         local_size,
         worker.get_node_rank(),
         max(1, size // local_size),
-        *_ray_meeting(size, local_size),
+        *_ray_rendezvous(size, local_size),
     )
 
 
 @cache
-def _ray_meeting(size: int, local_size: int) -> tuple[str, int]:
-    """Host and port of rank 0's choice, for as long as this process is a worker. Collective."""
+def _ray_rendezvous(size: int, local_size: int) -> tuple[str, int]:
+    """Host and port chosen by rank 0, for the lifetime of this worker. Collective."""
     if size == 1:
         return "127.0.0.1", 0
     import ray
@@ -82,15 +82,15 @@ def _ray_meeting(size: int, local_size: int) -> tuple[str, int]:
     return place
 
 
-def _torchrun(env: Mapping[str, str]) -> Joined:
+def _torchrun(env: Mapping[str, str]) -> LauncherEnvironment:
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise UserError(
-            "RANK and WORLD_SIZE are set, but not where the ranks meet",
+            "RANK and WORLD_SIZE are set, but not the address of the rendezvous",
             field="MASTER_ADDR, MASTER_PORT",
             remedy="Start with torchrun, which sets them, or unset RANK and WORLD_SIZE",
         )
-    # deepspeed's launcher has words of its own for the rest.
+    # deepspeed's launcher has other names for the rest.
     deepspeed = "CROSS_SIZE" in env and "LOCAL_WORLD_SIZE" not in env
     local, node = ("LOCAL_SIZE", "CROSS_RANK") if deepspeed else ("LOCAL_WORLD_SIZE", "GROUP_RANK")
     local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, local, size)
@@ -98,12 +98,12 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
     _below(local_rank, "LOCAL_RANK", local_size, local)
     if size > 1 and env["MASTER_PORT"] == "0":
         raise UserError(
-            "the launcher took a free port and did not say which",
+            "MASTER_PORT is 0: the launcher picked a port but did not publish it",
             field="MASTER_PORT",
             got=0,
             remedy="Give torchrun a port, or --standalone, or leave --master-port out",
         )
-    return Joined(
+    return LauncherEnvironment(
         "spawn" if "DISTRIBUTED_RUN_DIR" in env else "deepspeed" if deepspeed else "torchrun",
         rank,
         size,
@@ -117,9 +117,9 @@ def _torchrun(env: Mapping[str, str]) -> Joined:
 
 
 def _check_unmixed(env: Mapping[str, str]) -> None:
-    """Refuse two launchers' places that differ: ranks would wait for others that do not exist."""
+    """Refuse contradicting variables of two launchers: ranks would wait for others that do not exist."""
     if "DISTRIBUTED_RUN_DIR" in env:
-        return  # We started it, and know its place.
+        return  # Started by this package's own launcher.
     for ours, theirs in (("WORLD_SIZE", "HOROVOD_SIZE"), ("RANK", "HOROVOD_RANK")):
         if env.get(theirs, env[ours]) != env[ours]:
             raise UserError(
@@ -133,13 +133,13 @@ def _check_unmixed(env: Mapping[str, str]) -> None:
             )
 
 
-def _horovodrun(env: Mapping[str, str]) -> Joined:
+def _horovodrun(env: Mapping[str, str]) -> LauncherEnvironment:
     rank, size = _number(env, "HOROVOD_RANK"), _number(env, "HOROVOD_SIZE")
     local_size = _number(env, "HOROVOD_LOCAL_SIZE", size)
     nodes = max(1, -(-size // local_size))
-    # Where horovodrun itself runs is not always where rank 0 does, but nothing says more.
+    # horovodrun's own host is not always that of rank 0, but no variable names the latter.
     address = "127.0.0.1" if nodes == 1 else env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
-    return Joined(
+    return LauncherEnvironment(
         "horovodrun",
         rank,
         size,
@@ -152,18 +152,18 @@ def _horovodrun(env: Mapping[str, str]) -> Joined:
     )
 
 
-def _mpirun(env: Mapping[str, str]) -> Joined:
+def _mpirun(env: Mapping[str, str]) -> LauncherEnvironment:
     rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     nodes = max(1, -(-size // local_size))
     if nodes > 1 and "MASTER_ADDR" not in env:
         raise UserError(
-            "ranks on several hosts need to know where to meet",
+            "ranks on several hosts need the address of the rendezvous",
             field="MASTER_ADDR",
             remedy="mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...",
         )
     job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "0"))
-    return Joined(
+    return LauncherEnvironment(
         "mpirun",
         rank,
         size,
@@ -176,13 +176,13 @@ def _mpirun(env: Mapping[str, str]) -> Joined:
     )
 
 
-def _srun(env: Mapping[str, str], size: int) -> Joined:
+def _srun(env: Mapping[str, str], size: int) -> LauncherEnvironment:
     rank = _number(env, "SLURM_PROCID")
     hosts = expand_nodelist(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
     nodes = _number(env, "SLURM_STEP_NUM_NODES", len(hosts))
     job = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}"
     address = hosts[0] if nodes > 1 else "127.0.0.1"
-    return Joined(
+    return LauncherEnvironment(
         "srun",
         rank,
         size,
@@ -217,7 +217,7 @@ def _expand(part: str) -> list[str]:
 
 
 def _job_port(job: str) -> int:
-    """A port that all ranks of a job compute alike, below the ephemeral range."""
+    """A port below the ephemeral range, the same on all ranks of a job."""
     return 20000 + zlib.crc32(job.encode()) % 10000
 
 

@@ -1,4 +1,4 @@
-"""GroupMixin: ranks that meet in a torch process group, whatever framework they train with."""
+"""GroupMixin: a torch process group for the ranks of any framework."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["GroupMixin", "local_rank_of"]
 
 _SETTLE = 0.1
-"""Seconds."""
+"""Seconds to wait for gloo's threads after the group is destroyed."""
 
 
 class GroupMixin:
-    """Meets the other ranks in the default process group, or uses the one that is there.
+    """Joins the default process group, or uses the existing one.
 
     Attributes:
-        store: where they met, None with a group that was there or without one.
+        store: rendezvous store; None with an existing group or without one.
 
-    Collectives on plain numbers and objects go over gloo, also beside nccl, so that logging
+    Collectives on plain numbers and objects use gloo, also beside nccl, so that logging
     never waits for the GPU's stream.
     """
 
@@ -40,20 +40,20 @@ class GroupMixin:
     _owns_group = False
 
     def meet(self, plan: RunPlan, kind: str, device: str) -> World:
-        """Join the other ranks and return this one's place. Collective.
+        """Join the other ranks and return this rank's world. Collective.
 
         Args:
-            plan: what was decided.
-            kind: the group's backend, as torch names it.
-            device: of this rank.
+            plan: plan of the run.
+            kind: torch's name of the group's backend.
+            device: device of this rank.
 
         Raises:
-            UserError: ranks do not come, or the store cannot be reached.
+            UserError: ranks are missing, or the store cannot be reached.
         """
         if plan.world_size > 1 and not dist.is_initialized():
             self._owns_group = True
             self._open_group(plan, kind)
-        # A rank alone needs no group, and leaves the caller's process without one.
+        # A single rank needs no group, and leaves the caller's process without one.
         rank, size = (dist.get_rank(), dist.get_world_size()) if plan.world_size > 1 else (0, 1)
         local_size = plan.local_size
         return World(
@@ -121,8 +121,8 @@ class GroupMixin:
             dist.destroy_process_group()
             self._owns_group = False
             if self.world.size > 1:
-                # gloo's threads drop their last work under the interpreter's lock; one that asks for
-                # it while the interpreter shuts down aborts the process.
+                # gloo's threads release their last work under the interpreter's lock; a thread that
+                # acquires it while the interpreter shuts down aborts the process.
                 time.sleep(_SETTLE)
 
 

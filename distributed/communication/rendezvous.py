@@ -1,4 +1,4 @@
-"""Where ranks meet: the store that one process serves, and the way to it."""
+"""Rendezvous of the ranks: the store that one process serves, and connections to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distributed.errors import UserError
 from distributed.system.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from distributed.interfaces.placement import Joined
+    from distributed.interfaces.placement import LauncherEnvironment
 
 __all__ = [
     "Rendezvous",
@@ -30,23 +30,23 @@ __all__ = [
 _REMIND = 10.0
 _SOON = timedelta(seconds=1)
 _PATIENCE = 60.0
-"""Seconds in which an address has to lead to the host that serves there; a cluster's names may come late."""
+"""Seconds until an address must resolve to the serving host; a cluster's DNS names may appear late."""
 _MET = "met"
-"""The key that says that all ranks were here."""
+"""Key that is set after all ranks have joined."""
 _stores: dict[tuple[str, int], dist.Store] = {}
 _meetings = count()
 
 
 class Rendezvous:
-    """The store in which ranks meet. Named by a loopback address, it listens there alone.
+    """The rendezvous store of the ranks. With a loopback address it listens on loopback only.
 
     Args:
-        host: how the ranks call this host.
-        port: 0 takes a free one.
+        host: address of this host for the ranks.
+        port: port number; 0 takes a free one.
         world_size: number of ranks.
 
     Raises:
-        UserError: the port is in use; on entering, `host` does not lead here.
+        UserError: the port is in use; on entering, `host` is the address of another host.
     """
 
     def __init__(self, host: str, port: int, world_size: int) -> None:
@@ -55,10 +55,10 @@ class Rendezvous:
             self._socket = listen(host, port)
         except OSError as error:
             raise UserError(
-                f"the rendezvous cannot listen there: {error.strerror}",
+                f"cannot listen for the rendezvous: {error.strerror}",
                 field="rdzv_endpoint",
                 got=f"{host}:{port}",
-                remedy=f"Choose another port, or end the run that holds it (ss -ltnp 'sport = {port}')",
+                remedy=f"Choose another port, or stop the run that uses it (ss -ltnp 'sport = {port}')",
             ) from None
         self.port: int = self._socket.getsockname()[1]
 
@@ -70,7 +70,7 @@ class Rendezvous:
         except (OSError, dist.DistNetworkError) as error:
             self._socket.close()
             raise UserError(
-                f"node 0 has to run where that address leads, and this is {socket.gethostname()}: {error}",
+                f"not the address of this host, {socket.gethostname()}, which is node 0: {error}",
                 field="rdzv_endpoint",
                 got=f"{self.host}:{self.port}",
                 remedy="Start node rank 0 on the host of that address, or name this host in it on all nodes",
@@ -96,7 +96,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
     """A store that this process serves on `listener`."""
-    # The store takes over a socket that is already bound, for it would bind to all hosts.
+    # The store takes over a bound socket, because it would bind to all interfaces itself.
     port = listener.getsockname()[1]
     return dist.TCPStore(
         "127.0.0.1" if is_loopback(host) else host,
@@ -110,10 +110,10 @@ def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> 
 
 
 def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) -> dist.TCPStore:
-    """The store that somebody serves there, once somebody does.
+    """A client of the store at that address, after waiting for it.
 
     Raises:
-        UserError: nobody does within `timeout`.
+        UserError: no store is served within `timeout`.
     """
     try:
         _await_server(host, port, f"rank {rank}", timeout.total_seconds())
@@ -122,24 +122,26 @@ def connect(host: str, port: int, size: int, timeout: timedelta, rank: int = 0) 
     return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def meeting_place(joined: Joined | None) -> tuple[str, int]:
-    """Host and port at which this rank meets the others."""
+def meeting_place(joined: LauncherEnvironment | None) -> tuple[str, int]:
+    """Host and port of this rank's rendezvous."""
     if joined is not None:
         return joined.master_addr, joined.master_port
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store of whoever started the ranks, or one that rank 0 serves.
+def open_store(joined: LauncherEnvironment | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The launcher's store, or one that rank 0 serves.
 
     Raises:
-        UserError: the port is in use, nobody answers there, or an earlier run does and goes on doing so.
+        UserError: the port is in use or does not respond, or an earlier run keeps using it.
     """
     place = meeting_place(joined)
-    # A second fit must not find the first one's keys: gloo would call on peers that are gone.
+    # A second fit must not read the first one's keys: gloo would connect to ended peers.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"distributed/{restart}/{next(_meetings)}"
-    waiting = _Waiting(f"rank {rank} waits for an earlier run to leave {place[0]}:{place[1]}", at_once=True)
+    waiting = _Waiting(
+        f"rank {rank} is waiting for an earlier run to release {place[0]}:{place[1]}", at_once=True
+    )
     while True:
         waited = waiting.seconds
         if place not in _stores:
@@ -154,10 +156,10 @@ def open_store(joined: Joined | None, rank: int, size: int, timeout: timedelta) 
 
 
 def _is_of_earlier_run(store: dist.Store) -> bool:
-    """Whether this rank is late by a run: others have met here, and one of them was this rank.
+    """Whether the store belongs to an earlier run, in which all ranks have already joined.
 
-    The ranks of a second run are other processes, which count their meetings from 0 again. torch's agents
-    keep one store for all ranks that they start, and let them meet there again when a host comes or goes.
+    The processes of a second run count their rendezvous from 0 again. torch's agents keep one store for
+    all ranks that they start, and reuse it when a host joins or leaves.
     """
     ours = "DISTRIBUTED_RUN_DIR" in os.environ
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not ours:
@@ -165,15 +167,15 @@ def _is_of_earlier_run(store: dist.Store) -> bool:
     try:
         return bool(store.check([_MET]))
     except dist.DistError:
-        return True  # it is gone at last
+        return True  # the earlier run has ended
 
 
 def _held(host: str, port: int, rank: int) -> UserError:
     return UserError(
-        f"rank {rank} finds an earlier run at the rendezvous, which does not end",
+        f"rank {rank}: the rendezvous address is still held by an earlier run",
         field="MASTER_ADDR",
         got=f"{host}:{port}",
-        remedy=f"End it on node 0 (ss -ltnp 'sport = {port}' names it there), or choose another port",
+        remedy=f"Stop that run on node 0 (ss -ltnp 'sport = {port}' names it), or choose another port",
     )
 
 
@@ -187,17 +189,17 @@ def _reach(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
         raise _unreachable(host, port, rank, error) from None
     except OSError as error:
         raise UserError(
-            f"the rendezvous cannot listen there: {error.strerror}",
+            f"cannot listen for the rendezvous: {error.strerror}",
             field="MASTER_PORT",
             got=port,
-            remedy="Choose another (torchrun --master-port), or end the run that holds it",
+            remedy="Choose another port (torchrun --master-port), or stop the run that uses it",
         ) from None
 
 
 def _await_server(host: str, port: int, who: str, timeout: float) -> None:
-    """Return when somebody listens there; says meanwhile that `who` waits, or after `timeout` seconds
-    raises the OSError. torch's own client is silent, and then prints its stack."""
-    waiting = _Waiting(f"{who} waits for the rendezvous at {host}:{port}")
+    """Return when a server listens there. Prints meanwhile that `who` is waiting; raises the OSError
+    after `timeout` seconds. torch's own client waits silently and then prints its stack."""
+    waiting = _Waiting(f"{who} is waiting for the rendezvous at {host}:{port}")
     while True:
         try:
             socket.create_connection((host, port), timeout=_REMIND).close()
@@ -209,28 +211,28 @@ def _await_server(host: str, port: int, who: str, timeout: float) -> None:
 
 
 class _Waiting:
-    """Says again and again that somebody waits.
+    """Prints a reminder at intervals while a process waits.
 
     Args:
-        text: who waits for what.
-        at_once: say it at the first pause, not only after a while.
+        text: reminder without the time.
+        at_once: whether to print at the first pause, not only after `_REMIND` seconds.
     """
 
     def __init__(self, text: str, at_once: bool = False) -> None:
         self.text, self._started = text, time.monotonic()
-        self._said = float("-inf") if at_once else 0.0
+        self._printed = float("-inf") if at_once else 0.0
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the creation of this object."""
         return time.monotonic() - self._started
 
     def pause(self) -> None:
         """Wait a moment before the next try."""
         waited = self.seconds
-        if waited - self._said >= _REMIND:
+        if waited - self._printed >= _REMIND:
             print(f"{self.text} ({waited:.0f} s)", flush=True)
-            self._said = waited
+            self._printed = waited
         time.sleep(0.1)
 
 
@@ -239,12 +241,12 @@ def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError
         f"rank {rank} cannot reach the rendezvous: {error}",
         field="MASTER_ADDR",
         got=f"{host}:{port}",
-        remedy="Check that rank 0 runs there and that no firewall closes the port",
+        remedy="Check that rank 0 runs there and that no firewall blocks the port",
     )
 
 
 def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Return when every rank is here; rank 0 says meanwhile who is missing.
+    """Return when every rank has joined; rank 0 prints meanwhile which are missing.
 
     Raises:
         UserError: after `timeout` seconds; names the missing ranks.
@@ -262,11 +264,11 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
             names = ", ".join(map(str, absent))
             if absent and waited >= timeout:
                 raise UserError(
-                    f"ranks {names} of {size} did not come within {waited:.0f} s",
+                    f"ranks {names} of {size} did not join within {waited:.0f} s",
                     field="collective_timeout",
                     got=timeout,
-                    remedy="See their own output for why, or start them",
+                    remedy="Check the output of these ranks for the cause, or start them",
                 ) from None
             if absent and rank == 0:
-                print(f"waiting for rank {names} of {size} ({waited:.0f} s)", flush=True)
+                print(f"waiting for ranks {names} of {size} ({waited:.0f} s)", flush=True)
     store.set(_MET, "1")

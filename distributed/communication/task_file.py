@@ -1,4 +1,4 @@
-"""How a task reaches the ranks: one private file, its tensors mapped rather than copied."""
+"""The task file: a private file for the ranks, whose tensors are mapped rather than copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def save_task(task: Any, path: str | os.PathLike[str]) -> None:
     arrays as raw bytes that `load_task` maps.
 
     Raises:
-        TypeError, pickle.PicklingError: something in the task cannot travel.
+        TypeError, pickle.PicklingError: the task holds an object that cannot be pickled.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -27,7 +27,7 @@ def save_task(task: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load_task(path: str | os.PathLike[str]) -> Any:
-    """The inverse. Tensors are private, copy-on-write views of the file: all ranks of a host
+    """Load a task. Tensors are private, copy-on-write views of the file: all ranks of a host
     share one copy in memory until they write. The file may be deleted afterwards.
 
     This runs the code of the task, which is the caller's own; never use it on a checkpoint.
@@ -36,23 +36,23 @@ def load_task(path: str | os.PathLike[str]) -> Any:
 
 
 def _is_large(array: Any) -> bool:
-    # A tensor cannot be read-only: such an array travels the ordinary way.
+    # A tensor cannot be read-only: such an array is pickled.
     return bool(array.nbytes >= _LARGE and array.flags.writeable)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        # NumPy arrays would be copied into the pickle, and from it into every rank.
+        # A pickled NumPy array would be copied into the file, and from it into every rank.
         if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and _is_large(obj):
             try:
                 return _as_array, (torch.from_numpy(obj),)
             except TypeError:
-                pass  # a dtype torch does not have travels the ordinary way
+                pass  # an array of a dtype that torch lacks is pickled
         return super().reducer_override(obj)
 
 
 class _Cloudpickle:
-    """What `torch.save` expects of a pickle module."""
+    """The pickle module for `torch.save`."""
 
     Pickler = _Pickler
     dump = staticmethod(cloudpickle.dump)

@@ -120,7 +120,8 @@ class DataSection(Section):
         " are shuffled.",
     )
     verify: bool = Field(
-        True, description="Joined ranks compare dataset length and a fingerprint of its first samples."
+        True,
+        description="Joined ranks compare dataset length and a fingerprint of its first samples.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Feed: deals a source out to one rank, window by window, from any cursor."""
+"""Feed: the windows of a source for one rank, from any cursor."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Feed:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that one epoch uses, None when only reading tells."""
+        """Samples that one epoch uses; None if unknown before reading."""
         length = self.source.length
         if length is None or not self.drop_last:
             return length
@@ -74,7 +74,7 @@ class Feed:
 
     @property
     def num_windows(self) -> int | None:
-        """Optimizer steps in one epoch, None when only reading tells."""
+        """Optimizer steps in one epoch; None if unknown before reading."""
         length = self.num_samples
         return None if length is None else -(-length // self.global_batch_size)
 
@@ -102,25 +102,25 @@ class Feed:
 
     @property
     def state(self) -> Any:
-        """What a stream needs to go on behind the last window that was given, besides the cursor.
+        """State, besides the cursor, that a stream needs to resume after the last yielded window.
 
         None for data with indices. The same on all ranks, unless the stream shards itself.
         """
         return self._ahead.state
 
     def restore(self, state: Any) -> None:
-        """Let the next `windows` that does not begin at 0 go on where `state` was taken."""
+        """Let the next `windows` that does not begin at 0 resume from `state`."""
         self._restored = state
 
     @property
     def rereads(self) -> bool:
-        """Whether to go on means to read again, and pass over, what was read before."""
+        """Whether resuming means to read and skip the samples that were read before."""
         return not self.source.is_map and "dataset" not in (self._restored or {})
 
     def ended(self, samples: int) -> bool:
         """Whether the first `samples` of the epoch that `windows` began are all that it yields.
 
-        A stream is read one window ahead to tell, which for one that shards itself every
+        A stream is read one window ahead for this, which for one that shards itself every
         rank has to ask together.
         """
         return self._ahead.ended() if self._end is None else samples >= self._end
@@ -141,7 +141,7 @@ class Feed:
         return torch.randperm(len(source.dataset), generator=generator)
 
     def _drawn(self, epoch: int) -> list[Any]:
-        """A user's sampler, drawn on rank 0 under a seed of its own and given to all."""
+        """Indices of a user's sampler, drawn on rank 0 under a separate seed and broadcast."""
         drawn = None
         if self.rank == 0:
             with RandomStreams(epoch_seed(self.seed, epoch)):
@@ -250,12 +250,12 @@ class Feed:
         windows = self._read(epoch, start, state)
         if not self.source.shards_itself:
             return windows
-        # How much of its own stream a rank has used up tells its state, or reading it again.
+        # A rank's position in its own stream follows from its state, or from reading it again.
         position = start if "dataset" in (state or {}) else 0
         return self._agreed(windows, position, start, epoch, state)
 
     def _read(self, epoch: int, start: int, state: Any = None) -> Iterator[tuple[Window, Any]]:
-        """(window, what is needed to go on behind it) of this rank alone."""
+        """(window, state needed to resume after it) of this rank alone."""
         own = self.source.shards_itself
         kind = SelfShardedStream if own else DealtStream
         # Ranks that read one stream have to read the same, also where it shuffles itself.
@@ -286,7 +286,7 @@ class Feed:
     def _agreed(
         self, windows: Iterator[tuple[Window, Any]], position: int, start: int, epoch: int, state: Any
     ) -> Iterator[tuple[Window, Any]]:
-        """Ranks of a self-sharded stream may end at different times: they go on together."""
+        """Synchronise the ranks of a self-sharded stream, which may end at different times."""
         last: Window | None = None
         while True:
             window, state = next(windows, (None, state))
@@ -295,11 +295,11 @@ class Feed:
                 return
             if window is None:
                 if last is None and position:
-                    # Its share was used up before: anything that it once held can stand in.
+                    # Its shard has ended: any earlier window serves as a placeholder.
                     last = next(self._read(epoch, 0), (None, None))[0]
                 if last is None:
                     raise UserError(
-                        f"rank {self.rank} was given no sample at all by a dataset that shards itself",
+                        f"rank {self.rank} got no sample from a self-sharded dataset",
                         field=self.source.argument,
                         remedy="Give every rank at least one sample, or use fewer ranks",
                     )
@@ -329,7 +329,7 @@ class Feed:
 
 
 class _Ahead:
-    """An iterator that can tell whether it has ended.
+    """An iterator with a look-ahead that detects its end.
 
     Attributes:
         state: what came with the last window that was taken, whatever was read ahead.
@@ -355,7 +355,7 @@ class _Ahead:
 
 
 class _Batches:
-    """The batch sampler of a loader that lives longer than an epoch."""
+    """The batch sampler of a loader with persistent workers."""
 
     source: Callable[[], Iterator[list[Any]]] = staticmethod(lambda: iter(()))
 

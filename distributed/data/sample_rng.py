@@ -17,7 +17,7 @@ __all__ = ["PerSampleRng", "RandomStreams"]
 class RandomStreams:
     """Lends `random`, NumPy's global generator and torch's CPU generator to a piece of work.
 
-    Inside ``with`` the three are seeded with `seed`, or go on where the last ``with`` of this
+    Inside ``with`` the three are seeded with `seed`, or continue where the last ``with`` of this
     object ended; afterwards they are as they were, so that dropout in the same process is not
     disturbed. Generators of other devices are left alone.
     """

@@ -1,4 +1,4 @@
-"""Source: what the user's loader, dataset or tensors say about data, in a form that travels."""
+"""Source: the user's loader, dataset or tensors as a picklable description of the data."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Source:
 
     @property
     def length(self) -> int | None:
-        """Samples in an epoch, None when only reading tells."""
+        """Samples in an epoch; None if unknown before reading."""
         if not self.is_map:
             known: int | None = getattr(self.dataset, "num_stream_samples", None)
             return known
@@ -102,7 +102,7 @@ class Source:
 
     @property
     def shards_itself(self) -> bool:
-        """Whether an iterable dataset says that each rank's stream is that rank's share."""
+        """Whether an iterable dataset declares that each rank's stream is that rank's shard."""
         return bool(getattr(self.dataset, "shards_itself", False))
 
     @property
@@ -119,7 +119,7 @@ def _check_length(source: Source) -> None:
     kind = type(source.dataset).__name__
     if source.order in ("sequential", "random") and not hasattr(source.dataset, "__len__"):
         raise UserError(
-            "the dataset has no length, so its samples cannot be dealt out",
+            "the dataset has no length, so its samples cannot be split over ranks",
             field=source.argument,
             got=f"{kind} without __len__",
             allowed="a Dataset with __getitem__ and __len__, or an IterableDataset",
@@ -165,7 +165,7 @@ def _dataset(data: Any, argument: str) -> Any:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, str)):
         return data
     raise UserError(
-        "cannot read samples from this",
+        "not a readable data source",
         field=argument,
         got=type(data).__name__,
         allowed="a DataLoader, a Dataset (map-style or iterable), tensors, or a sequence of samples",
@@ -192,8 +192,8 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
     )
     if loader.batch_size is None and (not source.is_map or loader.batch_sampler is None):
         raise UserError(
-            "a DataLoader with batch_size=None yields ready batches, whose samples cannot be dealt"
-            " out evenly to the ranks",
+            "a DataLoader with batch_size=None yields complete batches, whose samples cannot be split"
+            " evenly over ranks",
             field=argument,
             got="batch_size=None",
             remedy="Let the dataset yield single samples and give the DataLoader a batch_size",
@@ -218,7 +218,7 @@ def _order_of(sampler: Any) -> tuple[Order, Any]:
     if type(sampler) is SequentialSampler:
         return "sequential", None
     if isinstance(sampler, DistributedSampler):
-        # Its slices belong to another number of ranks; only the wish to shuffle is kept.
+        # Its slices are for another number of ranks; only the shuffle flag is kept.
         return ("random" if sampler.shuffle else "sequential"), None
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return "random", None

@@ -1,6 +1,6 @@
 """Iterable datasets, dealt out in whole windows inside the process that reads them.
 
-With each window travels what the stream needs to go on behind it, taken before anything is read
+Each window carries the state that resumes the stream after it, taken before anything is read
 ahead: the dataset's own state where it has ``state_dict`` and ``load_state_dict``, else only a
 digest of the first sample, by which a stream that is read again is known to be another.
 """
@@ -34,7 +34,7 @@ def same(value: Any) -> Any:
 
 
 def is_stateful(part: Any) -> bool:
-    """Whether a dataset, or its iterator, can say where it is and go there."""
+    """Whether a dataset, or its iterator, can save and restore its position."""
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
@@ -42,7 +42,7 @@ class DealtStream(IterableDataset[Any]):
     """Every rank reads the whole stream; each keeps its slice of every global batch.
 
     Yields ``(samples over all ranks, [(batch, samples of this rank), ...], state)``. Reading all of
-    it costs each rank the reading of all samples; a dataset that can do better says
+    it costs each rank the reading of all samples; a dataset that can do better declares
     ``shards_itself = True``.
 
     Args:
@@ -54,7 +54,7 @@ class DealtStream(IterableDataset[Any]):
         start: samples to pass over.
         drop_last: leave out the last window when it is smaller.
         seed: of the random numbers that the dataset draws while it is read.
-        state: what came with the window behind which to go on; None passes over `start` samples.
+        state: state of the window after which to resume; None skips `start` samples.
         keep_state: give each window its state.
     """
 
@@ -106,7 +106,7 @@ class DealtStream(IterableDataset[Any]):
             return samples, samples
         if saved is not None and not is_stateful(dataset):
             raise UserError(
-                "the checkpoint holds the place in the stream as its state_dict() told it, and the dataset"
+                "the checkpoint holds a stream position from the dataset's state_dict(), but the dataset"
                 " has no load_state_dict",
                 field=self.source.argument,
                 got=type(dataset).__name__,
@@ -120,9 +120,9 @@ class DealtStream(IterableDataset[Any]):
         found, saved = fingerprint(first), self.state.get("first", "")
         if saved not in ("", found):
             logger.warning(
-                "%s began with another sample when it was read again: it is not the same stream that was"
-                " saved, and samples may be repeated or missed. state_dict and load_state_dict would tell"
-                " where it is",
+                "%s yielded another first sample than the saved stream, so samples may be repeated or"
+                " missed. Training continues. Implement state_dict and load_state_dict in the dataset to"
+                " restore its position",
                 type(self.source.dataset).__name__,
             )
         self._first = found

@@ -51,7 +51,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         norm: global L2 norm of the unscaled gradient before clipping, as a number or a
-            0-dimensional tensor on the device; None when nobody asked for it.
+            0-dimensional tensor on the device; None when not requested.
         skipped: the step was not taken (non-finite gradients). The same on all ranks.
     """
 
@@ -60,7 +60,7 @@ class StepResult(NamedTuple):
 
 
 class Backend(ABC):
-    """How ranks cooperate. The loop calls these in this order, on every rank alike.
+    """How ranks cooperate. The loop calls these in this order, on every rank.
 
     ``setup -> prepare -> (run_window -> optimizer_step)* -> export_state -> release -> teardown``
 
@@ -94,12 +94,12 @@ class Backend(ABC):
         """Bring the engine to where it stands after a run's first step, if its later steps are
         computed in another way than its first. Collective.
 
-        Called under ``deterministic`` after `prepare` and before a saved state is loaded, which then
-        goes on with the same bits as if it had never been interrupted. Gradients, buffers and
-        optimizer have to be on return as they were; the caller sees to random numbers.
+        Called under ``deterministic`` after `prepare` and before a saved state is loaded, so that
+        training continues with the same bits as without an interruption. Gradients, buffers and
+        optimizer must be unchanged on return; the caller restores random numbers.
 
         Args:
-            windows: the run's first ones; read as many as needed, on all ranks alike.
+            windows: the run's first ones; read as many as needed, the same number on all ranks.
         """
 
     @abstractmethod

@@ -95,7 +95,7 @@ class Callback:
         """Validation metrics, reduced and equal on all ranks."""
 
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
-        """An epoch is complete; `metrics` holds its training and validation figures."""
+        """An epoch is complete; `metrics` holds its training and validation metrics."""
 
     def on_checkpoint(self, context: Context, path: str) -> None:
         """A checkpoint was committed at `path`."""

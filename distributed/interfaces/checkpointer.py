@@ -37,5 +37,5 @@ class Checkpointer(ABC):
         """Open a committed checkpoint.
 
         Raises:
-            UserError: it is missing, incomplete or damaged; the message says which file.
+            UserError: the checkpoint is missing, incomplete or damaged; the message names the file.
         """

@@ -44,7 +44,7 @@ class Framework(ABC):
 
     @abstractmethod
     def build(self, model: Any, seed: int, task: Task) -> Any:
-        """What a factory builds, with all its weights; `task` holds data to tell its shapes.
+        """The model of a factory, with all its weights; `task` holds data from which to infer shapes.
 
         Raises:
             UserError: it builds something else.
@@ -62,19 +62,19 @@ class Framework(ABC):
         """`data` in a form that `Source.of` reads: this framework's own kinds are translated.
 
         Raises:
-            UserError: data whose samples cannot be dealt out.
+            UserError: data whose samples cannot be split over ranks.
         """
         return data
 
     def complete(self, task: Task) -> Task:
-        """Fill in what the model itself says of its training (a compiled Keras model does)."""
+        """Fill in the training settings of the model itself (a compiled Keras model has some)."""
         return task
 
     def pack(self, task: Task) -> Task:
         """`task` in a form that can be pickled for started ranks.
 
         Raises:
-            UserError: something in it cannot travel.
+            UserError: something in it cannot be pickled.
         """
         return task
 

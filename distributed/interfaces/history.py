@@ -27,7 +27,7 @@ class History:
         checkpoint: path of the newest checkpoint, None without.
         best_checkpoint: path of the best checkpoint, None without.
         stop_reason: why the run ended before its last step, None when it did not.
-        restarts: why all ranks were started again, once each time; the records begin anew then.
+        restarts: reason of each restart of all ranks; the records start over at a restart.
         preempted: the signal that asked the run to stop and save, None without.
         num_skipped_steps: optimizer steps not taken because gradients were not finite.
         world_size: ranks that trained.

@@ -1,4 +1,4 @@
-"""Launcher: starts the ranks of one node and watches over them."""
+"""Launcher: starts and monitors the ranks of one node."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Launcher", "RankCommand", "Supervisor"]
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What every rank runs.
+    """The command of every rank.
 
     Attributes:
-        argv: the command, the same for all ranks.
-        env: variables besides those that tell a rank its place.
+        argv: command line, the same for all ranks.
+        env: variables besides those of the rank's number and address.
         folder: the run's private folder: ranks leave ``error_<rank>.json`` there.
         target: ``package.module:function``, which does the same as `argv` for a launcher whose
             processes run already: called with the folder once a rank's variables are set, it
@@ -39,7 +39,7 @@ class Supervisor(Protocol):
     """Runs this host's ranks once.
 
     Attributes:
-        heard: the signal that this process was sent, None without.
+        heard: name of the signal that this process received; None without one.
     """
 
     heard: str | None

@@ -1,4 +1,4 @@
-"""Which figure of an epoch decides what is best, and which way."""
+"""The metric that decides which epoch is best, and its direction."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["larger_is_better", "metric_name"]
 
 
 def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
-    """The name in `metrics` of the deciding figure; None when there is none.
+    """The name in `metrics` of the deciding metric; None without one.
 
     Args:
         wanted: with or without ``val_``; None takes ``val_accuracy`` where there is one, else
             ``val_loss``.
-        metrics: the epoch's figures.
+        metrics: metrics of the epoch.
 
     Raises:
         UserError: none is called `wanted`.
@@ -25,7 +25,7 @@ def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
     found = next((name for name in (wanted, f"val_{wanted}") if name in metrics), None)
     if found is None:
         raise UserError(
-            "no figure of this epoch has that name",
+            "no such metric was reported this epoch",
             field="checkpoint.metric",
             got=wanted,
             allowed=", ".join(sorted(metrics)),
@@ -34,5 +34,5 @@ def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
 
 
 def larger_is_better(mode: str, name: str) -> bool:
-    """Whether more of the figure `name` is better, by ``checkpoint.mode``."""
+    """Whether a larger value of the metric `name` is better, by ``checkpoint.mode``."""
     return mode == "max" or (mode == "auto" and not ("loss" in name or "error" in name))

@@ -1,21 +1,21 @@
-"""Where a rank stands: among all ranks, on its host, and as its launcher says."""
+"""The numbers of a rank: among all ranks, on its host, and from its launcher."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Joined", "RankPlacement", "World"]
+__all__ = ["LauncherEnvironment", "RankPlacement", "World"]
 
 
 @dataclass(frozen=True)
-class Joined:
-    """This process's place, as its launcher told it.
+class LauncherEnvironment:
+    """Rank and rendezvous of this process, from its launcher's environment.
 
     Attributes:
         launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray`` or ``spawn``
             (our own).
         master_addr: host of the rendezvous.
-        master_port: its port.
+        master_port: port of the rendezvous.
     """
 
     launcher: str
@@ -31,19 +31,19 @@ class Joined:
 
 @dataclass(frozen=True)
 class World:
-    """Where one rank stands.
+    """Rank, sizes and device of one process.
 
     Attributes:
-        rank: of this process, 0 to ``size - 1``.
+        rank: rank of this process, 0 to ``size - 1``.
         size: number of ranks.
         local_rank: rank within this host.
         local_size: number of ranks on this host.
         node_rank: index of this host.
         num_nodes: number of hosts.
         host: this host's name.
-        device: where this rank computes, e.g. ``cpu`` or ``cuda:1``.
-        data_parallel_rank: which slice of each global batch this rank takes.
-        data_parallel_size: into how many slices each global batch is cut. Equal to `size`
+        device: device of this rank, e.g. ``cpu`` or ``cuda:1``.
+        data_parallel_rank: index of this rank's slice of each global batch.
+        data_parallel_size: number of slices of each global batch. Equal to `size`
             unless ranks share a model between them (pipeline, tensor parallelism); these have
             the same `data_parallel_rank` and are given the same windows.
         num_replicas: devices that this rank drives, each with a copy of the model. Its micro-batches
@@ -97,5 +97,5 @@ class RankPlacement:
     device: str
     precision: str
     communication_backend: str
-    joined: Joined | None
+    joined: LauncherEnvironment | None
     notes: tuple[str, ...] = ()

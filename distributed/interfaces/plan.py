@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -75,7 +75,7 @@ class RunPlan:
     """A run that can start.
 
     Attributes:
-        config: what was asked.
+        config: the user's configuration.
         spec: the backend.
         mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
         world_size: ranks (processes) over all nodes.
@@ -109,7 +109,7 @@ class RunPlan:
     learning_rate: float
     num_replicas: int = 1
     counts: tuple[int, ...] = ()
-    joined: Joined | None = None
+    joined: LauncherEnvironment | None = None
     notes: tuple[str, ...] = ()
 
     def device_of(self, local_rank: int) -> str:
@@ -129,5 +129,5 @@ class RunPlan:
         return "\n".join([first, *(f"note: {note}" for note in notes)])
 
     def _elastic(self) -> str:
-        fewer = f", and go on with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""
-        return f"ranks that fail are started again {self.config.max_restarts} times{fewer}"
+        fewer = f", and continue with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""
+        return f"failed ranks are restarted {self.config.max_restarts} times{fewer}"

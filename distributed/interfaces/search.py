@@ -20,7 +20,7 @@ class Search:
             `distributed.operations.tuning.search_space`.
         num_samples: how often the space is sampled; a grid multiplies it.
         num_gpus: GPUs for all trials together, or as many CPU slots where there is none; None is all.
-        num_cpus: CPU slots, said directly; None leaves it to `num_gpus`.
+        num_cpus: number of CPU slots; None derives it from `num_gpus`.
         trials_per_gpu: trials that share a GPU or slot.
         ranks_per_trial: ranks that each trial may start, all on one node.
         max_concurrent: most trials at a time; None is as many as fit.
@@ -30,7 +30,7 @@ class Search:
         seed: of the samples.
         time_limit: seconds for all trials together; None is no limit.
         address: of the cluster; None for the one connected to, or one of this host's own.
-        resume: go on with the search in `folder`.
+        resume: whether to resume the search in `folder`.
     """
 
     folder: str
@@ -58,7 +58,7 @@ class TrialEnd:
         name: of the trial, and of its folder.
         parameters: what it was last given.
         failed: it ended by an error.
-        error: what the engine knows of the failure, for a trial that could not say.
+        error: failure as seen by the engine, for a trial that could not report it.
     """
 
     name: str
@@ -80,8 +80,8 @@ class SearchEngine(ABC):
 
     @abstractmethod
     def hands_over(self, search: Search) -> int:
-        """After every how many epochs the engine wants a trial's checkpoint, for another trial to go on
-        from, or the same one later; 0 where the scheduler asks for none.
+        """Number of epochs between checkpoints of a trial, from which it or another trial resumes; 0 if
+        the scheduler needs none.
 
         Raises:
             UserError: it knows no such scheduler.
@@ -97,5 +97,5 @@ class SearchEngine(ABC):
         those that were made before a time limit, or a hopeless trial, ended the search.
 
         Raises:
-            UserError: there can be no room for a trial, or nobody answers at the address.
+            UserError: a trial exceeds the resources, or the address does not respond.
         """

@@ -37,7 +37,7 @@ class BackendState:
         chunks: the pieces that this rank owns; over all ranks they tile every tensor.
         groups: the optimizer's hyper-parameter groups, each a JSON-able dict with its
             parameters' names under ``names``. The same on all ranks, `scalar_dtypes` apart,
-            which like `scalars` tells of what this rank holds.
+            which like `scalars` covers the part of this rank.
         scalars: per-parameter optimizer state that is not a tensor of the parameter's
             shape: ``{name: {slot: number}}``. Over all ranks they cover every parameter; a rank
             may leave out those that it does not hold, or that a lower rank gives.

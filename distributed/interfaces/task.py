@@ -46,7 +46,7 @@ class Task:
         train_data: a `distributed.data.Source` for training.
         val_data: the same for validation, or None.
         callbacks: the user's callbacks.
-        progress: where to go on from, or None at the start.
+        progress: position from which to resume; None at the start.
         state_dir: a portable checkpoint to load before the first step, or None.
         run_state: what an earlier `fit` in the same process left behind (scaler, RNG).
     """

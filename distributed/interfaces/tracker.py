@@ -29,7 +29,7 @@ class Place:
         epoch: epochs complete before.
         samples: of this epoch, trained on before.
         total_steps: step at which this run ends, None when unknown.
-        checkpoint: path of the checkpoint it goes on from, None without.
+        checkpoint: path of the checkpoint from which the run resumes; None without one.
     """
 
     backend: str = ""
@@ -70,8 +70,8 @@ class Tracker(ABC):
     never stops training.
 
     Attributes:
-        context: where the caller stood when it asked for the run (an active MLflow run's
-            id, say), as returned by `capture` in the caller's process.
+        context: state of the caller at the start of the run (e.g. the id of an active MLflow
+            run), as returned by `capture` in the caller's process.
         place: where the run is and where it begins; known from `start` on.
     """
 
@@ -98,7 +98,7 @@ class Tracker(ABC):
         """Record numbers at an optimizer step."""
 
     def log_epoch(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the figures of an epoch that ended at an optimizer step; by default as any others."""
+        """Record the metrics of an epoch that ended at an optimizer step; by default like any others."""
         self.log_metrics(metrics, step)
 
     def log_checkpoint(self, path: str, step: int) -> None:  # noqa: B027 - optional

@@ -71,7 +71,7 @@ class ForkedProcess:
         descriptors: what it gets as `request.fds`.
 
     Raises:
-        ConnectionError: the server is gone, or refuses; the message says why.
+        ConnectionError: the server has ended or refuses; the message gives the reason.
     """
 
     def __init__(self, address: str, request: ForkRequest, descriptors: Sequence[int]) -> None:

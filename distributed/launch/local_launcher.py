@@ -14,9 +14,9 @@ from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import RunPlan
 from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import rescale
-from distributed.resilience.elastic import Alone, Elastic, Membership
-from distributed.resilience.host_heartbeat import HostWatch
-from distributed.resilience.rank_monitor import Limits, Watch
+from distributed.resilience.elastic import Elastic, Membership, SingleHost
+from distributed.resilience.host_heartbeat import HostHeartbeat
+from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.system.addresses import is_loopback, loopback_interface
 
 __all__ = ["LocalLauncher", "rank_envs"]
@@ -41,8 +41,8 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
     envs = rank_envs(plan, command, host, port)
     hosts = None
     if plan.num_nodes > 1:
-        hosts = HostWatch((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
-    watch = Watch(command.folder, Limits.of(plan), hosts)
+        hosts = HostHeartbeat((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
+    watch = RankMonitor(command.folder, Limits.of(plan), hosts)
     preload, heeds_signals = _preload(plan.spec), plan.config.heeds_signals
     return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload)
 
@@ -56,10 +56,10 @@ def _preload(spec: BackendSpec) -> list[str]:
 def _members(plan: RunPlan) -> Membership:
     if plan.num_nodes == 1:
         claim_directory(plan)
-        return Alone(list(plan.counts))
-    from distributed.resilience.elastic_hosts import Hosts
+        return SingleHost(list(plan.counts))
+    from distributed.resilience.elastic_hosts import ElasticHosts
 
-    return Hosts(plan, _endpoint(plan))
+    return ElasticHosts(plan, _endpoint(plan))
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.interfaces.placement import World
 from distributed.resilience.failure_reports import FailureBoard, report_of
-from distributed.resilience.monitor_process import Observed
-from distributed.resilience.phase_journal import FAILED, stop_noting
-from distributed.resilience.preemption import listen
+from distributed.resilience.monitor_process import MonitoredRank
+from distributed.resilience.phase_journal import FAILED, freeze_journal
+from distributed.resilience.preemption import install_handlers
 from distributed.system.garbage_collection import collect_as_usual, spare_imports
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Task
     from distributed.training.loop import TrainingLoop
 
-__all__ = ["RankJob", "main", "report_error", "run_folder", "run_here", "watch_parent"]
+__all__ = ["RankPayload", "main", "report_error", "run_folder", "run_here", "watch_parent"]
 
 
 _ENDED: list[Any] = []
@@ -39,11 +39,11 @@ deadlock (both want the interpreter's lock), so a rank leaves that to the end of
 
 
 @dataclass
-class RankJob:
-    """What a rank is told. Written once to a private file.
+class RankPayload:
+    """The plan and task of a rank, pickled once to a private file.
 
     Attributes:
-        plan: hop 4's result.
+        plan: plan of the run.
         task: the user's objects.
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
     """
@@ -53,12 +53,12 @@ class RankJob:
     tracker_contexts: dict[str, Any] = field(default_factory=dict)
 
 
-def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
-    """Be one rank: set up the backend, train, hand back the loop.
+def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
+    """Run one rank: set up the backend, train and return the loop.
 
     Args:
-        job: what to do.
-        result_dir: where to leave the final state and ``result.json``, or None.
+        job: plan and task.
+        result_dir: folder for the final state and ``result.json``; None writes neither.
     """
     from distributed.registry.catalog import get_catalog
     from distributed.training.loop import TrainingLoop
@@ -67,7 +67,7 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     plan, catalog = job.plan, get_catalog()
     backend = catalog.load_backend(plan.spec)
-    board, observed = None, Observed(plan)
+    board, observed = None, MonitoredRank(plan)
     try:
         backend.setup(plan)
         observed.joined(backend)
@@ -77,7 +77,7 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
         if result_dir is not None:
             _leave_result(loop, plan, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
-        stop_noting()
+        freeze_journal()
         cause = board.settle(error, observed.cause) if board else error
         if cause is error:
             observed.tell(error)
@@ -94,7 +94,7 @@ def run_here(job: RankJob, result_dir: Path | None = None) -> TrainingLoop:
 
 
 def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
-    """On one node that we started, the supervisor knows more than the ranks do."""
+    """The failure board; None on a single node of our own, where the supervisor finds the cause."""
     store = getattr(backend, "store", None)
     watched = plan.mode != "join" and plan.num_nodes == 1
     return None if watched or store is None else FailureBoard(store, backend.world.rank, backend.world.size)
@@ -117,9 +117,9 @@ def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
 
 
 def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
-    """Nodes need not share a folder: the first rank of each writes the whole state."""
+    """Nodes may have no shared folder: the first rank of each writes the full state."""
     loop.backend.set_training(False)  # equal buffers: rank 0's
-    loop.backend.release()  # a share of the state becomes all of it, on every rank
+    loop.backend.release()  # unshard the state on every rank
     if loop.world.local_rank != 0:
         return
     alone = copy(loop.backend)
@@ -131,7 +131,7 @@ def main() -> int:
     """Entry point of a rank that `launch` started: its task, or the script in its arguments."""
     watch_parent()
     if os.environ.get("DISTRIBUTED_HEEDS_SIGNALS"):
-        listen()
+        install_handlers()
     if len(sys.argv) > 1:
         del sys.argv[0]
         sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
@@ -141,13 +141,13 @@ def main() -> int:
 
 
 def run_folder(folder: Path) -> int:
-    """Run the task in `folder` and leave its result or an error report there; 0 when it went well."""
+    """Run the task in `folder` and leave its result or an error report there; returns 0 or 1."""
     spare_imports()
     try:
         from distributed.communication.task_file import load_task
 
         sys.path[:] = _caller_path(folder)
-        job: RankJob = load_task(folder / "task.bin")
+        job: RankPayload = load_task(folder / "task.bin")
         job.plan = _as_placed(job.plan, os.environ)
         _ENDED.append(run_here(job, folder))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported
@@ -176,7 +176,7 @@ def _caller_path(folder: Path) -> list[str]:
 
 
 def report_error(error: BaseException, folder: Path) -> None:
-    """Leave ``error_<rank>.json`` for the launcher, at once: it decides who was first."""
+    """Write ``error_<rank>.json`` at once, because the launcher names the first failure."""
     from distributed.system.private_files import write_private
 
     rank = int(os.environ.get("RANK", "0"))

@@ -20,9 +20,9 @@ from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.task import Progress, Task
 from distributed.launch.local_launcher import LocalLauncher
-from distributed.launch.rank_process import RankJob, run_here
+from distributed.launch.rank_process import RankPayload, run_here
 from distributed.registry.catalog import load_target
-from distributed.resilience.elastic import restarts_of
+from distributed.resilience.elastic import read_restarts
 from distributed.system.private_files import write_private
 from distributed.training.seeding import isolated_rng
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["Outcome", "Rendezvous", "run", "run_script"]
+__all__ = ["RunResult", "Rendezvous", "run", "run_script"]
 
 # A rank imports from where its caller did: neither more (a file in the working folder may be
 # called like a module) nor less (unpickling the task imports the caller's modules).
@@ -43,12 +43,12 @@ _RANK = [sys.executable, "-P", "-c", _BOOT]
 
 
 @dataclass
-class Outcome:
-    """What a run leaves to the caller.
+class RunResult:
+    """The result of a run for the caller.
 
     Attributes:
-        history: the record.
-        progress: where the next `fit` goes on.
+        history: record of the run.
+        progress: position from which the next `fit` continues.
         state: folder of the final state when ranks were started; None when it is in this
             process's own objects.
         run_state: scaler and the like, when the run was in this process.
@@ -64,11 +64,11 @@ class Outcome:
 
 def run(
     plan: RunPlan, task: Task, tracker_contexts: Mapping[str, Any], launcher: Launcher | None = None
-) -> Outcome:
-    """Run `task` by `plan`: here, as one of a launcher's ranks, or in ranks started now.
+) -> RunResult:
+    """Run `task` by `plan`: in this process, as one of a launcher's ranks, or in new ranks.
 
     Args:
-        plan: what was decided.
+        plan: plan of the run.
         task: the user's objects.
         tracker_contexts: tracker name -> what its `capture` returned here.
         launcher: starts the ranks instead of the backend's own launcher.
@@ -77,12 +77,12 @@ def run(
         UserError: a mistake that only a rank could see.
         WorkerError: a rank failed.
     """
-    job = RankJob(plan, task, dict(tracker_contexts))
+    job = RankPayload(plan, task, dict(tracker_contexts))
     if plan.mode != "spawn":
         with isolated_rng() if plan.mode == "in-process" else nullcontext():
             loop = run_here(job)
             left = loop.leftover_state()
-        return Outcome(loop.history, loop.progress, run_state=left, loop=loop)
+        return RunResult(loop.history, loop.progress, run_state=left, loop=loop)
     folder = TemporaryDirectory(prefix="distributed-")
     try:
         path = Path(folder.name)
@@ -92,8 +92,8 @@ def run(
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
         (path / "task.bin").unlink()
-        history = History.from_dict({**result["history"], "restarts": restarts_of(path)})
-        return Outcome(history, Progress(**result["progress"]), folder)
+        history = History.from_dict({**result["history"], "restarts": read_restarts(path)})
+        return RunResult(history, Progress(**result["progress"]), folder)
     except BaseException:
         folder.cleanup()
         raise
@@ -123,16 +123,16 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     return 0
 
 
-def _save(job: RankJob, path: Path) -> None:
+def _save(job: RankPayload, path: Path) -> None:
     _save_path(path.parent)
     try:
         save_task(job, path)
     except Exception as error:
         raise UserError(
-            f"what was given to the Trainer cannot travel to the ranks: {type(error).__name__}: {error}",
+            f"cannot pickle the Trainer's arguments for the ranks: {type(error).__name__}: {error}",
             field="model, loaders, loss_fn, callbacks",
             remedy="Open files, locks and connections inside the dataset or factory, or start the"
-            " script with torchrun, which needs nothing to travel",
+            " script with torchrun, which pickles nothing",
         ) from error
 
 

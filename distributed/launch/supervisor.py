@@ -1,4 +1,4 @@
-"""Starts the ranks of this host, waits for them, and names the first that fails."""
+"""Start the ranks of this host, wait for them, and report the first failure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import IO, Any
 from distributed.launch import child_process
 from distributed.launch.child_process import ChildProcess
 from distributed.resilience.failure_reports import GRACE, error_of
-from distributed.resilience.preemption import hearing, held_back
-from distributed.resilience.rank_monitor import WATCHED, Watch
+from distributed.resilience.preemption import catch_signals, signals_blocked
+from distributed.resilience.rank_monitor import WATCHED, RankMonitor
 
 __all__ = ["Supervisor"]
 
@@ -38,19 +38,19 @@ class Supervisor:
     """The ranks of one host, each in a process group of its own.
 
     Each rank holds the read end of a pipe whose write end is here: if this process
-    vanishes, the ranks see the end of the file and end themselves (`worker.watch_parent`).
+    vanishes, the ranks see the end of the file and end themselves (`rank_process.watch_parent`).
 
     Args:
-        argv: the command of every rank.
+        argv: command of every rank.
         envs: rank -> environment.
-        folder: where ranks leave ``error_<rank>.json``.
-        watch: looks whether they move, and explains why they failed; None waits in silence.
+        folder: folder of the ranks' ``error_<rank>.json``.
+        watch: monitor that detects hangs and explains failures; None disables both.
         heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
             themselves and leave a result.
         preload: modules that a fork server imports before it forks a rank.
 
     Attributes:
-        heard: the signal that this process was sent, None without.
+        heard: name of the signal that this process received; None without one.
     """
 
     heard: str | None = None
@@ -61,7 +61,7 @@ class Supervisor:
         argv: Sequence[str],
         envs: Mapping[int, Mapping[str, str]],
         folder: Path,
-        watch: Watch | None = None,
+        watch: RankMonitor | None = None,
         heeds_signals: bool = False,
         preload: Sequence[str] = (),
     ) -> None:
@@ -83,14 +83,14 @@ class Supervisor:
         Raises:
             WorkerError, UserError: as `Launcher.run`.
         """
-        with hearing(self._hear) if self.heeds_signals else nullcontext():
+        with catch_signals(self._on_signal) if self.heeds_signals else nullcontext():
             try:
                 self.start()
                 self.wait()
             finally:
                 self.stop()
 
-    def _hear(self, name: str) -> None:
+    def _on_signal(self, name: str) -> None:
         self.heard = name
         self.ask_to_go(name)
 
@@ -98,7 +98,7 @@ class Supervisor:
         """Ask every rank to save at its next step and end; `wait` returns when they have.
 
         Args:
-            name: the signal that asks; a rank hears SIGTERM, too, when its whole group was sent it.
+            name: signal to send; a rank also receives SIGTERM if its whole group was sent it.
         """
         self._asked = name
         for entry in self._ranks:
@@ -112,7 +112,7 @@ class Supervisor:
         if self.heeds_signals:
             own["DISTRIBUTED_HEEDS_SIGNALS"] = "1"
         for rank, env in self.envs.items():
-            with held_back() if self.heeds_signals else nullcontext():
+            with signals_blocked() if self.heeds_signals else nullcontext():
                 process = child_process.start(
                     self.argv,
                     {**env, **own, "DISTRIBUTED_PARENT_FD": str(self._pipe[0])},
@@ -122,7 +122,7 @@ class Supervisor:
                 )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
-            if self._asked is not None:  # while it was being started, so that it could not be told
+            if self._asked is not None:  # the signal arrived before this rank could receive it
                 os.kill(process.pid, signal.Signals[self._asked])
             entry.watcher = _thread(self._watch, entry)
             if process.stdout is not None:
@@ -139,7 +139,7 @@ class Supervisor:
                 self._raise_first()
 
     def _next_end(self) -> _Rank:
-        """The next rank that ends; looks meanwhile whether the others move."""
+        """The next rank that ends; monitors the others meanwhile."""
         while self.watch is not None:
             try:
                 return self.ended.get(timeout=self.watch.period)
@@ -148,8 +148,8 @@ class Supervisor:
         return self.ended.get()
 
     def stop(self) -> None:
-        """End what still runs, and whatever the ranks started: SIGTERM, then SIGKILL; SIGKILL at
-        once where SIGTERM would mean to go on until the next step."""
+        """End the remaining ranks and their children: SIGTERM, then SIGKILL; SIGKILL at once if ranks
+        react to SIGTERM only at their next step."""
         alive = [entry for entry in self._ranks if entry.status is None]
         for entry in alive:
             _signal_group(entry.process.pid, signal.SIGKILL if self.heeds_signals else signal.SIGTERM)
@@ -160,7 +160,7 @@ class Supervisor:
             except queue.Empty:
                 break
         for entry in self._ranks:
-            # The leader is not reaped yet, so its group id cannot belong to anybody else.
+            # The leader is not reaped yet, so its group id cannot be reused.
             _signal_group(entry.process.pid, signal.SIGKILL)
         for entry in self._ranks:
             entry.watcher.join()
@@ -174,7 +174,7 @@ class Supervisor:
             self.watch.close()
 
     def _watch(self, entry: _Rank) -> None:
-        """Notice the end of a rank without reaping it."""
+        """Detect the end of a rank without reaping it."""
         status = entry.process.wait_end()
         entry.ended, entry.status = time.time(), status
         self.ended.put(entry)
@@ -192,13 +192,13 @@ class Supervisor:
         self.raise_reported([entry.rank for entry in self._ranks if entry.status not in (None, 0)])
 
     def raise_reported(self, ranks: Sequence[int]) -> None:
-        """Raise what the first of these failed ranks has to say.
+        """Raise the error of the first of these failed ranks.
 
         Raises:
             WorkerError, UserError: as `Launcher.run`.
         """
         failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
-        # What a rank says of a lost connection is second-hand while another has a cause.
+        # A lost connection is second-hand if another rank has a cause.
         first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
         if self.watch is not None:
             pids = {entry.rank: entry.process.pid for entry in self._ranks}
@@ -206,7 +206,7 @@ class Supervisor:
         raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
 
     def _failure(self, entry: _Rank) -> dict[str, Any]:
-        """What is known of a failed rank: its own report, or how its process ended."""
+        """The report of a failed rank: its own, or one made from its exit status."""
         base = {
             "rank": entry.rank,
             "host": socket.gethostname(),
@@ -232,10 +232,10 @@ def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def _relay(stream: IO[bytes], prefix: str) -> None:
-    """Pass a rank's lines on to whatever stands for stdout here (a notebook's cell, a test)."""
+    """Copy a rank's lines to this process's `sys.stdout` (a notebook's cell, a test)."""
     listens = True
     for line in stream:
-        # A rank whose pipe nobody empties would stop in its next print.
+        # Keep reading, because a rank whose pipe is full blocks in its next print.
         listens = listens and _show(prefix + line.decode(errors="replace"))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distributed.config.load import override
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined, RankPlacement
+from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["as_host", "check_nodes", "meeting_notes", "place_of"]
 
 
-def as_host(config: DistributedConfig, joined: Joined | None) -> tuple[DistributedConfig, Joined | None]:
+def as_host(
+    config: DistributedConfig, joined: LauncherEnvironment | None
+) -> tuple[DistributedConfig, LauncherEnvironment | None]:
     """Let a Slurm task start the ranks of its host: srun with one task per host, and more ranks than hosts
     in the configuration. Slurm's variables supply node rank and rendezvous."""
     wanted = config.num_ranks
@@ -28,7 +30,7 @@ def as_host(config: DistributedConfig, joined: Joined | None) -> tuple[Distribut
     return override(config, given, "srun: first host of the step, port from the job's number"), None
 
 
-def place_of(config: DistributedConfig, joined: Joined | None) -> Joined | None:
+def place_of(config: DistributedConfig, joined: LauncherEnvironment | None) -> LauncherEnvironment | None:
     """The rank that this process becomes, None when it starts ranks.
 
     Raises:

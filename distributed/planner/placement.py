@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.placement import Joined, RankPlacement
+from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
 from distributed.interfaces.plan import Resources
 from distributed.planner.hosts import place_of
 
@@ -17,7 +17,7 @@ __all__ = ["data_parallel_size", "place_ranks"]
 
 
 def place_ranks(
-    config: DistributedConfig, spec: BackendSpec, resources: Resources, joined: Joined | None
+    config: DistributedConfig, spec: BackendSpec, resources: Resources, joined: LauncherEnvironment | None
 ) -> RankPlacement:
     """Decide where the ranks run, how many there are, and over what they communicate.
 
@@ -57,7 +57,7 @@ def _choose_device(
     config: DistributedConfig,
     spec: BackendSpec,
     resources: Resources,
-    joined: Joined | None,
+    joined: LauncherEnvironment | None,
     notes: list[str],
 ) -> str:
     here = joined.local_size if joined else (config.num_ranks or 1) // config.num_nodes
@@ -86,7 +86,7 @@ def _choose_device(
     return "cuda"
 
 
-def _one_visible_each(resources: Resources, joined: Joined | None) -> bool:
+def _one_visible_each(resources: Resources, joined: LauncherEnvironment | None) -> bool:
     # Slurm and others may show every task a single device of its own.
     return joined is not None and resources.num_gpus == 1
 
@@ -99,7 +99,11 @@ def _may_share(config: DistributedConfig, spec: BackendSpec, resources: Resource
 
 
 def _count_devices(
-    config: DistributedConfig, spec: BackendSpec, resources: Resources, device: str, joined: Joined | None
+    config: DistributedConfig,
+    spec: BackendSpec,
+    resources: Resources,
+    device: str,
+    joined: LauncherEnvironment | None,
 ) -> tuple[int, int]:
     if joined is not None:
         return joined.size, joined.local_size
@@ -111,7 +115,7 @@ def _count_devices(
 
 
 def _count_replicas(
-    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
+    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: LauncherEnvironment | None
 ) -> int:
     if spec.num_replicas is None or joined is not None:
         return 1
@@ -164,7 +168,7 @@ def _choose_transport(config: DistributedConfig, spec: BackendSpec, device: str)
 
 
 def _choose_mode(
-    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: Joined | None
+    config: DistributedConfig, spec: BackendSpec, num_devices: int, joined: LauncherEnvironment | None
 ) -> str:
     if joined is not None:
         return "join"

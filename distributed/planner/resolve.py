@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined, RankPlacement
+from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
 from distributed.planner.backend_choice import (
     BackendChoice,
@@ -36,7 +36,7 @@ def resolve(
     catalog: Catalog,
     facts: Facts,
     resources: Resources,
-    joined: Joined | None = None,
+    joined: LauncherEnvironment | None = None,
     choice: BackendChoice | None = None,
 ) -> RunPlan:
     """Decide everything that can be decided before a process starts.

@@ -1,4 +1,4 @@
-"""Do replicas still hold the same parameters? One number per rank tells; on a difference, who and where."""
+"""Detect replicas whose parameters differ: a checksum per rank, then the ranks and the parameter."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["checksum", "explain_divergence", "trained"]
 
 _ROUNDING = 1e-6
-"""Share of a parameter's sum up to which replicas may differ by rounding alone: hosts with other processors
-compute other last bits. A replica that took another step is further off."""
+"""Relative difference of a parameter's sum that rounding alone explains: hosts with other processors
+compute other last bits. A replica that took a different step differs by more than this."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = 0x9E3779B97F4A7C15
 _EXACT = (1 << 52) - 1
 
 
 class _Print(NamedTuple):
-    """Of one parameter: sum of its bits, of its values, of their sizes."""
+    """Sums over one parameter: of its bits, its values and their absolute values."""
 
     bits: int
     total: float
@@ -34,12 +34,12 @@ class _Print(NamedTuple):
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `module` that learn, by name, detached."""
+    """The trainable parameters of `module` by name, detached."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def checksum(parameters: Mapping[str, Tensor]) -> float:
-    """A whole number below 2**52 that any changed bit changes, but for chance: a float64 holds it.
+    """An integer checksum below 2**52, which a float64 holds exactly.
 
     Reads every parameter once; synchronises with the device once.
     """
@@ -57,22 +57,22 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
-    """What became of replicas whose checksums differ. Collective.
+    """Find out which replicas differ after a checksum mismatch. Collective.
 
     Args:
-        backend: its `replicated` is not None.
+        backend: backend whose `replicated` is not None.
         step: number of the last optimizer step.
 
     Returns:
-        The same on every rank: an error to raise that names the ranks that differ from most and the
-        first parameter in which they do; or a remark when it may be rounding alone.
+        The same on every rank: an error to raise, which names the ranks that differ from most and the
+        first differing parameter; or a remark if it may be rounding alone.
     """
     world, own = backend.world, _prints(backend.replicated() or {})
     found = backend.gather_objects((world.host, os.getpid(), own))
     prints = [part[2] for part in found]
     keys = [tuple(part.bits for part in each.values()) for each in prints]
     number = Counter(keys)
-    # Of equally many, rank 0's: what it holds is what is saved first.
+    # On a tie rank 0's, because its parameters are the ones that are saved.
     usual = max(number, key=lambda key: (number[key], key == keys[0]))
     reference = prints[keys.index(usual)]
     odd = [rank for rank, key in enumerate(keys) if key != usual]
@@ -81,16 +81,16 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
     off = max(_distance(prints[one], reference) for one in odd)
     ranks = ", ".join(map(str, odd))
     what = (
-        f"rank{'s' if len(odd) > 1 else ''} {ranks} ({found[rank][0]}, pid {found[rank][1]}) no longer"
-        f" {'hold' if len(odd) > 1 else 'holds'} the parameters of the other ranks: after step {step},"
-        f" {len(names)} of {len(reference)} differ, the first of them {names[0]}"
+        f"rank{'s' if len(odd) > 1 else ''} {ranks} ({found[rank][0]}, pid {found[rank][1]})"
+        f" {'differ' if len(odd) > 1 else 'differs'} from the other ranks: after step {step},"
+        f" {len(names)} of {len(reference)} parameters are different, the first of them {names[0]}"
     )
     if off <= _ROUNDING:
-        return f"{what}, by {off:.0e} of its size: rounding, where processors differ"
-    tie = " Of two ranks it cannot be told which one is right." if world.size == 2 else ""
+        return f"{what}, by a relative {off:.0e}: rounding, if the hosts' processors differ"
+    tie = " With two ranks it is impossible to determine which one is correct." if world.size == 2 else ""
     return WorkerError(
-        f"{what}.{tie} Try: change parameters on all ranks alike or on none (a callback, a hook, an optimizer"
-        " of one's own), draw no random numbers in an update, and check the memory of that host; or set"
+        f"{what}.{tie} Try: change parameters in a callback, a hook or a custom optimizer in the same way on"
+        " all ranks, draw no random numbers in an update, and check the memory of that host; or set"
         " divergence_check_steps=None",
         rank=rank,
         host=found[rank][0],
@@ -108,7 +108,7 @@ def _prints(parameters: Mapping[str, Any]) -> dict[str, _Print]:
 
 
 def _distance(prints: Mapping[str, _Print], reference: Mapping[str, _Print]) -> float:
-    """How far apart the sums are, as a share of the parameter's size; infinite for NaN."""
+    """Largest relative difference of the sums; infinite for NaN."""
     shares: Sequence[float] = [
         max(abs(one.total - other.total), abs(one.size - other.size)) / max(other.size, 1e-30)
         for one, other in ((prints[name], reference[name]) for name in reference)

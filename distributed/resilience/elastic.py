@@ -1,16 +1,15 @@
-"""Starts the ranks again after a failure, and with fewer or more of them (contract C10).
+"""Restart the ranks after a failure, with fewer or more of them (contract C10).
 
 ::
 
     until a round ends well:
-        meet                    # alone on this host, or with the hosts that are there
-        start this host's ranks # the global batch stays, whatever their number
+        rendezvous              # on this host alone, or with the available hosts
+        start this host's ranks # the global batch stays the same for any number of ranks
         a rank failed?          # restart, at most max_restarts times
-        another host came?      # every rank saves at the same step and ends; restart
+        another host joined?    # every rank saves at the same step and ends; restart
 
-Every round goes on from the newest good checkpoint. Which hosts are there is torch's elastic rendezvous'
-to know (`distributed.resilience.elastic_hosts`); starting, watching and ending ranks is the supervisor's,
-as always.
+Every round resumes from the newest good checkpoint. Torch's elastic rendezvous tracks the hosts
+(`distributed.resilience.elastic_hosts`); the supervisor starts, monitors and ends the ranks.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from distributed.communication.rendezvous import Rendezvous
 from distributed.errors import Preempted, WorkerError
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.failure_reports import say
-from distributed.resilience.preemption import hearing
+from distributed.resilience.preemption import catch_signals
 
 if TYPE_CHECKING:
     from distributed.interfaces.launcher import RankCommand, Supervisor
     from distributed.interfaces.plan import RunPlan
 
 __all__ = [
-    "Alone",
+    "SingleHost",
     "Elastic",
     "Membership",
-    "Place",
+    "HostSlot",
     "forget_round",
-    "note_restarts",
-    "restarts_of",
+    "write_restarts",
+    "read_restarts",
     "served",
 ]
 
 Supervise = Callable[["RunPlan", str, int], "Supervisor"]
-"""``(plan, host, port) -> Supervisor`` of this host's ranks, which meet there."""
+"""``(plan, host, port) -> Supervisor`` of this host's ranks, whose rendezvous is at that address."""
 
 _RESTARTS = "restarts.json"
 
 
 @dataclass(frozen=True)
-class Place:
-    """This host's part in a round.
+class HostSlot:
+    """This host's slot in a round.
 
     Attributes:
-        node_rank: its index among the hosts.
-        num_nodes: hosts with ranks in the round; those behind stand by.
-        local_size: ranks that a host starts.
+        node_rank: index among the hosts.
+        num_nodes: number of hosts with ranks in the round; hosts with a higher index are on standby.
+        local_size: number of ranks that a host starts.
     """
 
     node_rank: int
@@ -67,39 +66,39 @@ class Place:
 
 
 class Membership(Protocol):
-    """Who takes part in a round.
+    """The hosts of a round.
 
     Attributes:
-        has_others: other hosts may come and go.
+        has_others: whether other hosts may join and leave.
     """
 
     has_others: bool
 
-    def meet(self) -> Place:
+    def meet(self) -> HostSlot:
         """Wait for the hosts of the next round."""
 
     def store(self, size: int) -> AbstractContextManager[tuple[str, int]]:
-        """Host and port of the store in which the round's `size` ranks meet."""
+        """Host and port of the rendezvous store of the round's `size` ranks."""
 
     def watch(self, newcomer: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `newcomer` when another host wants to take part."""
+        """Call `newcomer` when another host wants to join."""
 
     def stand_by(self) -> None:
-        """Return when the round has ended without this host, which has no ranks in it.
+        """Return when the round has ended, in which this host has no ranks.
 
         Raises:
             SystemExit: the run has ended.
         """
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
-        """A round failed; `checkpoint` is the newest good one."""
+        """Record that a round failed; `checkpoint` is the newest good one."""
 
     def finish(self) -> None:
-        """All is done: return when the other hosts no longer need this one."""
+        """End the run: return when the other hosts no longer need this one."""
 
 
-class Alone:
-    """One host. Its ranks are as many as before, unless the same one keeps failing.
+class SingleHost:
+    """One host. The number of its ranks stays the same unless one rank keeps failing.
 
     Args:
         counts: numbers of ranks that keep the global batch, largest first.
@@ -111,8 +110,8 @@ class Alone:
         self.counts = counts
         self._last: tuple[int, str | None] | None = None
 
-    def meet(self) -> Place:
-        return Place(0, 1, self.counts[0])
+    def meet(self) -> HostSlot:
+        return HostSlot(0, 1, self.counts[0])
 
     def store(self, size: int) -> AbstractContextManager[tuple[str, int]]:
         return served("127.0.0.1", size)
@@ -121,11 +120,11 @@ class Alone:
         return nullcontext()
 
     def stand_by(self) -> None:
-        raise AssertionError("a host alone takes part in every round")
+        raise AssertionError("a single host is in every round")
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
-        """A rank that fails twice without a step saved in between has lost its device, perhaps:
-        go on with fewer."""
+        """Continue with fewer ranks if one fails twice without a step saved in between: it may have
+        lost its device."""
         if self._last == (error.rank, checkpoint) and len(self.counts) > 1:
             del self.counts[0]
             self._last = None
@@ -140,11 +139,11 @@ class Elastic:
     """The rounds of one run on this host.
 
     Args:
-        plan: for the largest number of ranks.
-        command: what every rank runs.
-        supervise: makes a round's supervisor.
-        members: who takes part.
-        rescale: ``(plan, num_nodes, local_size, node_rank) -> plan`` of a round.
+        plan: plan for the largest number of ranks.
+        command: command of every rank.
+        supervise: function that makes a round's supervisor.
+        members: hosts of the run.
+        rescale: function ``(plan, num_nodes, local_size, node_rank) -> plan`` of a round.
     """
 
     def __init__(
@@ -159,33 +158,33 @@ class Elastic:
         self.members, self.rescale = members, rescale
         self.restarts: list[str] = []
         self._failures = 0
-        self._told: str | None = None
+        self._signal: str | None = None
         self._ended_well = False
 
     def run(self) -> None:
-        """Run rounds until one ends well, or restarts have run out.
+        """Run rounds until one succeeds or no restarts are left.
 
         Raises:
             WorkerError, UserError: as `Launcher.run`.
-            Preempted: this host was told to go while it had no ranks, between two rounds.
+            Preempted: this host received a signal while it had no ranks, between two rounds.
         """
         try:
-            with hearing(self._hear) if self.plan.config.heeds_signals else nullcontext():
+            with catch_signals(self._on_signal) if self.plan.config.heeds_signals else nullcontext():
                 self._rounds()
-        except Preempted as gone:
-            say(str(gone), sys.stdout)  # not by who hears: a signal may come in the middle of a print
+        except Preempted as preempted:
+            say(str(preempted), sys.stdout)  # not in the handler: a signal may interrupt a print
             raise
 
-    def _hear(self, name: str) -> None:
-        self._told = name
-        self._leave_if_told()
+    def _on_signal(self, name: str) -> None:
+        self._signal = name
+        self._raise_if_preempted()
 
-    def _leave_if_told(self) -> None:
-        # With all ranks at their end nothing is left to save, and other hosts may still need this one.
-        if self._told is not None and not self._ended_well:
-            raise self._gone(self._told)
+    def _raise_if_preempted(self) -> None:
+        # After all ranks have finished nothing is left to save, and other hosts may still need this one.
+        if self._signal is not None and not self._ended_well:
+            raise self._preempted(self._signal)
 
-    def _gone(self, name: str) -> Preempted:
+    def _preempted(self, name: str) -> Preempted:
         from distributed.checkpoint.reader import read_manifest
 
         place = newest_checkpoint(self.plan)
@@ -195,7 +194,7 @@ class Elastic:
         size = 0
         while True:
             forget_round(self.command.folder)
-            note_restarts(self.command.folder, self.restarts)
+            write_restarts(self.command.folder, self.restarts)
             place = self.members.meet()
             if place.node_rank >= place.num_nodes:
                 self.members.stand_by()
@@ -207,16 +206,16 @@ class Elastic:
             try:
                 supervisor = self._round(plan)
             except WorkerError as error:
-                self._note(error)
+                self._count_failure(error)
                 continue
             if supervisor.heard:
-                return  # this host is to go; the others go on without it
-            if not self._made_room():
+                return  # this host is preempted; the others continue without it
+            if not self._ended_for_newcomer():
                 self.members.finish()
                 return
             self._ended_well = False
-            self._leave_if_told()
-            self.restarts.append("another host came or went")
+            self._raise_if_preempted()
+            self.restarts.append("membership changed: a host joined or left")
 
     def _round(self, plan: RunPlan) -> Supervisor:
         with self.members.store(plan.world_size) as (host, port):
@@ -225,21 +224,21 @@ class Elastic:
                 try:
                     supervisor.run()
                 except WorkerError as error:
-                    # Leaving the others may take long when it is the network that is gone.
+                    # Before leaving the rendezvous, which may take long if the network is down.
                     if self._failures < plan.config.max_restarts:
                         say(error.summary, sys.stdout)
-                    self._told = supervisor.heard
+                    self._signal = supervisor.heard
                     raise
                 self._ended_well = True
         return supervisor
 
-    def _note(self, error: WorkerError) -> None:
-        """Count a failure; raises it when it was one too many, or when this host is to go."""
+    def _count_failure(self, error: WorkerError) -> None:
+        """Count a failure; raises it if no restarts are left, or if this host is preempted."""
         self._failures += 1
         allowed = self.plan.config.max_restarts
-        if self._told is not None and error.exc_type == "HostLost":
-            raise self._gone(self._told) from error  # what is here was saved, as far as it could be
-        if self._failures > allowed or self._told is not None:
+        if self._signal is not None and error.exc_type == "HostLost":
+            raise self._preempted(self._signal) from error  # this host's ranks have saved, if they could
+        if self._failures > allowed or self._signal is not None:
             raise error
         checkpoint = newest_checkpoint(self.plan)
         self.members.note_failure(error, checkpoint)
@@ -250,10 +249,10 @@ class Elastic:
     def _announce(self, before: int, plan: RunPlan) -> None:
         changed = f" instead of {before}" if plan.world_size != before else ""
         place = newest_checkpoint(self.plan) or "the beginning"
-        say(f"going on with {plan.world_size} ranks{changed} from {place}; {plan.batch}", sys.stdout)
+        say(f"continuing with {plan.world_size} ranks{changed} from {place}; {plan.batch}", sys.stdout)
 
-    def _made_room(self) -> bool:
-        """Whether the ranks saved and ended for another host's sake, and not for good."""
+    def _ended_for_newcomer(self) -> bool:
+        """Whether the ranks saved and ended because another host joined."""
         if not self.members.has_others:
             return False
         result = json.loads((self.command.folder / "result.json").read_text(encoding="utf-8"))
@@ -261,20 +260,20 @@ class Elastic:
 
 
 def forget_round(folder: Path) -> None:
-    """Remove what the ranks of an earlier round left in the run's private folder: new ones would be
-    judged by the journals of those before them until they have their own."""
+    """Remove the files of an earlier round from the run's private folder. Otherwise its journals would be
+    read as those of the new ranks."""
     for pattern in ("error_*.json", "result.json", "journal_*", "stacks_*", "verdict.json"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
 
 
-def note_restarts(folder: Path, reasons: list[str]) -> None:
-    """Leave for `restarts_of` why the run in `folder` was started again."""
+def write_restarts(folder: Path, reasons: list[str]) -> None:
+    """Write the reasons of all restarts of the run in `folder`, for `read_restarts`."""
     (folder / _RESTARTS).write_text(json.dumps(reasons), encoding="utf-8")
 
 
-def restarts_of(folder: Path) -> list[str]:
-    """Why the run in `folder` was started again, once each time."""
+def read_restarts(folder: Path) -> list[str]:
+    """The reason of each restart of the run in `folder`."""
     path = folder / _RESTARTS
     found: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return found
@@ -282,6 +281,6 @@ def restarts_of(folder: Path) -> list[str]:
 
 @contextmanager
 def served(host: str, size: int) -> Iterator[tuple[str, int]]:
-    """A store of this process for `size` ranks: its host and port."""
+    """Serve a store for `size` ranks; yields host and port."""
     with Rendezvous(host, 0, size) as rendezvous:
         yield rendezvous.host, rendezvous.port

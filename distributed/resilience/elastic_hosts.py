@@ -1,4 +1,4 @@
-"""The hosts of an elastic run, by torch's elastic rendezvous; it knows who is there, came, or is gone."""
+"""Elastic membership, delegated to torch's elastic rendezvous."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from distributed.checkpoint.run_directory import claim_directory
 from distributed.communication.rendezvous import connect, listen, serve
 from distributed.errors import UserError, WorkerError
-from distributed.resilience.elastic import Place, served
+from distributed.resilience.elastic import HostSlot, served
 from distributed.system.addresses import address_among, is_own_address
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["Hosts"]
+__all__ = ["ElasticHosts"]
 
 _LOOK = 0.5
-"""Seconds between looks for another host."""
+"""Seconds between checks for another host."""
 _ALIVE = 2
-"""Seconds between a host's signs of life; after three without one it is gone. On a busy host a sign may
-come a second late."""
+"""Seconds between a host's heartbeats; after three missed ones it is lost. On a busy host a heartbeat may
+be a second late."""
 _FAREWELL = timedelta(seconds=60)
 _ANSWER = timedelta(seconds=60)
-"""The store answers at once, or its host is gone."""
+"""Timeout of the store, which responds at once unless its host is lost."""
 
 
-class Hosts:
-    """This host among those that meet at ``rdzv_endpoint``.
+class ElasticHosts:
+    """This host among those of the rendezvous at ``rdzv_endpoint``.
 
-    The first process on the host of that address serves the meeting; when it ends, the run ends.
+    The first process on the host of that address serves the rendezvous; when it ends, the run ends.
 
     Args:
-        plan: for the largest number of hosts.
-        endpoint: host and port where they meet.
+        plan: plan for the largest number of hosts.
+        endpoint: host and port of the rendezvous.
 
     Raises:
-        UserError: nobody answers there.
+        UserError: the endpoint does not respond.
     """
 
     has_others = True
@@ -64,7 +64,7 @@ class Hosts:
         self.plan, self.endpoint = plan, endpoint
         # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.serves, self._store = _meeting(plan, *endpoint)
+        self.serves, self._store = _open_rendezvous(plan, *endpoint)
         section, self._patience = plan.config.elastic, timedelta(seconds=plan.config.collective_timeout)
         self.min_nodes = plan.counts[-1] // plan.local_size
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -80,12 +80,12 @@ class Hosts:
         self._round: Any = None
         self._num_nodes = 0
 
-    def meet(self) -> Place:
+    def meet(self) -> HostSlot:
         """Wait for the hosts of the next round.
 
         Raises:
-            UserError: too few came.
-            WorkerError: the host that serves the meeting is gone.
+            UserError: too few hosts joined.
+            WorkerError: the host that serves the rendezvous is lost.
             SystemExit: the run was over before this host could take part.
         """
         reminder = threading.Timer(10.0, self._remind)
@@ -94,27 +94,27 @@ class Hosts:
         try:
             self._round = self._handler.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise _over() from None
+            raise _late_exit() from None
         except RendezvousTimeoutError:
             raise UserError(
-                f"fewer than {self.min_nodes} hosts came within {self._patience.total_seconds():g} s",
+                f"fewer than {self.min_nodes} hosts joined within {self._patience.total_seconds():g} s",
                 field="elastic.min_ranks",
                 got=self.plan.counts[-1],
                 remedy="Start the same command on more hosts, or allow fewer ranks",
             ) from None
         except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
-            raise self._gone(error) from None
+            raise self._rendezvous_lost(error) from None
         finally:
             reminder.cancel()
         here = self._round.world_size * self.plan.local_size
         # The largest number that keeps the global batch.
         size = next(count for count in self.plan.counts if count <= here)
         self._num_nodes = size // self.plan.local_size
-        return Place(self._round.rank, self._num_nodes, self.plan.local_size)
+        return HostSlot(self._round.rank, self._num_nodes, self.plan.local_size)
 
     @contextmanager
     def store(self, size: int) -> Iterator[tuple[str, int]]:
-        """The round's first host serves the store of its ranks and tells the others where."""
+        """Serve the store of the round's ranks on its first host, and publish the address to the others."""
         key, shared = "ranks", self._round.store
         try:
             if self._round.rank == 0:
@@ -125,11 +125,11 @@ class Hosts:
                 host, _, number = shared.get(key).decode().rpartition(":")
                 yield host, int(number)
         except dist.DistError as error:
-            raise self._gone(error) from None
+            raise self._rendezvous_lost(error) from None
 
     @contextmanager
     def watch(self, newcomer: Callable[[], None]) -> Iterator[None]:
-        """Look for another host twice a second while the ranks run."""
+        """Check for another host twice a second while the ranks run."""
         ended = threading.Event()
 
         def look() -> None:
@@ -148,15 +148,15 @@ class Hosts:
             thread.join()
 
     def stand_by(self) -> None:
-        """Return when the others leave this round, or another host came.
+        """Return when the others leave this round, or another host joins.
 
         Raises:
-            WorkerError: the host that serves the meeting is gone.
+            WorkerError: the host that serves the rendezvous is lost.
             SystemExit: the run has ended.
         """
         print(
-            f"this host stands by: a global batch of {self.plan.batch.global_batch_size} has no equal"
-            f" shares for {self._round.world_size * self.plan.local_size} ranks",
+            f"this host is on standby: global batch {self.plan.batch.global_batch_size} is not divisible by"
+            f" {self._round.world_size * self.plan.local_size} ranks",
             flush=True,
         )
         try:
@@ -164,15 +164,15 @@ class Hosts:
                 with suppress(dist.DistStoreError):
                     self._round.store.wait(["all done"], timedelta(seconds=_LOOK))
                     self.finish_serving()
-                    raise _over()
+                    raise _late_exit()
         except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
-            raise self._gone(error) from None
+            raise self._rendezvous_lost(error) from None
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
-        """Whoever still lives comes to the next round."""
+        """Nothing to record: the hosts that remain join the next round."""
 
     def finish(self) -> None:
-        """Tell the others; the host that serves the meeting leaves last."""
+        """Report the end to the others; the host that serves the rendezvous leaves last."""
         with suppress(dist.DistError):
             store, number = self._round.store, self._num_nodes
             if store.add("done", 1) == number:
@@ -182,34 +182,34 @@ class Hosts:
             self.finish_serving()
 
     def finish_serving(self) -> None:
-        """Let hosts that come too late know; only who serves the meeting."""
+        """Close the rendezvous to late hosts, on the host that serves it."""
         if self.serves:
             self._handler.shutdown()
 
     def _remind(self) -> None:
-        print(f"waiting for hosts: at least {self.min_nodes} have to meet at {self._name()}", flush=True)
+        print(f"waiting for hosts: at least {self.min_nodes} must join at {self._name()}", flush=True)
 
     def _name(self) -> str:
         return f"{self.endpoint[0]}:{self.endpoint[1]}"
 
-    def _gone(self, error: Exception) -> WorkerError:
+    def _rendezvous_lost(self, error: Exception) -> WorkerError:
         return WorkerError(
-            f"the host at {self._name()}, where the others meet, is gone ({type(error).__name__});"
-            " start the run again with --resume",
+            f"lost the host that serves the rendezvous at {self._name()} ({type(error).__name__});"
+            " run the same command with --resume",
             rank=-1,
             host=socket.gethostname(),
             exc_type=type(error).__name__,
         )
 
 
-def _over() -> SystemExit:
-    print("the run has ended, and this host had no part in its last round", flush=True)
+def _late_exit() -> SystemExit:
+    print("the run finished without this host (it joined too late for the last round)", flush=True)
     return SystemExit(0)
 
 
-def _meeting(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
-    """Whether this process serves the meeting, and its store. Who does claims the checkpoint directory
-    before anybody can meet; who comes later must not."""
+def _open_rendezvous(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
+    """Whether this process serves the rendezvous, and its store. The server claims the checkpoint
+    directory before other hosts can join; they must not claim it."""
     if is_own_address(host):
         with suppress(OSError):  # another process of this host was first
             listener = listen(host, port)

@@ -1,4 +1,4 @@
-"""What ended a rank: a report that travels, and which of several failures is the cause."""
+"""Reports of failed ranks, and which of several failures is the cause."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of", "say"]
 
 GRACE = 2.0
-"""Seconds that ranks have, after a first failure, to say what they saw."""
+"""Seconds that ranks have to report their own failure after the first one."""
 
 _LOOK = 0.05
-"""Seconds between looks at what others know."""
+"""Seconds between polls of the failure board."""
 
 _SECOND_HAND = (
     "connection closed",
@@ -43,14 +43,14 @@ _SECOND_HAND = (
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:
-    """Print `text`, on stderr without a `stream`, if anybody still listens: a report must not end what it
-    reports on, nor hide it."""
+    """Print `text` to `stream`, by default stderr. Errors of a closed stream are ignored, so that they
+    do not hide the reported failure."""
     with suppress(OSError, ValueError):
         print(text, file=stream or sys.stderr, flush=True)
 
 
 def report_of(error: BaseException, rank: int) -> dict[str, Any]:
-    """`error` as plain values: who, where, when, what, traceback."""
+    """`error` as plain values: rank, host, time, message, traceback."""
     report: dict[str, Any] = {
         "rank": rank,
         "host": socket.gethostname(),
@@ -60,7 +60,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         "what": f"raised {type(error).__name__}: {error}",
         "second_hand": is_second_hand(error),
         "traceback": "".join(traceback.format_exception(error)),
-        **_place(),
+        **_position(),
     }
     if isinstance(error, SystemExit):
         report["what"] = f"called sys.exit({error.code!r})"
@@ -85,8 +85,8 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
     return report
 
 
-def _place() -> dict[str, Any]:
-    """Where this rank is, by its journal, and the memory it may use."""
+def _position() -> dict[str, Any]:
+    """Phase and step from this rank's journal, and its memory limit."""
     import resource
 
     journal, limit = current(), resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -99,7 +99,7 @@ def _place() -> dict[str, Any]:
 
 
 def is_second_hand(error: BaseException) -> bool:
-    """Whether `error` only says that another rank is gone."""
+    """Whether `error` is only a lost connection to another rank."""
     text = f"{type(error).__name__}: {error}".lower()
     return isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _SECOND_HAND)
 
@@ -108,7 +108,7 @@ def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError
     """The error that `report` stands for.
 
     Args:
-        report: what `report_of` made of it.
+        report: report made by `report_of`.
         others: ranks that failed afterwards.
     """
     if report.get("user_error") is not None:
@@ -117,13 +117,13 @@ def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError
         f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
     )
     if report["second_hand"]:
-        summary += " - it lost another rank, whose own output holds the cause"
+        summary += " - lost its connection to another rank; see that rank's output for the cause"
     if others and not report.get("blamed"):
         summary += f" (then rank {', '.join(map(str, others))})"
     if report.get("account"):
         summary += f". {report['account']}"
     elif report.get("place") and not report.get("summary"):
-        summary += f". It was in {report['place']}."
+        summary += f". The rank was in {report['place']}."
     return WorkerError(
         summary,
         rank=report["rank"],
@@ -136,14 +136,14 @@ def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError
 
 
 class FailureBoard:
-    """Where ranks that no single process watches tell each other why they end.
+    """Exchanges the causes of failures between ranks that no single process monitors.
 
-    A thread that waits on the store beside rank 0 would be livelier, but a thread blocked in
-    the store aborts a process that leaves the interpreter, and the process is the user's.
+    A thread that waits on the store would be faster, but a thread blocked in the store aborts the
+    user's process when it leaves the interpreter.
 
     Args:
-        store: where the ranks met.
-        rank: of this process.
+        store: the ranks' store.
+        rank: rank of this process.
         size: number of ranks.
     """
 
@@ -155,12 +155,12 @@ class FailureBoard:
         error: BaseException,
         found: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None,
     ) -> BaseException:
-        """What this rank should raise: `error` when it is a cause, otherwise the cause that
-        another rank, or the watcher of this host, gives within `GRACE` seconds.
+        """The error that this rank should raise: `error` if it is a cause, otherwise the cause that
+        another rank, or the monitor of this host, reports within `GRACE` seconds.
 
         Args:
-            error: this rank's.
-            found: what a watcher knows by now of the loss of another rank.
+            error: error of this rank.
+            found: function that returns the monitor's report of a lost rank, or None.
         """
         try:
             if not is_second_hand(error):
@@ -178,18 +178,18 @@ class FailureBoard:
         except RuntimeError:
             return error  # the store went with the rank that served it
         finally:
-            self._tell()
+            self._acknowledge()
 
     def linger(self) -> None:
-        """Stay until another rank has read the board, `GRACE` seconds at most: launchers end
-        everybody soon after the first exit."""
+        """Wait until another rank has read the board, `GRACE` seconds at most: launchers kill
+        all ranks soon after the first exit."""
         reader = 0 if self.rank else 1
         try:
             self.store.wait([f"failed/heard/{reader}"], timedelta(seconds=GRACE))
         except RuntimeError:
             return
 
-    def _tell(self) -> None:
+    def _acknowledge(self) -> None:
         try:
             self.store.set(f"failed/heard/{self.rank}", "1")
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, told from where each of them stands. Nothing here asks a process."""
+"""Diagnose a hang: which rank is blocking the others, from the ranks' journals and stacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from distributed.resilience.phase_journal import JOURNAL_PHASES, Entry
 from distributed.resilience.stack_dumps import Frame
 
-__all__ = ["Seen", "Verdict", "Worker", "judge", "name_ranks"]
+__all__ = ["RankSnapshot", "Diagnosis", "LoaderWorker", "diagnose", "name_ranks"]
 
 _OUR_COLLECTIVES = (
     "distributed.communication.process_group",
@@ -25,8 +25,8 @@ _AFTER_DATA = ("epoch end", "validation", "finish")
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A loader worker: its process, the kernel's letter for it, and its stack where it tells."""
+class LoaderWorker:
+    """A DataLoader worker: pid, the kernel's letter for its state, and its stack if available."""
 
     pid: int
     state: str
@@ -34,8 +34,8 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One rank, as seen from outside.
+class RankSnapshot:
+    """State of one rank, observed from outside its process.
 
     Attributes:
         rank: its number.
@@ -59,25 +59,25 @@ class Seen:
     state: str = "S"
     busy: bool = False
     stack: Sequence[Frame] = ()
-    workers: Sequence[Worker] = ()
+    workers: Sequence[LoaderWorker] = ()
     waited: bool = False
     blocking_modules: Sequence[str] = ()
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
-        return self.entry.place() if self.entry else "its start, before it says anything"
+        """Phase and step of the rank, as text."""
+        return self.entry.place() if self.entry else "start-up, before the first journal entry"
 
     @property
     def position(self) -> tuple[int, int, int, int]:
-        """How far it has come; ranks in step have equal ones whenever they wait for each other."""
+        """Progress of the rank; ranks that wait for each other in step have equal positions."""
         if self.entry is None:
             return (0, 0, 0, 0)
         return (self.entry.epoch, self.entry.step, _ORDER[self.entry.outer], self.entry.collectives)
 
     @property
     def does(self) -> Literal["waits", "either", "works"]:
-        """Whether it waits in a collective. Backward of DDP may be either: it waits inside."""
+        """Whether the rank waits in a collective. Backward is ``either``, because DDP waits inside it."""
         file = self.stack[0].file if self.stack else ""
         if self.waited:
             return "waits"
@@ -111,15 +111,15 @@ def _lies_in(file: str, modules: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Who is to blame.
+class Diagnosis:
+    """The ranks that cause a hang.
 
     Attributes:
-        culprits: ranks, the first the one to look at; empty when none stands out.
-        kind: ``late``: the others wait for it; ``apart``: all wait, in different collectives;
-            ``alone``: it does not move, and nobody waits for it; ``together``: all wait in one place.
-        story: what happened, in a clause that follows the culprit's name.
-        waiting: ranks that wait for it.
+        culprits: ranks, the main one first; empty when no rank differs from the others.
+        kind: ``late``: the others wait for the culprit; ``apart``: all wait, in different collectives;
+            ``alone``: no progress, but no other rank waits; ``together``: all wait in one place.
+        story: clause that follows the culprit's name in a message.
+        waiting: ranks that wait for the culprit.
     """
 
     culprits: Sequence[int]
@@ -128,65 +128,67 @@ class Verdict:
     waiting: Sequence[int] = field(default=())
 
 
-def judge(ranks: Sequence[Seen]) -> Verdict:
-    """The verdict on ranks of one run, at least one.
+def diagnose(ranks: Sequence[RankSnapshot]) -> Diagnosis:
+    """Diagnose the ranks of one run, at least one.
 
-    A rank that waits in no collective while another does is the late one. When all wait, those in
-    another place than most are: the ranks have gone apart. Of two places, the one further on is
-    named, for it passed the collective in which the other waits.
+    A rank outside of collectives is late if another waits in one. If all wait in different places, the
+    ranks are apart, and the minority is named. Of two places, the later one is named, because its ranks
+    skipped the collective in which the others wait.
     """
-    working = [seen for seen in ranks if seen.does == "works"]
-    waiting = [seen.rank for seen in ranks if seen.does != "works"]
+    working = [snapshot for snapshot in ranks if snapshot.does == "works"]
+    waiting = [snapshot.rank for snapshot in ranks if snapshot.does != "works"]
     if working:
-        # Of several, the one that has come least far.
-        first = min(working, key=lambda seen: (seen.position, -seen.age))
-        behind = [seen.rank for seen in working if seen.position == first.position]
+        # Of several, the one with the least progress.
+        first = min(working, key=lambda snapshot: (snapshot.position, -snapshot.age))
+        behind = [snapshot.rank for snapshot in working if snapshot.position == first.position]
         behind.sort(key=lambda rank: rank != first.rank)
-        return Verdict(behind if waiting else [first.rank], "late" if waiting else "alone", "", waiting)
-    return _among_waiting(ranks)
+        return Diagnosis(behind if waiting else [first.rank], "late" if waiting else "alone", "", waiting)
+    return _diagnose_waiting(ranks)
 
 
-def _among_waiting(ranks: Sequence[Seen]) -> Verdict:
-    groups: dict[tuple[int, int, int], list[Seen]] = {}
-    for seen in ranks:
-        # Within one phase the numbers of collectives differ where callbacks ask for some.
-        groups.setdefault(seen.position[:3], []).append(seen)
+def _diagnose_waiting(ranks: Sequence[RankSnapshot]) -> Diagnosis:
+    groups: dict[tuple[int, int, int], list[RankSnapshot]] = {}
+    for snapshot in ranks:
+        # Within one phase the numbers of collectives differ if callbacks call some.
+        groups.setdefault(snapshot.position[:3], []).append(snapshot)
     if len(groups) == 1:
-        return Verdict([], "together", "", [seen.rank for seen in ranks])
+        return Diagnosis([], "together", "", [snapshot.rank for snapshot in ranks])
     far = sorted(groups, key=lambda position: (len(groups[position]), tuple(-n for n in position)))
     odd, others = groups[far[0]], groups[far[-1]]
     if len(odd) == len(others) and _ended(others[0], odd[0]):
         odd, others = others, odd
-    story = _parted(odd[0], others[0])
-    names = [seen.rank for seen in odd]
-    return Verdict(names, "apart", story, [seen.rank for seen in ranks if seen.rank not in names])
+    story = _describe_split(odd[0], others[0])
+    names = [snapshot.rank for snapshot in odd]
+    return Diagnosis(
+        names, "apart", story, [snapshot.rank for snapshot in ranks if snapshot.rank not in names]
+    )
 
 
-def _parted(odd: Seen, other: Seen) -> str:
-    """How `odd` left the ranks that stand where `other` does."""
+def _describe_split(odd: RankSnapshot, other: RankSnapshot) -> str:
+    """How `odd` came to be elsewhere than `other`: a clause of a message."""
     if odd.entry is None or other.entry is None:
         return ""
     if _ended_before(odd.entry, other.entry):
         return (
-            f"had no more batches in epoch {other.entry.epoch} after step {other.entry.step - 1},"
-            f" while the others went on to step {other.entry.step}"
+            f"ran out of batches in epoch {other.entry.epoch} after step {other.entry.step - 1},"
+            f" while the others continued to step {other.entry.step}"
         )
     if _ended_before(other.entry, odd.entry):
         return (
-            f"went on to step {odd.entry.step} of epoch {odd.entry.epoch}, while the others had no more"
-            f" batches after step {odd.entry.step - 1}"
+            f"continued to step {odd.entry.step} of epoch {odd.entry.epoch}, while the others ran out"
+            f" of batches after step {odd.entry.step - 1}"
         )
     if odd.position > other.position:
-        return f"went on without the collective in which the others wait ({other.place})"
-    return "is in a collective that the others did not enter"
+        return f"skipped the collective in which the others are waiting ({other.place})"
+    return "entered a collective that the others did not enter"
 
 
-def _ended(ended: Seen, going: Seen) -> bool:
+def _ended(ended: RankSnapshot, going: RankSnapshot) -> bool:
     return bool(ended.entry and going.entry and _ended_before(ended.entry, going.entry))
 
 
 def _ended_before(ended: Entry, going: Entry) -> bool:
-    """Whether one rank had done with an epoch in whose next step the other is."""
+    """Whether one rank had finished an epoch in whose next step the other is."""
     within = going.outer in ("data", "forward", "backward", "optimizer")
     same = ended.epoch == going.epoch and ended.outer in _AFTER_DATA and ended.step < going.step
     return within and (same or (ended.epoch > going.epoch and ended.step <= going.step))

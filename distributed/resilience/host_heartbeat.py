@@ -1,12 +1,12 @@
-"""Tells which host is gone: dead, stopped, or cut off by the network.
+"""Detect lost hosts by heartbeats: crashed, stopped, or disconnected from the network.
 
-A connection over a cable that was pulled does not break: ranks wait in their collectives for minutes, and
-none knows for whom. So the process that watches each host's ranks sends a sign of life every second to the
-one on node 0, and gets one back. Who is silent for `host_timeout` seconds is lost, and everybody who can
-still be reached is told the same name.
+A connection over an unplugged cable does not break: ranks are blocked in their collectives for minutes
+without naming the lost host. Therefore the process that monitors each host's ranks exchanges a heartbeat
+with the one on node 0 every second. A host without a heartbeat for `host_timeout` seconds is lost, and all
+reachable hosts get the same name.
 
-The ranks' store is used once, to tell where node 0 listens: its client may block for as long as the cable
-is out, and a thread that blocks in it aborts a process that leaves the interpreter.
+The ranks' store is used once, to publish the address of node 0. Its client may block for as long as the
+cable is out, and a thread that blocks in it aborts a process that leaves the interpreter.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from typing import Any
 from distributed.errors import WorkerError
 from distributed.system.addresses import is_loopback, own_addresses
 
-__all__ = ["HostWatch", "LostHost"]
+__all__ = ["HostHeartbeat", "LostHost"]
 
 _BEAT = 1.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 _KEY = "host watch"
 
 
 @dataclass(frozen=True)
 class LostHost:
-    """A host that is gone.
+    """A host that is lost.
 
     Attributes:
-        node: its number among the nodes.
-        host: its name; empty when it was never heard.
-        ranks: that it ran.
-        how: what was seen, after its name.
+        node: node number.
+        host: host name; empty without any heartbeat.
+        ranks: ranks of the host.
+        how: clause that follows the name in a message.
     """
 
     node: int
@@ -53,8 +53,8 @@ class LostHost:
         several = len(self.ranks) > 1
         names = f"rank{'s' if several else ''} {', '.join(map(str, self.ranks))}"
         return WorkerError(
-            f"host {self.host} (node {self.node}, {names}) {self.how}. Try: see whether it runs and can be"
-            " reached from the others (`preflight` tests every pair); `elastic` lets a run go on without it",
+            f"host {self.host} (node {self.node}, {names}) {self.how}. Try: check that the host runs and can"
+            " be reached from the others (`preflight` tests every pair); `elastic` runs continue without it",
             rank=self.ranks[0] if self.ranks else -1,
             host=self.host,
             exc_type="HostLost",
@@ -63,24 +63,24 @@ class LostHost:
 
 @dataclass
 class _Peer:
-    """What is known of another host."""
+    """State of another host."""
 
     node: int
     host: str
     ranks: tuple[int, ...]
-    heard: float
+    last_heartbeat: float
     ended: bool = False
 
 
-class HostWatch:
-    """This host's part in watching the hosts of a run. Starts threads; `close` ends them.
+class HostHeartbeat:
+    """Exchanges heartbeats with the other hosts of a run. Starts threads; `close` ends them.
 
     Args:
         place: host and port of the ranks' store.
-        node: this host's number; node 0 is the one that all others report to.
-        ranks: of this host.
-        timeout: seconds of silence after which a host is lost; None never.
-        run: what tells this run from others that use the same store.
+        node: number of this host; all others report to node 0.
+        ranks: ranks of this host.
+        timeout: seconds without a heartbeat after which a host is lost; None disables.
+        run: key of this run among those that use the same store.
     """
 
     def __init__(
@@ -103,15 +103,17 @@ class HostWatch:
         """The first host found to be lost, here or by node 0."""
         if self._lost is None and self.timeout is not None:
             now = time.monotonic()
-            silent = [p for p in list(self._peers.values()) if not p.ended and now - p.heard > self.timeout]
+            silent = [
+                p for p in list(self._peers.values()) if not p.ended and now - p.last_heartbeat > self.timeout
+            ]
             if silent:
-                peer = min(silent, key=lambda p: p.heard)
-                how = f"has not been heard from for {now - peer.heard:.0f} s: it is down, or cut off"
+                peer = min(silent, key=lambda p: p.last_heartbeat)
+                how = f"sent no heartbeat for {now - peer.last_heartbeat:.0f} s: it is down or disconnected"
                 self._lose(peer, how)
         return self._lost
 
     def lost_within(self, seconds: float) -> LostHost | None:
-        """`lost`, waited for: a rank sees a broken connection a moment before this does."""
+        """`lost`, after waiting for it: a rank detects a broken connection a moment earlier."""
         self._found.wait(seconds)
         return self.lost
 
@@ -126,12 +128,12 @@ class HostWatch:
             raise lost.error()
 
     def close(self) -> None:
-        """Say farewell, so that nobody takes this host's end for a loss."""
-        self._tell({"lost": asdict(self._lost) if self._lost else None, "end": True})
+        """Sign off, so that other hosts do not report this one as lost, and end the threads."""
+        self._send({"lost": asdict(self._lost) if self._lost else None, "end": True})
         self._closed.set()
         with self._lock:
             for line in self._lines:
-                with suppress(OSError):  # a listener wakes; on a connection, what was said still arrives
+                with suppress(OSError):  # wakes a listener; on a connection, sent messages still arrive
                     line.shutdown(socket.SHUT_RDWR if line is self._listener else socket.SHUT_WR)
                 line.close()
 
@@ -139,17 +141,17 @@ class HostWatch:
         if self._lost is None and not self._closed.is_set():
             self._lost = LostHost(peer.node, peer.host, peer.ranks, how)
             self._found.set()
-            self._tell({"lost": asdict(self._lost)})
+            self._send({"lost": asdict(self._lost)})
 
     # -- node 0 ------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
-            # Several "hosts" that meet on loopback are one, and nobody else's business.
+            # Several "hosts" on loopback are one machine, so no other needs to connect.
             alone = is_loopback(self._place[0])
             listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=1024)
         except OSError:
-            return  # this host cannot be watched, which is no reason to fail
+            return  # this host is not monitored, which must not stop the run
         with self._lock:
             self._lines.append(listener)
             self._listener = listener
@@ -193,7 +195,7 @@ class HostWatch:
         with self._lock:
             self._lines.append(line)
         hello = {"token": where["token"], "node": self.node, "host": self._host, "ranks": self.ranks}
-        self._tell(hello)
+        self._send(hello)
         with suppress(OSError, ValueError, KeyError, TypeError), line.makefile("rb") as messages:
             first = json.loads(messages.readline(4096))
             peer = _Peer(0, first["host"], tuple(first["ranks"]), time.monotonic())
@@ -218,13 +220,13 @@ class HostWatch:
                     return line
             if self._closed.wait(_BEAT):
                 break
-        return None  # a firewall, perhaps: hosts are then not watched
+        return None  # perhaps a firewall: hosts are not monitored then
 
     # -- both --------------------------------------------------------------------------
 
     def _store(self) -> Any:
-        """A client of the ranks' store, once somebody serves it; None when this ends before."""
-        import torch.distributed as dist  # slow, and none but several hosts need it
+        """A client of the ranks' store, once it is served; None after `close`."""
+        import torch.distributed as dist  # slow, and only needed with several hosts
 
         while not self._closed.is_set():
             with suppress(OSError, RuntimeError):
@@ -236,10 +238,10 @@ class HostWatch:
         return None
 
     def _listen(self, peer: _Peer, messages: Any) -> None:
-        """Take what `peer` says until it ends."""
+        """Receive the messages of `peer` until it ends."""
         try:
             for text in messages:
-                peer.heard = time.monotonic()
+                peer.last_heartbeat = time.monotonic()
                 message = json.loads(text)
                 if message.get("lost") and self._lost is None:
                     found = message["lost"]
@@ -250,15 +252,15 @@ class HostWatch:
         except (OSError, ValueError):
             pass
         if not peer.ended:
-            self._lose(peer, "is gone: what watched its ranks has ended without a word")
+            self._lose(peer, "is lost: its monitor process disconnected without signing off")
 
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT):
-            self._tell({"host": self._host, "ranks": self.ranks})
+            self._send({"host": self._host, "ranks": self.ranks})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         text = json.dumps(message).encode() + b"\n"
         with self._lock:
             for line in self._lines:
                 with suppress(OSError):
-                    line.send(text, socket.MSG_DONTWAIT)  # a full buffer is a host that does not listen
+                    line.send(text, socket.MSG_DONTWAIT)  # a full buffer means that the host does not read

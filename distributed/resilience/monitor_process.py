@@ -1,6 +1,6 @@
-"""The watch of ranks that somebody else started: a small process beside the first rank of each host.
+"""Monitor for ranks that another launcher started: a small process beside the first rank of each host.
 
-A thread in a rank would not do: one that waits in the interpreter's C code cannot report, and one
+A thread in a rank cannot do this. It could not report while the rank is blocked in C code, and a thread
 that waits on the ranks' store aborts a process that leaves the interpreter.
 """
 
@@ -25,10 +25,10 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from distributed.errors import UserError, WorkerError
 from distributed.resilience import stack_dumps
 from distributed.resilience.failure_reports import GRACE, error_of, report_of, say
-from distributed.resilience.host_heartbeat import HostWatch
-from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, follow, keep
+from distributed.resilience.host_heartbeat import HostHeartbeat
+from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, instrument, open_journal
 from distributed.resilience.preemption import SIGNALS
-from distributed.resilience.rank_monitor import WATCHED, Limits, Watch, write_report
+from distributed.resilience.rank_monitor import WATCHED, Limits, RankMonitor, write_report
 from distributed.system import processes
 from distributed.system.private_files import write_whole
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["Observed", "found_by_watcher", "watch_beside"]
+__all__ = ["MonitoredRank", "read_monitor_report", "run_monitor"]
 
 _BOOT = (
     "import json, os, sys\n"
@@ -44,45 +44,45 @@ _BOOT = (
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit()\n"
     "order = json.loads(line)\n"
     "sys.path[:] = order['path']\n"
-    "from distributed.resilience.monitor_process import watch_beside\n"
-    "watch_beside(order)\n"
+    "from distributed.resilience.monitor_process import run_monitor\n"
+    "run_monitor(order)\n"
 )
 _VERDICT = "verdict.json"
-"""What the watcher found, for ranks that only know that they lost another."""
+"""File with the monitor's report, for ranks that have only lost their connection to another rank."""
 
 
-class Observed:
-    """One rank's part in being watched, from before `Backend.setup` to the end.
+class MonitoredRank:
+    """Monitoring in one rank, from before `Backend.setup` to the end of the run.
 
     Args:
-        plan: the run's.
+        plan: plan of the run.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self._folder: Path | None = None
         self._journal: Journal | None = None
-        self._watcher: subprocess.Popen[bytes] | None = None
+        self._monitor: subprocess.Popen[bytes] | None = None
         self._rank: int | None = None
         self._run = ""
         if plan.mode == "spawn" and os.environ.get(WATCHED) == "1":
             self._begin(Path(os.environ["DISTRIBUTED_RUN_DIR"]), int(os.environ["RANK"]))
 
     def joined(self, backend: Backend) -> None:
-        """The ranks have met. Collective where nobody watches them yet."""
+        """Start monitoring after the rendezvous. Collective unless the launcher monitors the ranks."""
         world = backend.world
         if self._journal is None and world.size > 1 and self.plan.mode != "in-process":
             self._meet(backend)
         if self._journal is not None:
-            follow(backend, self._journal)
+            instrument(backend, self._journal)
 
     def _begin(self, folder: Path, rank: int) -> None:
-        stack_dumps.answer(folder, rank)
-        self._journal = keep(folder, rank)
+        stack_dumps.enable_dumps(folder, rank)
+        self._journal = open_journal(folder, rank)
         self._folder, self._rank = folder, rank
 
     def _meet(self, backend: Backend) -> None:
-        """Agree on a folder with the ranks of this host, and have its first one start the watcher."""
+        """Agree on a folder with the ranks of this host, and start the monitor in the first of them."""
         world = backend.world
         self._rank = world.rank
         nodes = _nodes(backend.gather_objects((world.node_rank, world.host)))
@@ -90,19 +90,21 @@ class Observed:
         first = nodes[node][0]
         folders = backend.gather_objects(_folder() if world.rank == first else None)
         self._run = folders[0] or ""
-        # Every journal is there when the watcher looks.
-        pids = backend.gather_objects(os.getpid() if self._took_part(folders[first], world.rank) else None)
+        # Every journal exists when the monitor starts.
+        pids = backend.gather_objects(
+            os.getpid() if self._begin_journal(folders[first], world.rank) else None
+        )
         if world.rank == first and self._journal is not None:
             here = {rank: pids[rank] for rank in nodes[node] if pids[rank] is not None}
             self._start(here, backend, node, len(nodes))
 
-    def _took_part(self, folder: str | None, rank: int) -> bool:
-        """Whether this rank is watched from `folder` now. To be watched is a help, no reason to fail."""
+    def _begin_journal(self, folder: str | None, rank: int) -> bool:
+        """Begin a journal in `folder`; whether that worked. A failure does not stop the run."""
         try:
             if folder is not None:
                 self._begin(Path(folder), rank)
         except OSError:
-            pass  # one host's name and number, and yet another file system: containers, for one
+            pass  # the same host name and number but another file system, as in containers
         return self._journal is not None
 
     def _start(self, pids: Mapping[int, int], backend: Backend, node: int, num_nodes: int) -> None:
@@ -120,47 +122,47 @@ class Observed:
             "pids": dict(pids),
             "limits": {**asdict(Limits.of(self.plan)), "num_nodes": num_nodes},
         }
-        # -P, as the ranks: a file in the working folder may be called like a module.
+        # -P, as for the ranks: a file in the working folder may have the name of a module.
         command = [sys.executable, "-P", "-c", _BOOT]
         try:
-            self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._monitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         except OSError:
-            return  # no room for another process
-        assert self._watcher.stdin is not None
-        self._watcher.stdin.write(json.dumps(order).encode() + b"\n")
-        self._watcher.stdin.flush()
+            return  # the process limit is reached
+        assert self._monitor.stdin is not None
+        self._monitor.stdin.write(json.dumps(order).encode() + b"\n")
+        self._monitor.stdin.flush()
 
     def cause(self, error: BaseException) -> dict[str, Any] | None:
-        """What the watcher of this host has found: `error` says only that another rank is lost. None
-        when it knows no more yet."""
+        """The monitor's report of a lost rank, when `error` is only a lost connection; None if there is
+        none yet."""
         if self._folder is None or self.plan.mode == "spawn":
             return None
-        return found_by_watcher(self._folder)
+        return read_monitor_report(self._folder)
 
     def tell(self, error: BaseException) -> None:
-        """Say in one line which rank failed where: its own traceback names no rank."""
+        """Print one line with the rank and its position, because its traceback names no rank."""
         if self._rank is None or self.plan.mode == "spawn" or isinstance(error, (UserError, WorkerError)):
             return
-        told = error_of({**report_of(error, self._rank), "second_hand": False})
-        write_report(self.plan.config.checkpoint_dir, str(told))
-        say(told.args[0].partition("\n")[0])
+        named = error_of({**report_of(error, self._rank), "second_hand": False})
+        write_report(self.plan.config.checkpoint_dir, str(named))
+        say(named.args[0].partition("\n")[0])
 
     def end(self, status: int = ENDED) -> None:
-        """The run is over, well or not."""
+        """End the journal and the monitor with the run."""
         if self._journal is not None:
             self._journal.end(status)
-        if self._watcher is not None and self._watcher.stdin is not None:
-            self._watcher.stdin.close()
-            self._watcher.wait()
-            self._watcher = None
+        if self._monitor is not None and self._monitor.stdin is not None:
+            self._monitor.stdin.close()
+            self._monitor.wait()
+            self._monitor = None
 
 
 def _nodes(places: Sequence[tuple[int, str]]) -> list[list[int]]:
-    """The ranks of each host. A number alone does not say which: ``mpirun --map-by node`` and variables
-    set by hand give several hosts the same.
+    """The ranks of each host. Node numbers alone are ambiguous: ``mpirun --map-by node`` and variables
+    set by hand give several hosts the same one.
 
     Args:
-        places: rank -> what its launcher calls its node's number, and its host's name.
+        places: rank -> (node number from the launcher, host name).
     """
     ranks: dict[tuple[int, str], list[int]] = {}
     for rank, (number, host) in enumerate(places):
@@ -169,29 +171,29 @@ def _nodes(places: Sequence[tuple[int, str]]) -> list[list[int]]:
 
 
 def _folder() -> str | None:
-    """Where the ranks of this host keep their journals; None when there is no room for any."""
+    """The folder for the journals of this host's ranks; None if it cannot be created."""
     try:
         return os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
     except OSError:
         return None
 
 
-def found_by_watcher(folder: Path) -> dict[str, Any] | None:
-    """The report of the rank that a watcher with its journals in `folder` found to blame, if it did."""
+def read_monitor_report(folder: Path) -> dict[str, Any] | None:
+    """The report of the rank to blame that a monitor left in `folder`; None without one."""
     path = folder / _VERDICT
     found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return found
 
 
-# -- in the watcher's own process ------------------------------------------------------
+# -- in the monitor's own process ------------------------------------------------------
 
 
-def watch_beside(order: Mapping[str, Any]) -> None:
-    """Watch until standard input is closed or the ranks have ended.
+def run_monitor(order: Mapping[str, Any]) -> None:
+    """Monitor until standard input is closed or the ranks have ended.
 
     Args:
-        order: ``folder`` with the ranks' journals, which is removed in the end if it is ``own``;
-            ``pids``: rank -> process id; ``limits``.
+        order: ``folder`` of the ranks' journals, removed at the end if ``own`` is true;
+            ``pids``: rank -> process id; ``limits``: fields of `Limits`.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process of a step
@@ -200,9 +202,9 @@ def watch_beside(order: Mapping[str, Any]) -> None:
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:
         hosts = _hosts(*order["hosts"]) if order["hosts"] else None
-        watch = Watch(folder, Limits(**order["limits"]), hosts)
+        watch = RankMonitor(folder, Limits(**order["limits"]), hosts)
         try:
-            _watch(watch, pids)
+            _monitor_ranks(watch, pids)
         finally:
             watch.close()
     finally:
@@ -211,7 +213,7 @@ def watch_beside(order: Mapping[str, Any]) -> None:
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error as far as anybody still reads it: whoever does may leave before the ranks."""
+    """Standard error without errors of a closed pipe: its reader may exit before the ranks."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -219,60 +221,63 @@ class _Stderr(io.TextIOBase):
         return len(text)
 
 
-def _hosts(place: Sequence[Any], node: int, ranks: Sequence[int], timeout: float, run: str) -> HostWatch:
-    return HostWatch((place[0], place[1]), node, tuple(ranks), timeout, run)
+def _hosts(place: Sequence[Any], node: int, ranks: Sequence[int], timeout: float, run: str) -> HostHeartbeat:
+    return HostHeartbeat((place[0], place[1]), node, tuple(ranks), timeout, run)
 
 
-def _watch(watch: Watch, pids: dict[int, int]) -> None:
+def _monitor_ranks(watch: RankMonitor, pids: dict[int, int]) -> None:
     while True:
         closed = bool(select.select([0], [], [], watch.period)[0])
-        gone = [rank for rank, pid in pids.items() if not processes.look_at(pid).alive]
+        gone = [rank for rank, pid in pids.items() if not processes.process_info(pid).alive]
         lost = [rank for rank in gone if _status(watch, rank) == RUNNING]
         if lost:
             report = _report_gone(watch, lost[0], pids)
-            _leave(watch.folder, report)
+            _write_monitor_report(watch.folder, report)
             print(error_of(report).args[0], file=sys.stderr, flush=True)
         if lost or closed or len(gone) == len(pids):
-            return _linger(watch, pids, closed)
+            return _wait_for_readers(watch, pids, closed)
         try:
             watch.look(pids)
         except WorkerError as error:
-            _leave(watch.folder, report_of(error, error.rank))
-            # The others lose it, and find out here what of. Who waits for a lost host waits in vain.
+            _write_monitor_report(watch.folder, report_of(error, error.rank))
+            # Other ranks see a broken connection and read the cause from here. After the loss of a host,
+            # kill all local ranks: they cannot finish.
             for rank in [error.rank] if error.rank in pids else pids:
                 with suppress(ProcessLookupError):
                     os.kill(pids[rank], signal.SIGKILL)
-            # Last: nobody may read what is said, and a full pipe takes no more.
+            # Last, because printing to a full pipe without a reader blocks.
             print(error, file=sys.stderr, flush=True)
-            return _linger(watch, pids, closed)
+            return _wait_for_readers(watch, pids, closed)
 
 
-def _linger(watch: Watch, pids: Mapping[int, int], closed: bool) -> None:
-    """Stay while ranks may want to read what was found."""
+def _wait_for_readers(watch: RankMonitor, pids: Mapping[int, int], closed: bool) -> None:
+    """Wait while ranks may still read the report."""
     deadline = time.monotonic() + 2 * GRACE
     while (
-        not closed and time.monotonic() < deadline and any(processes.look_at(p).alive for p in pids.values())
+        not closed
+        and time.monotonic() < deadline
+        and any(processes.process_info(p).alive for p in pids.values())
     ):
         closed = bool(select.select([0], [], [], watch.period)[0])
 
 
-def _status(watch: Watch, rank: int) -> int:
+def _status(watch: RankMonitor, rank: int) -> int:
     entry = Entry.read(Journal.path(watch.folder, rank))
     return ENDED if entry is None else entry.status
 
 
-def _report_gone(watch: Watch, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
+def _report_gone(watch: RankMonitor, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
     report = {
         "rank": rank,
         "host": watch.host,
         "pid": pids[rank],
         "time": time.time(),
         "exc_type": "SIGKILL",
-        "what": "is gone: it was killed, or ended without a word",
+        "what": "terminated without a report: it was killed, or called os._exit",
         "second_hand": False,
     }
     return watch.explain(report, [rank], pids)
 
 
-def _leave(folder: Path, report: Mapping[str, Any]) -> None:
+def _write_monitor_report(folder: Path, report: Mapping[str, Any]) -> None:
     write_whole(folder / _VERDICT, json.dumps(report).encode(), 0o666)

@@ -1,7 +1,7 @@
-"""What a rank is doing, kept where somebody else can read it: one small mapped file per rank.
+"""Journal of a rank's current phase, readable by other processes: one small mapped file per rank.
 
-A phase is entered by packing some fifty bytes into shared memory, without a system call, so that the
-launcher can say of a rank that hangs or was killed what it did, and since when.
+Entering a phase packs about fifty bytes into shared memory, without a system call. With it the launcher
+reports what a hung or killed rank was doing, and since when.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ __all__ = [
     "Entry",
     "Journal",
     "current",
-    "follow",
-    "keep",
-    "nowhere",
-    "stop_noting",
+    "instrument",
+    "no_op",
+    "open_journal",
 ]
 
 JOURNAL_PHASES = (
@@ -64,20 +63,20 @@ _SIZE, _OWNER_AT = 128, 64
 
 @dataclass(frozen=True)
 class Entry:
-    """One rank's record, as read.
+    """One rank's journal, as read.
 
     Attributes:
-        phase: of `JOURNAL_PHASES`.
-        outer: the phase from which a collective was called; else `phase`.
-        collective: which collective the rank is in, empty outside of ours.
-        step: number of the step under way, from 1; 0 before the first.
+        phase: one of `JOURNAL_PHASES`.
+        outer: phase from which a collective was called; otherwise `phase`.
+        collective: name of the backend's collective that the rank is in; otherwise empty.
+        step: number of the current step, from 1; 0 before the first.
         epoch: index of the epoch.
-        marks: phases entered so far: a rank whose number grows moves.
-        collectives: of the backend's interface entered so far.
-        since: when the phase was entered, by this host's monotonic clock, in seconds.
+        marks: number of phases entered so far; it grows while the rank makes progress.
+        collectives: number of the backend's collectives entered so far.
+        since: time when the phase was entered, by this host's monotonic clock, in seconds.
         status: `RUNNING`, `ENDED` or `FAILED`.
-        pid: of the rank.
-        thread: of the training loop.
+        pid: process id of the rank.
+        thread: id of the training loop's thread.
     """
 
     phase: str
@@ -94,7 +93,7 @@ class Entry:
 
     @classmethod
     def read(cls, path: Path) -> Entry | None:
-        """What the journal at `path` says; None when there is none, or nothing in it yet."""
+        """Read the journal at `path`; None if there is none, or it is empty."""
         try:
             data = path.read_bytes()
             while data != (again := path.read_bytes()):
@@ -111,7 +110,7 @@ class Entry:
         return cls(*names, step, epoch, marks, collectives, since, status, pid, thread)
 
     def place(self) -> str:
-        """Where the rank is, in words: ``forward of step 13 (epoch 0)``."""
+        """Phase and step as text: ``forward of step 13 (epoch 0)``."""
         if self.phase == "communication":
             return (
                 f"{self.collective} (its collective {self.collectives}), called in {self._where(self.outer)}"
@@ -128,19 +127,19 @@ class Entry:
 
 
 class Journal:
-    """One rank's own record. Not thread-safe: the training loop's thread owns it.
+    """The journal of this rank. Not thread-safe: the training loop's thread owns it.
 
     Args:
-        folder: private; the file is ``journal_<rank>`` there.
-        rank: of this process.
+        folder: private folder of the file ``journal_<rank>``.
+        rank: rank of this process.
     """
 
     __slots__ = ("_memory", "_status", "collectives", "epoch", "folder", "marks", "phase", "rank", "step")
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        # Half a first record would say that the rank has not moved since the host was started. Of half a
-        # later one, the time and the phase still belong together, for they are written in this order.
+        # Half a first record would read as no progress since the host started. In half a later one, the
+        # time and the phase still belong together, because they are written in this order.
         with draft_of(self.path(folder, rank)) as draft:
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
@@ -156,18 +155,18 @@ class Journal:
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:
-        """Where that rank's journal is."""
+        """The path of that rank's journal."""
         return folder / f"journal_{rank}"
 
     def begin(self) -> None:
-        """A run begins in this thread: nothing is known of it yet."""
+        """Reset the journal for a run that begins in this thread."""
         self.step = self.epoch = self.collectives = 0
         self._status = RUNNING
         _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
         self.enter("setup")
 
     def enter(self, phase: str, step: int | None = None, epoch: int | None = None) -> str:
-        """Note that `phase` begins, and the number of the step under way; returns the phase before."""
+        """Record that `phase` begins, and the number of the current step; returns the previous phase."""
         if self._status:
             return phase
         before, self.phase = self.phase, phase
@@ -193,7 +192,7 @@ class Journal:
         return before
 
     def enter_collective(self, name: str) -> str:
-        """Note that the collective `name` of the backend is entered; returns the phase before."""
+        """Record that the backend's collective `name` is entered; returns the previous phase."""
         if self._status:
             return self.phase
         self.marks += 1
@@ -205,63 +204,63 @@ class Journal:
         return self.phase
 
     def end(self, status: int) -> None:
-        """The run is over. What the rank did last stays; later phases are not noted."""
+        """Freeze the journal at the end of the run: later phases are not recorded."""
         if self._status == RUNNING:
             self._status = status
             struct.pack_into("=B", self._memory, _RECORD.size - 1, status)
 
     def entry(self) -> Entry | None:
-        """What is on record."""
+        """The current entry, read back from the file."""
         return Entry.read(self.path(self.folder, self.rank))
 
 
-_kept: list[Journal] = []
+_journals: list[Journal] = []
 
 
-def keep(folder: Path, rank: int) -> Journal:
-    """This process's journal in `folder`, begun anew for a run."""
-    if not _kept or (_kept[0].folder, _kept[0].rank) != (folder, rank):
-        _kept[:] = [Journal(folder, rank)]
-    _kept[0].begin()
-    return _kept[0]
+def open_journal(folder: Path, rank: int) -> Journal:
+    """This process's journal in `folder`, reset for a run."""
+    if not _journals or (_journals[0].folder, _journals[0].rank) != (folder, rank):
+        _journals[:] = [Journal(folder, rank)]
+    _journals[0].begin()
+    return _journals[0]
 
 
 def current() -> Journal | None:
-    """This process's journal; None when nobody reads one."""
-    return _kept[0] if _kept else None
+    """This process's journal; None without one."""
+    return _journals[0] if _journals else None
 
 
-def stop_noting() -> None:
-    """The run has failed, if one was on record: what the rank does from now on is clearing up."""
-    if _kept:
-        _kept[0].end(FAILED)
+def freeze_journal() -> None:
+    """Freeze the journal after a failure, so that cleanup does not overwrite the failing phase."""
+    if _journals:
+        _journals[0].end(FAILED)
 
 
-def nowhere(phase: str, step: int | None = None, epoch: int | None = None) -> str:
-    """Stands for `Journal.enter` where nobody reads a journal."""
+def no_op(phase: str, step: int | None = None, epoch: int | None = None) -> str:
+    """Replacement for `Journal.enter` in a process without a journal."""
     return phase
 
 
-def follow(backend: Any, journal: Journal) -> None:
-    """Note the phases and the collectives of `backend` in `journal` from now on.
+def instrument(backend: Any, journal: Journal) -> None:
+    """Record the phases and the collectives of `backend` in `journal`.
 
-    Its class becomes a subclass of itself, for a copy of the backend must not call the original's
-    methods, as wrappers on the object would.
+    The backend's class is replaced by a subclass, because wrappers on the object would make a copy of
+    the backend call the original's methods.
     """
     backend.timers.enter = journal.enter
     if backend.world.size > 1:
         kind = type(backend)
-        methods = {name: _noted(kind, name, journal) for name in COLLECTIVES[1:]}
+        methods = {name: _instrument_collective(kind, name, journal) for name in COLLECTIVES[1:]}
         backend.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
 
-def _noted(kind: type, name: str, journal: Journal) -> Any:
+def _instrument_collective(kind: type, name: str, journal: Journal) -> Any:
     inner = getattr(kind, name)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         before = journal.enter_collective(name)
         result = inner(self, *args, **options)
-        # Not when it raises: that is where the rank was.
+        # Not after an exception: the journal keeps the collective that failed.
         journal.enter(before)
         return result
 

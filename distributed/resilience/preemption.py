@@ -1,7 +1,7 @@
-"""Hears that this process is to go: SIGTERM and SIGUSR1, as schedulers send them.
+"""Preemption: catch the SIGTERM and SIGUSR1 that schedulers send before they take a machine.
 
-Hearing is all that a signal handler does here. The training loop asks `asked`, agrees with the other
-ranks on a step, saves there and ends the run.
+The signal handler only records the signal. The training loop reads `received_signal`, agrees with the
+other ranks on a step, saves there and ends the run.
 """
 
 from __future__ import annotations
@@ -15,42 +15,49 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SIGNALS", "ask", "asked", "hearing", "held_back", "listen"]
+__all__ = [
+    "SIGNALS",
+    "catch_signals",
+    "install_handlers",
+    "received_signal",
+    "record_signal",
+    "signals_blocked",
+]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What Slurm, Kubernetes and cloud machines send before they take a machine away."""
+"""Signals that Slurm, Kubernetes and cloud providers send before they take a machine."""
 
 INSIST = 2.0
-"""Seconds after which the same signal once more means: at once. Schedulers send it to a process and to
-its parent, which passes it on."""
+"""Seconds after which a repeated signal kills the process. Schedulers send the first one to a process
+and to its parent, which passes it on."""
 
 _WORKERS_WAIT = 30
-"""Seconds that a loader's worker goes on for after SIGTERM: its rank still needs batches."""
+"""Seconds that a DataLoader worker continues after SIGTERM, because its rank still needs batches."""
 
-_asked: list[str] = []
-
-
-def asked() -> str | None:
-    """The first signal heard since `hearing` began, None without."""
-    return _asked[0] if _asked else None
+_received: list[str] = []
 
 
-def ask(name: str) -> None:
-    """Make `asked` say `name`: for launchers whose ranks cannot be sent signals."""
-    if not _asked:
-        _asked.append(name)
+def received_signal() -> str | None:
+    """Name of the first signal since `catch_signals` began; None without one."""
+    return _received[0] if _received else None
 
 
-def listen() -> None:
-    """Hear signals from now on, for the rest of this process, and those that `held_back` kept."""
-    _install(lambda number, frame: ask(signal.Signals(number).name))
+def record_signal(name: str) -> None:
+    """Make `received_signal` return `name`, for launchers whose ranks cannot be sent signals."""
+    if not _received:
+        _received.append(name)
+
+
+def install_handlers() -> None:
+    """Catch signals for the rest of this process, including those that `signals_blocked` deferred."""
+    _install(lambda number, frame: record_signal(signal.Signals(number).name))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Processes started meanwhile get no signal before they `listen`: an interpreter needs a while
-    until it can, and would die of it."""
+def signals_blocked() -> Iterator[None]:
+    """Block signals in processes started inside ``with`` until they call `install_handlers`; a signal
+    during the interpreter's start would kill them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -59,21 +66,21 @@ def held_back() -> Iterator[None]:
 
 
 @contextmanager
-def hearing(tell: Callable[[str], None] = ask) -> Iterator[None]:
-    """Hear signals for the time being; does nothing in a thread, where Python allows no handlers.
+def catch_signals(on_signal: Callable[[str], None] = record_signal) -> Iterator[None]:
+    """Catch signals inside ``with``; does nothing in a thread, where Python allows no handlers.
 
     Args:
-        tell: called with the name of the signal, in the main thread.
+        on_signal: function called with the name of the signal, in the main thread.
     """
-    before = _install(lambda number, frame: tell(signal.Signals(number).name))
+    before = _install(lambda number, frame: on_signal(signal.Signals(number).name))
     if before:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept some for us
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # deferred by the launcher's `signals_blocked`
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _asked.clear()
+        _received.clear()
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
@@ -81,20 +88,20 @@ def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Si
         return {}
     owner, heard = os.getpid(), dict[int, float]()
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            _as_a_worker(number)
+            _handle_in_loader_worker(number)
         elif time.monotonic() - heard.setdefault(number, time.monotonic()) > INSIST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(owner, number)
         else:
             handler(number, frame)
 
-    return {number: signal.signal(number, hear) for number in SIGNALS}
+    return {number: signal.signal(number, handle) for number in SIGNALS}
 
 
-def _as_a_worker(number: int) -> None:
-    """A loader's worker has inherited the handler. Slurm signals every process of a step."""
+def _handle_in_loader_worker(number: int) -> None:
+    """A DataLoader worker has inherited the handler, and Slurm signals every process of a step."""
     if number == signal.SIGTERM:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_WORKERS_WAIT)

@@ -1,4 +1,4 @@
-"""The Python stack of a running rank, asked for by a signal: it works while the rank sits in C code."""
+"""Python stacks of running processes, requested by a signal; works while a rank is blocked in C code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Frame", "answer", "ask", "innermost", "own_line", "parse", "stack_path"]
+__all__ = ["Frame", "enable_dumps", "innermost", "own_line", "parse", "request_dump", "stack_path"]
 
 # Not SIGUSR2, which batch systems and scripts use.
 _SIGNAL = signal.SIGRTMIN + 5
 _PATIENCE = 1.0
-"""Seconds that a rank may take to write its stack."""
+"""Seconds to wait for a rank to write its stack."""
 _LIBRARIES = (f"/lib/python{sys.version_info[0]}.", "/site-packages/", "/dist-packages/")
 _HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -38,14 +38,14 @@ class Frame:
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Where that rank writes its stacks."""
+    """The file to which that rank writes its stacks."""
     return folder / f"stacks_{rank}"
 
 
-def answer(folder: Path, rank: int) -> None:
-    """Write all threads' stacks to `stack_path` whenever asked, and in a crash of native code.
+def enable_dumps(folder: Path, rank: int) -> None:
+    """Write all threads' stacks to `stack_path` on request, and in a crash of native code.
 
-    Loader workers that are forked from this process answer as well, into the same file.
+    Loader workers that are forked from this process do so as well, into the same file.
     """
     for old in _open:
         faulthandler.unregister(_SIGNAL)
@@ -57,9 +57,9 @@ def answer(folder: Path, rank: int) -> None:
         faulthandler.enable(file=_open[0], all_threads=True)
 
 
-def ask(pid: int, path: Path) -> str:
-    """What the process writes into `path` when it is asked for its stacks; empty when it does not."""
-    if not _catches(pid, _SIGNAL):
+def request_dump(pid: int, path: Path) -> str:
+    """Request the stacks of `pid`: the text that it writes to `path`; empty if it writes none."""
+    if not _handles_signal(pid, _SIGNAL):
         return ""
     start = path.stat().st_size
     try:
@@ -77,13 +77,13 @@ def ask(pid: int, path: Path) -> str:
         return file.read().decode(errors="replace")
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether a handler is there: the signal would end the process otherwise."""
-    caught = _status(pid).get("SigCgt", "0")
+def _handles_signal(pid: int, number: int) -> bool:
+    """Whether the process handles the signal, which would kill it otherwise."""
+    caught = _read_status(pid).get("SigCgt", "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def _status(pid: int) -> dict[str, str]:
+def _read_status(pid: int) -> dict[str, str]:
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def parse(text: str, thread: int | None = None) -> list[Frame]:
-    """The frames of `thread`, the most recent first; without it, of the thread that was asked."""
+    """The frames of `thread`, the most recent first; by default of the thread that got the signal."""
     blocks: dict[str, list[Frame]] = {}
     frames: list[Frame] = []
     chosen = ""
@@ -107,15 +107,15 @@ def parse(text: str, thread: int | None = None) -> list[Frame]:
 
 
 def innermost(stack: Sequence[Frame], number: int = 8) -> list[str]:
-    """The last calls of a stack, as a traceback shows them: the most recent one last. The program's
-    own are shown wherever they are."""
+    """The last `number` calls of a stack, the most recent one last as in a traceback. Calls of the
+    user's program are always included."""
     own = [index for index, frame in enumerate(stack) if _is_own(frame)]
     last = max(number, own[0] + 1) if own else number
     return [str(frame) for frame in reversed(stack[:last]) if not _is_ours(frame) or not own]
 
 
 def own_line(stack: Sequence[Frame]) -> str:
-    """The innermost call that is neither a library's nor ours; empty without one."""
+    """The innermost call in the user's program; empty if there is none."""
     return next((str(frame) for frame in stack if _is_own(frame)), "")
 
 

@@ -17,11 +17,11 @@ __all__ = [
 
 
 _ELSEWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737)."""
+"""An address that no host has (RFC 5737)."""
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` names this machine: only what it owns can be bound to."""
+    """Whether `host` names this machine: only an own address can be bound."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))
@@ -42,10 +42,10 @@ def loopback_interface() -> str:
 
 
 def address_towards(host: str, port: int = 1) -> str:
-    """This host's own address on the way to `host`, by IPv4. Nothing is sent.
+    """This host's IPv4 address on the route to `host`. Nothing is sent.
 
     Raises:
-        OSError: there is no way.
+        OSError: there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -53,12 +53,12 @@ def address_towards(host: str, port: int = 1) -> str:
 
 
 def address_among(host: str, port: int = 1) -> str:
-    """How the others that meet at `host` reach this one, by IPv4. Nothing is sent.
+    """This host's IPv4 address for the other hosts of a rendezvous at `host`. Nothing is sent.
 
-    Loopback only if `host` says so itself: many hosts find 127.0.1.1 under their own name.
+    Loopback only if `host` is loopback, because many hosts resolve their own name to 127.0.1.1.
 
     Raises:
-        OSError: there is no way to `host`.
+        OSError: there is no route to `host`.
     """
     if is_loopback(host):
         return "127.0.0.1"
@@ -67,8 +67,7 @@ def address_among(host: str, port: int = 1) -> str:
 
 
 def address_for_others(otherwise: str) -> str:
-    """The address from which this host sends what is for others; `otherwise` when it has none. Nothing is
-    sent."""
+    """The address from which this host sends to others; `otherwise` if it has none. Nothing is sent."""
     try:
         return address_towards(_ELSEWHERE)
     except OSError:
@@ -76,7 +75,7 @@ def address_for_others(otherwise: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody holds on any interface now."""
+    """A port that is currently unused on all interfaces."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -84,7 +83,7 @@ def free_port() -> int:
 
 
 def own_addresses() -> list[str]:
-    """How other hosts may reach this one, by IPv4."""
+    """IPv4 addresses of this host, without loopback."""
     import psutil
 
     return [

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: rarely while frameworks are imported, and while training not in them."""
+"""Tune Python's garbage collector: collect rarely during imports, and skip framework objects in training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 __all__ = ["collect_as_usual", "frozen_heap", "spare_imports"]
 
 _RARELY = 100_000
-"""New objects between two looks. With Python's own 700, looking takes a fifth of ``import torch``."""
+"""New objects between two collections. With Python's 700, they take a fifth of ``import torch``."""
 _usual: tuple[int, int, int] | None = None
 
 
 def spare_imports() -> None:
-    """Look rarely from now on, until `collect_as_usual`. For ranks, and the command line's process."""
+    """Collect rarely until `collect_as_usual`. For ranks, and the command line's process."""
     global _usual
     if _usual is None:
         _usual = gc.get_threshold()
@@ -22,7 +22,7 @@ def spare_imports() -> None:
 
 
 def collect_as_usual() -> None:
-    """Take `spare_imports` back, unless somebody has set a threshold since."""
+    """Undo `spare_imports`, unless the threshold was changed since."""
     global _usual
     if _usual is not None and gc.get_threshold()[0] == _RARELY:
         gc.set_threshold(*_usual)
@@ -31,8 +31,8 @@ def collect_as_usual() -> None:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Spare what exists: the collector would walk a framework's million objects every few hundred
-    steps and find nothing."""
+    """Exclude existing objects from collection, because walking a framework's million objects every few
+    hundred steps finds no garbage."""
     gc.freeze()
     try:
         yield

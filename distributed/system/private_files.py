@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that only this user may enter."""
+"""Atomically written files, and folders that only this user may enter."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "children", "look_at", "oom_kills"]
+__all__ = ["Process", "children", "process_info", "oom_kills"]
 
 
 _CLOCK = os.sysconf("SC_CLK_TCK")
@@ -17,13 +17,13 @@ _CLOCK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Process:
-    """A process, seen from outside.
+    """State of a process.
 
     Attributes:
         state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead;
             empty when there is no such process.
-        seconds: CPU time that it has used.
-        age: seconds since it started.
+        seconds: CPU time used, in seconds.
+        age: seconds since the start.
     """
 
     state: str
@@ -32,12 +32,12 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still do anything."""
+        """Whether the process has not ended."""
         return self.state not in ("", "Z", "X")
 
 
-def look_at(pid: int) -> Process:
-    """What the kernel says of a process."""
+def process_info(pid: int) -> Process:
+    """State, CPU time and age of a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -48,7 +48,7 @@ def look_at(pid: int) -> Process:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Processes that this one started, its loader's workers among them."""
+    """Pids of the child processes, among them DataLoader workers."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             yield from map(int, task.read_text(encoding="ascii").split())
@@ -57,18 +57,18 @@ def children(pid: int) -> Iterator[int]:
 
 
 def oom_kills() -> int:
-    """Processes of this cgroup that the kernel ended for lack of memory so far; 0 where it does not say."""
+    """Number of processes of this cgroup killed for lack of memory so far; 0 if the kernel has no count."""
     total = 0
     for line in _read("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            total += _count(f"/sys/fs/cgroup{path}/memory.events")
+            total += _read_count(f"/sys/fs/cgroup{path}/memory.events")
         elif "memory" in controllers.split(","):
-            total += _count(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+            total += _read_count(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
     return total
 
 
-def _count(path: str) -> int:
+def _read_count(path: str) -> int:
     found = re.search(r"^oom_kill (\d+)$", _read(path), re.MULTILINE)
     return int(found[1]) if found else 0
 

@@ -43,8 +43,8 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
 from distributed.interfaces.task import Progress, Task
-from distributed.resilience.phase_journal import stop_noting
-from distributed.resilience.preemption import hearing
+from distributed.resilience.phase_journal import freeze_journal
+from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feed
@@ -126,7 +126,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         """Train as planned and return the record. Collective."""
         status = "failed"
         try:
-            with hearing() if self.config.heeds_signals else nullcontext():
+            with catch_signals() if self.config.heeds_signals else nullcontext():
                 self._start()
                 started = perf_counter()
                 with frozen_heap():
@@ -137,7 +137,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             status = "stopped" if self.history.stop_reason else "finished"
             self.trackers.log_history(self.history)
         except BaseException:
-            stop_noting()  # the last phase on record is where the rank failed
+            freeze_journal()  # the last phase on record is where the rank failed
             raise
         finally:
             self.saver.abandon()

@@ -7,7 +7,7 @@ from functools import cache
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from distributed.resilience.phase_journal import nowhere
+from distributed.resilience.phase_journal import no_op
 
 if TYPE_CHECKING:
     import psutil
@@ -47,7 +47,7 @@ class PhaseTimers:
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self.enter: Callable[..., str] = nowhere
+        self.enter: Callable[..., str] = no_op
 
     def add(self, phase: str, seconds: float) -> None:
         """Add `seconds` to one of `PHASES`.

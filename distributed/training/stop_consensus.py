@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distributed.resilience.preemption import asked
+from distributed.resilience.preemption import received_signal
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -47,7 +47,7 @@ class StopConsensus:
     @property
     def wishes(self) -> tuple[bool, bool]:
         """(stop, go): whether this rank asks for a stop, and whether it was preempted."""
-        return bool(self._reason), asked() is not None
+        return bool(self._reason), received_signal() is not None
 
     def agree(self) -> None:
         """Decide about stops and signals. Collective."""
@@ -59,7 +59,7 @@ class StopConsensus:
 
         A callback's request waits for the log step, because when this is called depends on time.
         """
-        self.apply(False, self.backend.all_reduce([float(asked() is not None)])[0] > 0)
+        self.apply(False, self.backend.all_reduce([float(received_signal() is not None)])[0] > 0)
 
     def apply(self, stop: bool, go: bool, steps_per_second: float | None = None) -> None:
         """Act on what all ranks know, and choose the next step at which to ask.
@@ -77,5 +77,5 @@ class StopConsensus:
             reasons = self.backend.gather_objects(self._reason)
             history.stop_reason = next(reason for reason in reasons if reason)
         if go and history.stop_reason is None and not self.goal.reached(self.progress):
-            names = self.backend.gather_objects(asked())
+            names = self.backend.gather_objects(received_signal())
             history.stop_reason = history.preempted = next(name for name in names if name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distributed import Callback, DistributedConfig, FSDPTrainer, PyTorchDDPTrainer, Trainer, UserError
 from distributed.config.load import override
 from distributed.interfaces.callback import Context
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import build_catalog, get_catalog
@@ -28,7 +28,7 @@ STAGES = [0, 1, 2, 3]
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.8, 0.9], "weight_decay": 0.1}}
 
 
-def plan(config: DistributedConfig, joined: Joined | None = None) -> RunPlan:
+def plan(config: DistributedConfig, joined: LauncherEnvironment | None = None) -> RunPlan:
     return resolve(config, get_catalog(), Facts(), Resources(), joined)
 
 
@@ -130,7 +130,7 @@ def test_mistakes_are_named_before_a_process_starts(given: dict[str, Any], messa
 
 
 def test_a_launcher_that_started_another_number_of_ranks_than_asked() -> None:
-    place = Joined("deepspeed", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500)
+    place = LauncherEnvironment("deepspeed", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500)
     with pytest.raises(UserError, match="asks for 4 ranks and deepspeed started 2"):
         plan(config(zero_stage=2, num_gpus=4), place)
 

@@ -18,7 +18,7 @@ from torch import nn
 from distributed import Trainer, UserError
 from distributed.checkpoint.reader import PortableReader
 from distributed.communication.environment import detect
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.registry import catalog
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
@@ -346,4 +346,4 @@ def test_the_place_that_deepspeed_gives() -> None:
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1",
         "CROSS_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
     })  # fmt: skip
-    assert place == Joined("deepspeed", 3, 4, 1, 2, 1, 2, "10.0.0.1", 29500)
+    assert place == LauncherEnvironment("deepspeed", 3, 4, 1, 2, 1, 2, "10.0.0.1", 29500)

@@ -98,7 +98,7 @@ def test_state_that_is_not_of_each_element_is_refused(tmp_path: Path, rank_pool:
         "gradient_clipping": None,
     }
     trainer_of("serial", 1, rank_pool, **given).fit(words(), max_steps=2)
-    with pytest.raises(UserError, match=r"optimizer\.row.* is not state of each element"):
+    with pytest.raises(UserError, match=r"optimizer\.row.* is not elementwise state"):
         trainer_of("fsdp", 2, rank_pool, **given, resume_from_checkpoint=True).fit(words(), max_steps=2)
 
 

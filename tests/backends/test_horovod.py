@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
 from distributed.config import DistributedConfig, load
 from distributed.interfaces.callback import Context
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
@@ -223,7 +223,7 @@ def test_one_node_meets_on_loopback_alone(pool: RankPool, nodes: int, address: s
         connections = psutil.Process().net_connections()
         return {f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN}
 
-    place = Joined("torchrun", 0, 2, 0, 2 // nodes, 0, nodes, "node0", 29500)
+    place = LauncherEnvironment("torchrun", 0, 2, 0, 2 // nodes, 0, nodes, "node0", 29500)
     before = listening()
     with _rendezvous(place, dist.HashStore()) as variables:
         (found,) = listening() - before

@@ -11,7 +11,7 @@ import torch
 from distributed import TensorFlowDistributedTrainer, Trainer, UserError
 from distributed.config import DistributedConfig
 from distributed.interfaces.framework import framework_of
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, require
@@ -29,7 +29,7 @@ def torch_model() -> torch.nn.Module:
     return torch.nn.Linear(6, 3)
 
 
-def planned(joined: Joined | None = None, gpus: int = 0, **fields: Any) -> RunPlan:
+def planned(joined: LauncherEnvironment | None = None, gpus: int = 0, **fields: Any) -> RunPlan:
     config = DistributedConfig(**{"backend": "tensorflow", **fields})
     return resolve(config, get_catalog(), Facts(), Resources(gpus), joined)
 
@@ -128,7 +128,7 @@ def test_gpus_of_the_host_are_one_process() -> None:
 
 
 def test_ranks_of_a_launcher_are_one_device_each() -> None:
-    plan = planned(Joined("torchrun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500))
+    plan = planned(LauncherEnvironment("torchrun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500))
     assert (plan.world_size, plan.num_replicas) == (2, 1)
 
 
@@ -147,7 +147,7 @@ def test_a_plan_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 
 
 def test_mirrored_under_a_launcher_is_refused() -> None:
-    joined = Joined("torchrun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500)
+    joined = LauncherEnvironment("torchrun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29500)
     with pytest.raises(UserError, match="one process was to drive all"):
         planned(joined, tensorflow={"strategy": "mirrored"})
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from distributed import Callback, Trainer
 from distributed.resilience.divergence import checksum, trained
-from distributed.resilience.phase_journal import Journal, nowhere
+from distributed.resilience.phase_journal import Journal, no_op
 
 PHASES = ("data", "forward", "backward", "optimizer", "callback", "optimizer")
 """What a step enters on a rank with one callback per step, and without a log step."""
@@ -50,7 +50,7 @@ class InTurns(Callback):
         if context.progress.step % self.steps == 0:
             self.seconds.append(thread_time() - self.start)
             # The loop takes the hook at the start of an epoch.
-            self.timers.enter = self.journal.enter if len(self.seconds) % 2 else nowhere
+            self.timers.enter = self.journal.enter if len(self.seconds) % 2 else no_op
             if len(self.seconds) == self.blocks:
                 context.request_stop("measured")
 
@@ -97,7 +97,7 @@ def alone(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder), 0)
         journal.begin()
-        for name, enter in (("journal", journal.enter), ("none", nowhere)):
+        for name, enter in (("journal", journal.enter), ("none", no_op)):
 
             def step(enter: Any = enter) -> None:
                 enter(PHASES[0], 7)

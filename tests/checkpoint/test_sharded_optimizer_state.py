@@ -125,7 +125,7 @@ def test_state_that_is_not_per_element_cannot_be_cut() -> None:
     shard.step()
     state = shard.optimizer.state[next(iter(shard.pieces))]
     state["momentum_buffer"] = torch.zeros(7, 5)
-    with pytest.raises(UserError, match=r"optimizer: .* is not state of each element"):
+    with pytest.raises(UserError, match=r"optimizer: .* is not elementwise state"):
         shard.export()
 
 

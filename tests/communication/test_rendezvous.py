@@ -29,9 +29,9 @@ def test_the_waiting_names_the_missing(
     monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
     store = dist.HashStore()
     store.set("here/2", "host")
-    with pytest.raises(UserError, match=r"ranks 1, 3 of 4 did not come within \d+ s"):
+    with pytest.raises(UserError, match=r"ranks 1, 3 of 4 did not join within \d+ s"):
         await_ranks(store, 0, 4, 0.2)
-    assert "waiting for rank 1, 3 of 4" in capsys.readouterr().out
+    assert "waiting for ranks 1, 3 of 4" in capsys.readouterr().out
     late = threading.Thread(target=lambda: [store.set(f"here/{rank}", "host") for rank in (3, 1)])
     late.start()
     await_ranks(store, 0, 4, 60.0)
@@ -48,7 +48,9 @@ def test_a_rank_without_a_rendezvous_says_where_it_waits(
         UserError, match=f"MASTER_ADDR: rank 1 cannot reach .*{joined.master_port}.*Check that rank 0"
     ):
         open_store(joined, 1, 4, timedelta(seconds=0.4))
-    assert f"rank 1 waits for the rendezvous at 127.0.0.1:{joined.master_port}" in capsys.readouterr().out
+    assert (
+        f"rank 1 is waiting for the rendezvous at 127.0.0.1:{joined.master_port}" in capsys.readouterr().out
+    )
 
 
 def test_a_store_named_by_loopback_listens_there_alone() -> None:
@@ -72,14 +74,16 @@ def test_a_run_that_does_not_leave_is_named(
         place = {**TORCHRUN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
         joined = detect(place)
         first = open_store(joined, 1, 2, timedelta(seconds=5))
-        with pytest.raises(UserError, match="ranks 0 of 2 did not come"):
+        with pytest.raises(UserError, match="ranks 0 of 2 did not join"):
             await_ranks(first, 1, 2, 0.1)
         again = open_store(joined, 1, 2, timedelta(seconds=5))
         again.set("here/0", "host")
         await_ranks(again, 1, 2, 5.0)
-        with pytest.raises(UserError, match=f"MASTER_ADDR: rank 1 finds an earlier run .*{meeting.port}"):
+        with pytest.raises(
+            UserError, match=f"MASTER_ADDR: rank 1: the rendezvous address is still held.*{meeting.port}"
+        ):
             open_store(joined, 1, 2, timedelta(seconds=0.3))
-        assert "rank 1 waits for an earlier run to leave 127.0.0.1" in capsys.readouterr().out
+        assert "rank 1 is waiting for an earlier run to release 127.0.0.1" in capsys.readouterr().out
         # torch's agents let ranks meet again in one store.
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         open_store(joined, 1, 2, timedelta(seconds=5))
@@ -89,7 +93,7 @@ def test_node_0_on_another_host_than_the_address_says(monkeypatch: pytest.Monkey
     monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.1)
     monkeypatch.setattr("distributed.communication.rendezvous._PATIENCE", 0.3)
     meeting = Rendezvous("203.0.113.1", 0, 2)  # an address for documents
-    with pytest.raises(UserError, match=r"rdzv_endpoint: node 0 has to run where.*Start node rank 0 on"):
+    with pytest.raises(UserError, match=r"rdzv_endpoint: not the address of this host.*Start node rank 0 on"):
         meeting.__enter__()
     listen("127.0.0.1", meeting.port).close()
 
@@ -135,7 +139,7 @@ def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
     ]
     try:
         assert nodes[1].stdout is not None
-        until = f"rank 1 waits for an earlier run to leave {shared['rdzv_endpoint']}"
+        until = f"rank 1 is waiting for an earlier run to release {shared['rdzv_endpoint']}"
         heard = []
         while (line := nodes[1].stdout.readline()) and until not in line:
             heard.append(line)

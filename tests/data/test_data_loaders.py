@@ -229,11 +229,11 @@ class NoLength(Dataset[int]):
         (DataLoader(Ids(0), batch_size=2), "dataset is empty"),
         ((torch.zeros(3), torch.zeros(4)), "differ in length"),
         ((torch.zeros(3), torch.tensor(1.0)), "differ in length"),
-        (DataLoader(Ids(), batch_size=None), "yields ready batches"),
-        (iter(range(3)), "cannot read samples"),
-        (7, "cannot read samples"),
-        ({"x": torch.zeros(3), "y": torch.zeros(3)}, "cannot read samples"),
-        ("train.csv", "cannot read samples"),
+        (DataLoader(Ids(), batch_size=None), "yields complete batches"),
+        (iter(range(3)), "not a readable data source"),
+        (7, "not a readable data source"),
+        ({"x": torch.zeros(3), "y": torch.zeros(3)}, "not a readable data source"),
+        ("train.csv", "not a readable data source"),
         (NoLength(), "no length"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -333,7 +333,7 @@ def test_such_a_stream_may_drop_the_rest(rank_pool: RankPool) -> None:
 
 def test_a_rank_without_any_stream_is_an_error(rank_pool: RankPool) -> None:
     trainer, _ = shards(rank_pool)
-    with pytest.raises(UserError, match="rank 1 was given no sample"):
+    with pytest.raises(UserError, match="rank 1 got no sample"):
         trainer.fit(DataLoader(OnlyRankZero(), batch_size=2))
 
 

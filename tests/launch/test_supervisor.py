@@ -88,7 +88,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_it(supervisor: Start) 
 def test_a_lost_connection_alone_points_at_the_others(supervisor: Start) -> None:
     error = failure(supervisor(LOST, WAIT))
     assert error.rank == 0
-    assert "it lost another rank, whose own output holds the cause" in str(error)
+    assert "lost its connection to another rank; see that rank's output for the cause" in str(error)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -173,7 +173,7 @@ def test_hosts_that_do_not_answer_are_named_in_the_time_there_is() -> None:
 def test_a_host_that_does_not_come_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     place = ["--num-nodes", "2", "--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     assert main(["preflight", "--device", "cpu", *place, "--wait", "1"]) == 2
-    assert "ranks 1 of 2 did not come within 1 s" in capfd.readouterr().err
+    assert "ranks 1 of 2 did not join within 1 s" in capfd.readouterr().err
 
 
 def test_it_says_what_it_needs(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,11 @@ def test_everything_is_escaped() -> None:
 
 def test_failure_reports_without_a_line_are_added() -> None:
     write_attempt(Path("run"), finish=None)
-    Path("run", "failure_report_1.txt").write_text("rank 1 (beta) has not moved for 31 s\n  stack here\n")
+    Path("run", "failure_report_1.txt").write_text(
+        "rank 1 (beta) has made no progress for 31 s\n  stack here\n"
+    )
     run = one_run(Path("run"))
-    assert run.failures[0].summary == "rank 1 (beta) has not moved for 31 s (failure_report_1.txt)"
+    assert run.failures[0].summary == "rank 1 (beta) has made no progress for 31 s (failure_report_1.txt)"
     assert "stack here" in report([run])
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from distributed import DistributedConfig, UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 
 
-def plan(gpus: int, joined: Joined | None = None, **fields: Any) -> RunPlan:
+def plan(gpus: int, joined: LauncherEnvironment | None = None, **fields: Any) -> RunPlan:
     return resolve(DistributedConfig(**fields), get_catalog(), Facts(), Resources(gpus), joined)
 
 
@@ -52,7 +52,7 @@ def test_ranks_share_a_gpu_over_gloo_where_both_are_asked_for() -> None:
 
 
 def test_a_launcher_may_show_each_rank_one_gpu() -> None:
-    place = Joined("srun", 1, 4, 1, 4, 0, 1, "127.0.0.1", 29500)
+    place = LauncherEnvironment("srun", 1, 4, 1, 4, 0, 1, "127.0.0.1", 29500)
     assert plan(1, place).device == "cuda"
 
 
@@ -64,7 +64,7 @@ def test_gpus_count_over_nodes() -> None:
 @pytest.mark.parametrize("given", [{"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_gpus": 8}])
 def test_one_task_of_srun_a_host_starts_the_ranks_of_its_host(given: dict[str, int]) -> None:
     """Slurm has said where they meet, and the first lines of the run say it, too."""
-    place = Joined("srun", 1, 2, 0, 1, 1, 2, "n7", 21234)
+    place = LauncherEnvironment("srun", 1, 2, 0, 1, 1, 2, "n7", 21234)
     found = plan(4, place, **given)
     assert (found.mode, found.world_size, found.local_size, found.node_rank) == ("spawn", 8, 4, 1)
     assert "note: hosts meet at n7:21234 (srun: first host of the step, port" in found.summary()
@@ -78,7 +78,7 @@ def test_one_task_of_srun_a_host_starts_the_ranks_of_its_host(given: dict[str, i
 def test_where_hosts_meet_is_said() -> None:
     found = plan(0, num_nodes=2, gpus_per_node=1, node_rank=0, rdzv_endpoint="n0:29500")
     assert "note: hosts meet at n0:29500 (argument); node 0 serves it" in found.summary()
-    joined = plan(0, Joined("torchrun", 1, 2, 0, 1, 1, 2, "n0", 29501))
+    joined = plan(0, LauncherEnvironment("torchrun", 1, 2, 0, 1, 1, 2, "n0", 29501))
     assert "note: ranks meet at n0:29501, as torchrun says" in joined.summary()
     assert "meet" not in plan(0, num_processes=2).summary()
 

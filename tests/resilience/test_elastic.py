@@ -25,7 +25,7 @@ from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
 from distributed.planner.batch import rescale_batch
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
-from distributed.resilience.elastic import Alone
+from distributed.resilience.elastic import SingleHost
 
 SAMPLES, BATCH = 240, 12
 
@@ -121,9 +121,9 @@ def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
     assert all("was ended by SIGKILL" in reason for reason in history.restarts)
     out = capfd.readouterr().out
     assert "restart 3 of 3" in out
-    assert "going on with 2 ranks from the beginning" in out
+    assert "continuing with 2 ranks from the beginning" in out
     # Which one depends on how far the thread that writes had come.
-    assert re.search(rf"going on with 2 ranks from {saved}/step_\d{{8}}; global batch 12 = ", out)
+    assert re.search(rf"continuing with 2 ranks from {saved}/step_\d{{8}}; global batch 12 = ", out)
 
 
 @pytest.mark.starts_processes
@@ -157,7 +157,7 @@ def test_a_rank_that_keeps_failing_is_done_without(
         "data_parallel_size": 2,
         "global_batch_size": 12,
     }
-    assert "going on with 2 ranks instead of 3 from" in capfd.readouterr().out
+    assert "continuing with 2 ranks instead of 3 from" in capfd.readouterr().out
 
 
 # -- hosts -----------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_only_the_same_failure_twice_takes_a_rank_away() -> None:
     def failed(rank: int) -> WorkerError:
         return WorkerError("gone", rank=rank, host="h", exc_type="SIGKILL")
 
-    alone = Alone([4, 2])
+    alone = SingleHost([4, 2])
     for rank, checkpoint in ((1, None), (2, None), (2, "step_1"), (1, "step_1")):
         alone.note_failure(failed(rank), checkpoint)
     assert alone.meet().local_size == 4

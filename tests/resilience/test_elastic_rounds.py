@@ -22,10 +22,10 @@ from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
-from distributed.resilience.elastic import Alone, Elastic
+from distributed.resilience.elastic import Elastic, SingleHost
 from distributed.resilience.failure_reports import say
 from distributed.resilience.phase_journal import Journal
-from distributed.resilience.rank_monitor import Limits, Watch
+from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.resilience.stack_dumps import stack_path
 
 GONE = WorkerError("gone", rank=0, host="h", exc_type="SIGKILL")
@@ -47,12 +47,12 @@ def elastic(folder: Path, rounds: list[Callable[[Any], None]], members: Any = No
         return supervisor
 
     command = RankCommand(["none"], folder)
-    members = members or Alone([2])
+    members = members or SingleHost([2])
     return Elastic(plan(folder / "saved"), command, supervise, members, lambda plan, *_: plan)
 
 
 def test_new_ranks_are_not_judged_by_what_those_before_them_left(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, Limits(stall_report=0.05, hang_timeout=0.1))
+    watch = RankMonitor(tmp_path, Limits(stall_report=0.05, hang_timeout=0.1))
     here = {0: os.getpid()}
 
     def dies(_: Any) -> None:
@@ -73,7 +73,7 @@ def test_new_ranks_are_not_judged_by_what_those_before_them_left(tmp_path: Path)
     elastic(tmp_path, [dies, starts]).run()
 
 
-class Waits(Alone):
+class Waits(SingleHost):
     """Is told to go while it waits for the others of the second round."""
 
     rounds = 0
@@ -93,7 +93,10 @@ def test_told_to_go_between_rounds_is_no_failure(tmp_path: Path, capsys: pytest.
     with pytest.raises(Preempted) as caught:
         elastic(tmp_path, [dies], Waits([2])).run()
     assert (caught.value.code, caught.value.signal, caught.value.step) == (75, "SIGUSR1", 0)
-    assert "SIGUSR1: nothing is saved yet; the same command begins anew" in capsys.readouterr().out
+    assert (
+        "stopped by SIGUSR1 before the first checkpoint; rerun the same command to start over"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("kind", "raised"), [("OSError", WorkerError), ("HostLost", Preempted)])
@@ -111,7 +114,7 @@ def test_who_was_told_to_go_starts_no_further_round(
 
 
 def test_told_to_go_after_the_last_round_changes_nothing(tmp_path: Path) -> None:
-    class Leaves(Alone):
+    class Leaves(SingleHost):
         @contextmanager
         def watch(self, newcomer: Callable[[], None]) -> Iterator[None]:
             yield
@@ -149,8 +152,10 @@ def test_a_rank_that_was_being_started_is_told_as_well(
     told: list[int] = []
     monkeypatch.setattr(subprocess, "Popen", popen)
     code = (
-        "import signal, sys; from distributed.resilience.preemption import asked, listen; listen()\n"
-        "while not asked(): signal.pause()"
+        "import signal, sys\n"
+        "from distributed.resilience.preemption import install_handlers, received_signal\n"
+        "install_handlers()\n"
+        "while not received_signal(): signal.pause()"
     )
     supervisor = Supervisor(
         [sys.executable, "-c", code],
@@ -168,7 +173,7 @@ def test_a_report_that_nobody_hears_ends_nothing() -> None:
             raise BrokenPipeError
 
     said = Closed()
-    say("rank 0 has not moved", said)
-    assert said.getvalue() == "rank 0 has not moved\n"
+    say("rank 0 has made no progress", said)
+    assert said.getvalue() == "rank 0 has made no progress\n"
     said.close()
     say("it still has not", said)

@@ -21,9 +21,9 @@ from distributed import Trainer, WorkerError
 from distributed.registry.catalog import get_catalog
 from distributed.resilience import phase_journal as journal
 from distributed.resilience.divergence import checksum, trained
-from distributed.resilience.hang_diagnosis import Seen, judge
+from distributed.resilience.hang_diagnosis import RankSnapshot, diagnose
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
-from distributed.resilience.rank_monitor import Limits, Watch, write_report
+from distributed.resilience.rank_monitor import Limits, RankMonitor, write_report
 from distributed.resilience.stack_dumps import Frame, parse
 from distributed.system.addresses import free_port
 from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
@@ -58,7 +58,7 @@ def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFi
     if case.exc_type == "Hang":
         # Told before it was ended for it, and without ending it.
         assert f"rank {RANK} ({HOST}, pid " in capfd.readouterr().err
-        assert "The run was ended because of it (hang_timeout)" in error.summary
+        assert "The run was stopped (hang_timeout)" in error.summary
     if case.name == "loader worker":
         assert "failure_reports.py" in error.worker_traceback.partition("loader worker")[2]
     if case.name == "memory":
@@ -98,7 +98,7 @@ def test_ranks_that_torchrun_started(name: str, tmp_path: Path, forking_python: 
     where = "forward of step 3" if name == "raised" else "a callback after step 3"
     said = [line for line in done.stderr.splitlines() if line.startswith(f"rank 1 ({HOST}, pid {pid})")]
     assert where in said[-1]
-    assert name != "callback" or "The run was ended because of it (hang_timeout)" in said[-1]
+    assert name != "callback" or "The run was stopped (hang_timeout)" in said[-1]
     assert done.returncode == 1
     reports = [path.read_text() for path in (tmp_path / "checkpoints").glob("failure_report_*.txt")]
     assert any(where in text for text in reports)
@@ -138,7 +138,7 @@ def test_a_slow_rank_is_reported_and_not_ended(capfd: pytest.CaptureFixture[str]
     assert history.num_samples == 16
     err = capfd.readouterr().err
     assert "computing in forward of step 3 (epoch 0)" in err
-    assert f"rank 0 ({HOST}) moves again" in err
+    assert f"rank 0 ({HOST}) is making progress again" in err
 
 
 _calls = [0]
@@ -160,9 +160,9 @@ BACKWARD = [Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]
 WORKS = [Frame("/home/me/model.py", 1, "forward")]
 
 
-def seen(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0) -> Seen:
+def snapshot(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0) -> RankSnapshot:
     entry = Entry(phase, phase, "", step, 0, 1, 0, 0.0, RUNNING, 1, 1)
-    return Seen(rank, "h", 1, entry, age, stack=stack, blocking_modules=BLOCKING)
+    return RankSnapshot(rank, "h", 1, entry, age, stack=stack, blocking_modules=BLOCKING)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def seen(rank: int, phase: str, step: int, stack: list[Frame], age: float = 9.0)
     ],
 )
 def test_the_judgement(ranks: list[tuple[str, int, list[Frame]]], culprits: list[int], kind: str) -> None:
-    verdict = judge([seen(rank, *what) for rank, what in enumerate(ranks)])
-    assert (list(verdict.culprits), verdict.kind) == (culprits, kind)
+    diagnosis = diagnose([snapshot(rank, *what) for rank, what in enumerate(ranks)])
+    assert (list(diagnosis.culprits), diagnosis.kind) == (culprits, kind)
 
 
 # -- the parts ----------------------------------------------------------------------------
@@ -242,11 +242,15 @@ def test_a_rank_that_is_held_up_in_writing_does_not_look_as_if_it_had_hung(
 def test_a_rank_that_moves_while_it_is_asked_has_not_hung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, own, asked = Watch(tmp_path, Limits(stall_report=None, hang_timeout=0.2)), Journal(tmp_path, 0), []
+    watch, own, asked = (
+        RankMonitor(tmp_path, Limits(stall_report=None, hang_timeout=0.2)),
+        Journal(tmp_path, 0),
+        [],
+    )
     own.begin()
     see = watch.see
 
-    def moves(*args: Any, **options: Any) -> list[Seen]:
+    def moves(*args: Any, **options: Any) -> list[RankSnapshot]:
         asked.append(own.enter("forward", step=3))
         return see(*args, **options)
 
@@ -260,7 +264,7 @@ def test_a_rank_that_moves_while_it_is_asked_has_not_hung(
             with monkeypatch.context() as patch:
                 patch.setattr(watch, "see", moves)
                 look_until(lambda: asked, rank.pid)
-            with pytest.raises(WorkerError, match=r"has not moved for .* forward of step 3"):
+            with pytest.raises(WorkerError, match=r"has made no progress for .* forward of step 3"):
                 look_until(lambda: False, rank.pid)
         finally:
             rank.kill()

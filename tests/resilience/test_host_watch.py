@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from distributed import WorkerError
 from distributed.communication.rendezvous import Rendezvous
-from distributed.resilience.host_heartbeat import HostWatch
+from distributed.resilience.host_heartbeat import HostHeartbeat
 
-Join = Callable[..., HostWatch]
+Join = Callable[..., HostHeartbeat]
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def join(place: tuple[str, int]) -> Iterator[Join]:
     """Adds a host; all leave in the end."""
     joined = []
 
-    def join(node: int, timeout: float | None = 1.5) -> HostWatch:
-        joined.append(HostWatch(place, node, (2 * node, 2 * node + 1), timeout, "a run"))
+    def join(node: int, timeout: float | None = 1.5) -> HostHeartbeat:
+        joined.append(HostHeartbeat(place, node, (2 * node, 2 * node + 1), timeout, "a run"))
         return joined[-1]
 
     yield join
@@ -63,8 +63,8 @@ def call(place: tuple[str, int], hello: dict[str, Any] | None = None) -> socket.
 def test_hosts_that_live_lose_nobody(join: Join) -> None:
     first, second = join(0, timeout=4.0), join(1, timeout=4.0)
     until(lambda: first._peers and second._peers, "the hosts met")
-    heard = first._peers[1].heard
-    until(lambda: first._peers[1].heard - heard > 5.0, "signs of life came for longer than that")
+    heard = first._peers[1].last_heartbeat
+    until(lambda: first._peers[1].last_heartbeat - heard > 5.0, "heartbeats came for longer than that")
     assert (first.lost, second.lost) == (None, None)
     first.look()
 
@@ -78,7 +78,7 @@ def test_a_silent_host_is_named_by_all(join: Join, place: tuple[str, int]) -> No
         told = until(lambda: third.lost, "the third host was told")
     assert told == lost
     with pytest.raises(
-        WorkerError, match=r"host other \(node 1, ranks 2, 3\) has not been heard from for"
+        WorkerError, match=r"host other \(node 1, ranks 2, 3\) sent no heartbeat for"
     ) as error:
         third.look()
     assert (error.value.rank, error.value.host, error.value.exc_type) == (2, "other", "HostLost")
@@ -97,7 +97,7 @@ def test_a_watch_that_ends_without_a_word_is_a_loss_and_one_that_says_farewell_i
     line.close()
     lost = first.lost_within(20)
     assert lost is not None
-    assert lost.how.startswith("is gone")
+    assert lost.how.startswith("is lost")
 
 
 def test_node_0_is_missed_too(place: tuple[str, int], join: Join) -> None:

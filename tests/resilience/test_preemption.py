@@ -30,7 +30,7 @@ import json, os, signal, sys
 import torch
 from torch import nn
 from distributed import Callback, EarlyStopping, Trainer
-from distributed.resilience.preemption import asked
+from distributed.resilience.preemption import received_signal
 
 class Call(Callback):
     all_ranks = True
@@ -47,7 +47,8 @@ class Call(Callback):
                 os.killpg(0, number)
             else:
                 os.kill(os.getpid(), number)
-            while asked() is None:  # Who passes it on needs a while, and the other ranks wait for this one.
+            # The launcher needs a while to pass it on, and the other ranks wait for this one.
+            while received_signal() is None:
                 os.read(heard, 1)
 
 if __name__ == "__main__":
@@ -139,7 +140,8 @@ def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bit
     saved = newest(tmp_path)
     assert 2 <= saved.step <= 4
     assert (
-        f"{name}: step {saved.step} is saved in {saved.path}; the same command with --resume" in gone.stdout
+        f"stopped by {name}: step {saved.step} is saved in {saved.path}; run the same command with --resume"
+        in gone.stdout
     )
     assert not (tmp_path / "figures.json").exists()
     if workers != "0":  # What a worker hands over lies elsewhere in memory, and kernels round by that.
@@ -210,9 +212,9 @@ def test_a_signal_that_reached_nobody_was_not_passed_on() -> None:
 
     agent = Agent.__new__(Agent)
     agent._pcontext = Ended()
-    assert not agent.tell(signal.SIGUSR1)
+    assert not agent.pass_on(signal.SIGUSR1)
     agent._pcontext = None
-    assert not agent.tell(signal.SIGUSR1)
+    assert not agent.pass_on(signal.SIGUSR1)
 
 
 # Tells who started it to go, before it can hear anything itself; started again it just ends.
@@ -239,7 +241,7 @@ def test_ranks_that_our_torchrun_was_told_to_end_before_they_listen_are_not_star
 
 def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch does not know their pids yet; and once they were told, nobody is started any more."""
-    from distributed.torchrun import Agent, _Gone
+    from distributed.torchrun import Agent, _Preempted
 
     with subprocess.Popen(["sleep", "600"]) as rank:
 
@@ -248,7 +250,7 @@ def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest
                 return {0: rank.pid}
 
         def begin(self: Agent, group: Any) -> None:
-            assert self.tell(signal.SIGTERM)
+            assert self.pass_on(signal.SIGTERM)
             self._pcontext = Started()
 
         monkeypatch.setattr(Agent.__mro__[1], "_start_workers", begin)
@@ -256,8 +258,8 @@ def test_a_signal_while_ranks_are_being_started_reaches_them(monkeypatch: pytest
         agent._pcontext = None
         agent._start_workers(None)
         assert rank.wait(60) == -signal.SIGTERM
-    assert (agent.told, agent._remaining_restarts) == (True, 0)
-    with pytest.raises(_Gone):
+    assert (agent.preempted, agent._remaining_restarts) == (True, 0)
+    with pytest.raises(_Preempted):
         agent._start_workers(None)
 
 
@@ -337,8 +339,9 @@ def test_the_caller_hears_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_the_same_signal_later_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which ends by it."""
     program = (
-        "import os, signal, time\nfrom distributed import preemption\npreemption.INSIST = 0.0\n"
-        "preemption.listen()\nos.kill(os.getpid(), signal.SIGTERM)\nassert preemption.asked() == 'SIGTERM'\n"
+        "import os, signal, time\nfrom distributed.resilience import preemption\npreemption.INSIST = 0.0\n"
+        "preemption.install_handlers()\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert preemption.received_signal() == 'SIGTERM'\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
     )
     done = commands.run([sys.executable, "-c", program], timeout=60)

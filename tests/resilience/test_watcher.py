@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from distributed import WorkerError
-from distributed.resilience.monitor_process import _BOOT, _nodes, _watch, found_by_watcher
+from distributed.resilience.monitor_process import _BOOT, _monitor_ranks, _nodes, read_monitor_report
 from distributed.resilience.phase_journal import ENDED, Journal
-from distributed.resilience.rank_monitor import Limits, Watch
+from distributed.resilience.rank_monitor import Limits, RankMonitor
 from tests.support import commands
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
@@ -123,7 +123,7 @@ def test_a_hang_is_ended_though_nobody_reads_of_it(ranks: Any, tmp_path: Path) -
     assert (verdict["rank"], verdict["exc_type"]) == (1, "Hang")
 
 
-class _Lost(Watch):
+class _Lost(RankMonitor):
     def look(self, pids: Mapping[int, int]) -> None:
         raise WorkerError("host other is gone", rank=7, host="other", exc_type="HostLost")
 
@@ -137,10 +137,10 @@ def test_the_verdict_and_the_end_come_before_the_word(
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             assert hung.wait(timeout=20) == -signal.SIGKILL
-            assert found_by_watcher(tmp_path) is not None
+            assert read_monitor_report(tmp_path) is not None
             raise BrokenPipeError
 
     monkeypatch.setattr("select.select", lambda *_: ([], [], []))
     monkeypatch.setattr(sys, "stderr", Closed())
     with pytest.raises(BrokenPipeError):
-        _watch(_Lost(tmp_path, Limits()), {0: gone.pid, 1: hung.pid})
+        _monitor_ranks(_Lost(tmp_path, Limits()), {0: gone.pid, 1: hung.pid})

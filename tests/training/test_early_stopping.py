@@ -42,5 +42,7 @@ def test_goes_on_while_it_improves() -> None:
 
 def test_unknown_figure_is_named() -> None:
     trainer = Trainer(small_model(), backend="serial", callbacks=[EarlyStopping("val_acuracy")])
-    with pytest.raises(UserError, match=r"EarlyStopping.metric: no such figure. Got 'val_acuracy'"):
+    with pytest.raises(
+        UserError, match=r"EarlyStopping.metric: no such metric was reported this epoch. Got 'val_acuracy'"
+    ):
         trainer.fit(problem(8), problem(4))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from distributed.config import DistributedConfig
-    from distributed.interfaces.placement import Joined
+    from distributed.interfaces.placement import LauncherEnvironment
 
 __all__ = ["start_horovod"]
 
@@ -37,7 +37,7 @@ _ours: dict[str, str] | None = None
 """The settings with which this module started Horovod; None when it did not."""
 
 
-def start_horovod(place: Joined, config: DistributedConfig) -> Store:
+def start_horovod(place: LauncherEnvironment, config: DistributedConfig) -> Store:
     """Start Horovod on this rank unless it runs as wanted, and return the ranks' common store.
 
     Collective. It stays started until the process ends: the user may have started it, and may
@@ -116,7 +116,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _rendezvous(place: Joined, store: Store) -> Iterator[dict[str, str]]:
+def _rendezvous(place: LauncherEnvironment, store: Store) -> Iterator[dict[str, str]]:
     """Horovod's variables for this rank, while rank 0 serves what they point to."""
     server: Any = None
     alone = place.num_nodes == 1
@@ -151,7 +151,7 @@ def _rendezvous(place: Joined, store: Store) -> Iterator[dict[str, str]]:
             thread.join()
 
 
-def _slot(place: Joined, rank: int) -> Any:
+def _slot(place: LauncherEnvironment, rank: int) -> Any:
     node, local = divmod(rank, place.local_size)
     # The name only distinguishes nodes; two may share a host.
     return SlotInfo(f"node{node}", rank, local, node, place.size, place.local_size, place.num_nodes)

@@ -22,10 +22,10 @@ from distributed.errors import UserError, WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.operations.tuning.trial_channel import TRIAL
 from distributed.registry.catalog import load_target
-from distributed.resilience.elastic import note_restarts
+from distributed.resilience.elastic import write_restarts
 from distributed.resilience.failure_reports import error_of, is_second_hand
-from distributed.resilience.monitor_process import found_by_watcher
-from distributed.resilience.preemption import hearing
+from distributed.resilience.monitor_process import read_monitor_report
+from distributed.resilience.preemption import catch_signals
 from distributed_backends.ray.cluster import (
     address_of,
     check_resources,
@@ -89,9 +89,9 @@ class RayLauncher(Launcher):
                 claim_directory(plan)
             heeds = plan.config.heeds_signals
             try:
-                with Relay(heeds) as relay, hearing(relay.ask) if heeds else nullcontext():
+                with Relay(heeds) as relay, catch_signals(relay.ask) if heeds else nullcontext():
                     _fit(plan, command, relay, _IDLE_ON_OWN if own else _IDLE)
-                    note_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
+                    write_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
 
@@ -137,7 +137,7 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
             result = trainer.fit()
     except TrainingFailedError as error:
         relay.close()
-        found = found_by_watcher(command.folder)
+        found = read_monitor_report(command.folder)
         if found is not None:
             raise error_of(found) from None
         _raise(error, plan, relay)

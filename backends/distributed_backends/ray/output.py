@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distributed.resilience.preemption import ask
+from distributed.resilience.preemption import record_signal
 
 __all__ = ["Relay", "OutputSender", "forward_requests"]
 
@@ -147,7 +147,7 @@ def forward_requests(orders: Queue) -> None:
                 with suppress(Empty):
                     name = orders.get_nowait()
                     orders.put(name)
-                    return ask(name)
+                    return record_signal(name)
                 time.sleep(_LOOK)
 
     threading.Thread(target=wait, daemon=True, name="ray-orders").start()

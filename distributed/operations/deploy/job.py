@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers, native_names
 from distributed.errors import UserError
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.operations.deploy.checks import check_text, looks_secret
 from distributed.operations.deploy.text_formats import dump
@@ -320,7 +320,7 @@ def _check_plan(job: Job, catalog: Catalog) -> None:
             ) from None
 
 
-def _plan(job: Job, catalog: Catalog, joined: Joined | None) -> RunPlan:
+def _plan(job: Job, catalog: Catalog, joined: LauncherEnvironment | None) -> RunPlan:
     layers = [Layer("run.yaml", _run_values(job, (*_PLACE, "elastic")))]
     if joined is None:
         layers = as_layers(job.config)
@@ -330,6 +330,6 @@ def _plan(job: Job, catalog: Catalog, joined: Joined | None) -> RunPlan:
     return resolve(load_layers(layers), here, Facts(), Resources(gpus if job.uses_gpus else 0), joined)
 
 
-def _place(job: Job, nodes: int) -> Joined:
+def _place(job: Job, nodes: int) -> LauncherEnvironment:
     local = job.ranks_per_node
-    return Joined("torchrun", 0, nodes * local, 0, local, 0, nodes, "localhost", 29500)
+    return LauncherEnvironment("torchrun", 0, nodes * local, 0, local, 0, nodes, "localhost", 29500)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distributed.communication.rendezvous import await_ranks, open_store
 from distributed.config.sections import local_path
-from distributed.interfaces.placement import Joined
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.operations.doctor.preflight_facts import Facts, own_facts
 from distributed.operations.doctor.preflight_links import EchoServer, measure_links
 from distributed.system.addresses import address_among, is_loopback, loopback_interface
@@ -62,7 +62,9 @@ class Survey:
     all_reduce: AllReduce | None = None
 
 
-def survey(place: Joined, timeout: float, checkpoint_dir: str | None = None, use_gpus: bool = True) -> Survey:
+def survey(
+    place: LauncherEnvironment, timeout: float, checkpoint_dir: str | None = None, use_gpus: bool = True
+) -> Survey:
     """Meet the other hosts and measure. Every host calls this; all get the same survey.
 
     Args:
@@ -177,7 +179,9 @@ def _seen(path: Path) -> bool:
     return True
 
 
-def _all_reduce(place: Joined, store: dist.Store, hosts: list[Facts], timeout: float) -> AllReduce:
+def _all_reduce(
+    place: LauncherEnvironment, store: dist.Store, hosts: list[Facts], timeout: float
+) -> AllReduce:
     cuda = all(host.gpus for host in hosts)
     transport = "nccl" if cuda else "gloo"
     if is_loopback(place.master_addr):

@@ -36,9 +36,9 @@ def register_sections() -> dict[str, str]:
 
 
 @hookimpl
-def check_plan(plan: RunPlan) -> None:
+def check_plan(plan: RunPlan) -> list[str]:
     """Report options that another backend does not read."""
     from ring_backend.section import RingSection
 
-    if RingSection.of(plan.config).model_fields_set and plan.spec.target != _TARGET:
-        plan.notes.append(f"the section ring changes nothing under backend '{plan.spec.name}'")
+    idle = RingSection.of(plan.config).model_fields_set and plan.spec.target != _TARGET
+    return [f"the section ring changes nothing under backend '{plan.spec.name}'"] if idle else []
