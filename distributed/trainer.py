@@ -34,7 +34,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains a model as a `DistributedConfig` says.
+    """Train a model by a `DistributedConfig`.
 
     Args:
         model: a ``torch.nn.Module`` (a Keras model under ``tensorflow``), or a function without
@@ -44,7 +44,7 @@ class Trainer:
             ``lr=learning_rate``), a function from the model to an optimizer, or a name; None
             builds the config's.
         scheduler: a scheduler of that optimizer, or a function from the optimizer to one;
-            or a name; None builds the config's. `scheduler_interval` says when an object steps.
+            or a name; None builds the config's. `scheduler_interval` sets when an object steps.
         loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None is cross-entropy.
         training_step: ``(model, batch) -> mean`` or ``(sum, count)``, instead of `loss_fn`.
         validation_step: ``(model, batch) -> {name: (sum, count)}``, instead of the loss and
@@ -181,7 +181,7 @@ class Trainer:
             script.num_fits += 1
             if script.dry_run:
                 print(plan.summary(), flush=True)
-                # What a script does after fit needs figures that a dry run does not have.
+                # Code behind fit in a script needs metrics that a dry run does not have.
                 raise SystemExit(0)
         return self._run(plan, task, catalog, started)
 

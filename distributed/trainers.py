@@ -33,31 +33,31 @@ _ALIASES = {"lr": "learning_rate"}
 
 
 class PyTorchDDPTrainer(Trainer):
-    """A `Trainer` whose backend is ``pytorch-ddp`` unless the config says otherwise."""
+    """A `Trainer` whose backend is ``pytorch-ddp`` unless the config sets another."""
 
     default_backend = "pytorch-ddp"
 
 
 class FSDPTrainer(Trainer):
-    """A `Trainer` whose backend is ``fsdp`` unless the config says otherwise."""
+    """A `Trainer` whose backend is ``fsdp`` unless the config sets another."""
 
     default_backend = "fsdp"
 
 
 class DeepSpeedTrainer(Trainer):
-    """A `Trainer` whose backend is ``deepspeed`` unless the config says otherwise."""
+    """A `Trainer` whose backend is ``deepspeed`` unless the config sets another."""
 
     default_backend = "deepspeed"
 
 
 class TensorFlowDistributedTrainer(Trainer):
-    """A `Trainer` of Keras models, whose backend is ``tensorflow`` unless the config says otherwise."""
+    """A `Trainer` of Keras models, whose backend is ``tensorflow`` unless the config sets another."""
 
     default_backend = "tensorflow"
 
 
 class HorovodTrainer(Trainer):
-    """A `Trainer` whose backend is ``horovod`` unless the config says otherwise.
+    """A `Trainer` whose backend is ``horovod`` unless the config sets another.
 
     Args:
         model: as for `Trainer`, and so is everything that is not named here.
@@ -96,7 +96,7 @@ class HorovodTrainer(Trainer):
 
 
 class RayTrainer(Trainer):
-    """A `Trainer` whose backend is ``ray`` unless the config says otherwise.
+    """A `Trainer` whose backend is ``ray`` unless the config sets another.
 
     Args:
         model: as for `Trainer`, and so is everything that is not named here.

@@ -53,7 +53,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def collect_layers(args: argparse.Namespace) -> list[Layer]:
-    """What the flags of `add_config_flags` said, as layers: file, then flags, then ``--set``.
+    """Layers of the flags of `add_config_flags`: file, then flags, then ``--set``.
 
     Raises:
         UserError: the file cannot be read, or an assignment names no field.
@@ -80,7 +80,7 @@ def add_model_flags(group: argparse._ArgumentGroup, model: type[BaseModel]) -> N
 
 
 def collect_model(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of `add_model_flags` said, by field; a flag not given is left out."""
+    """Values of the flags of `add_model_flags`, by field; a flag not given is left out."""
     own = {name.removeprefix(_OWN): value for name, value in vars(args).items() if name.startswith(_OWN)}
     return {name: value for name, value in own.items() if value is not None}
 

@@ -134,7 +134,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     """``["data.verify=false"]`` -> ``{"data.verify": False}``; values are read as YAML.
 
     Raises:
-        UserError: no ``=``, or a name nobody knows.
+        UserError: no ``=``, or an unknown name.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""DistributedConfig: one frozen tree that says how a model is trained."""
+"""DistributedConfig: one frozen tree of all settings of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class DistributedConfig(BaseModel):
     num_gpus: PositiveInt | None = Field(
         None, description="Ranks over all nodes. Without a GPU they run as CPU processes over gloo."
     )
-    num_processes: PositiveInt | None = Field(None, description="Ranks over all nodes, said directly.")
+    num_processes: PositiveInt | None = Field(
+        None, description="Number of ranks over all nodes (alternative to num_gpus)."
+    )
     num_nodes: PositiveInt = Field(1, description="Hosts.")
     gpus_per_node: PositiveInt | None = Field(None, description="Ranks per host.")
     node_rank: NonNegativeInt | None = Field(
@@ -102,7 +104,7 @@ class DistributedConfig(BaseModel):
     seed: NonNegativeInt = Field(0, description="Seeds data order, model factories and random streams.")
     deterministic: bool = Field(False, description="Only deterministic kernels; slower, same bits again.")
     on_nan: Literal["stop", "skip", "ignore"] = Field(
-        "stop", description="A loss or gradient that is not finite: stop, skip the step, or go on."
+        "stop", description="A loss or gradient that is not finite: stop, skip the step, or continue."
     )
 
     # Optimisation
@@ -137,7 +139,7 @@ class DistributedConfig(BaseModel):
     )
     host_timeout: PositiveFloat | None = Field(
         10.0,
-        description="Seconds without a sign of life after which another host counts as lost; None never.",
+        description="Seconds without a heartbeat after which another host counts as lost; None disables.",
     )
     divergence_check_steps: PositiveInt | None = Field(
         100,
@@ -180,7 +182,7 @@ class DistributedConfig(BaseModel):
         default_factory=CheckpointSection, description="When to save and what to keep."
     )
     elastic: ElasticSection = Field(
-        default_factory=ElasticSection, description="Going on after failures, with fewer or more ranks."
+        default_factory=ElasticSection, description="Restarts after failures, with fewer or more ranks."
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress and trackers.")
     profile: ProfileSection = Field(default_factory=ProfileSection, description="torch.profiler.")
@@ -239,7 +241,7 @@ class DistributedConfig(BaseModel):
 
     @property
     def num_ranks(self) -> int | None:
-        """Ranks over all nodes as far as the config says; None leaves it to the machine."""
+        """Number of ranks over all nodes, if the config sets it; None leaves it to the machine."""
         if self.num_processes is not None:
             return self.num_processes
         if self.num_gpus is not None:
@@ -256,7 +258,7 @@ class DistributedConfig(BaseModel):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether ranks are started again, after a failure or for another host."""
+        """Whether ranks restart, after a failure or for another host."""
         return bool(self.max_restarts or self.elastic.min_ranks or self.elastic.min_nodes)
 
     @property
@@ -291,7 +293,7 @@ class DistributedConfig(BaseModel):
         return any(getattr(self, name) is not None for name in self.zero_fields)
 
     def is_explicit(self, name: str) -> bool:
-        """Whether somebody set the flat field `name`, as against its default."""
+        """Whether the flat field `name` was set explicitly."""
         return name in self.model_fields_set and getattr(self, name) is not None
 
     def origin(self, name: str) -> str:
@@ -305,7 +307,7 @@ class DistributedConfig(BaseModel):
 
 
 def _check_ranks(config: DistributedConfig) -> None:
-    """num_gpus, num_processes, num_nodes and gpus_per_node agree, or a ValueError says how not."""
+    """Raise ValueError unless num_gpus, num_processes, num_nodes and gpus_per_node agree."""
     total = config.num_ranks
     if config.num_gpus is not None and config.num_processes not in (None, config.num_gpus):
         raise ValueError(
@@ -331,7 +333,7 @@ def _check_ranks(config: DistributedConfig) -> None:
 
 
 def _check_elastic(config: DistributedConfig) -> None:
-    """What `elastic` needs of the other fields is there, or a ValueError says what is not."""
+    """Raise ValueError if a field that `elastic` needs is missing."""
     section, ranks = config.elastic, config.num_ranks
     if section.max_ranks is not None and ranks != section.max_ranks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Layers that the command line lays over whatever a user's script says."""
+"""Command-line overrides for the script that runs: configuration layers and --dry-run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScriptRun:
         layers: configuration from the command line, strongest last.
         dry_run: print the plan instead of running it.
         num_fits: how often the script called `fit`.
-        tracker_contexts: tracker name -> what it is told besides what it captures.
+        tracker_contexts: tracker name -> context that is added to what it captures.
     """
 
     def __init__(self, layers: Sequence[Layer], dry_run: bool = False) -> None:

@@ -155,7 +155,7 @@ class CheckpointSection(Section):
     )
     metric: str | None = Field(
         None,
-        description="Metric that decides `best`: a name of a validation figure. None takes"
+        description="Metric that decides `best`: the name of a validation metric. None takes"
         " val_accuracy where there is one, else val_loss.",
     )
     mode: Literal["auto", "max", "min"] = Field(
@@ -164,18 +164,18 @@ class CheckpointSection(Section):
 
 
 class ElasticSection(Section):
-    """Ranks that are started again after a failure, with fewer or more of them if need be. The global
+    """Restarts of the ranks after a failure, with fewer or more of them if necessary. The global
     batch stays: what each rank takes of it, and accumulation, follow the number of ranks."""
 
     max_restarts: NonNegativeInt | None = Field(
         None,
-        description="Failures after which all ranks start again from the newest checkpoint. None is 3 with"
-        " `min_ranks` or `min_nodes`, and otherwise 0.",
+        description="Number of failures after which all ranks restart from the newest checkpoint. None is"
+        " 3 with `min_ranks` or `min_nodes`, and otherwise 0.",
         json_schema_extra={"flag": "--max-restarts"},
     )
     min_ranks: PositiveInt | None = Field(
         None,
-        description="Fewest ranks to go on with. None: as many as at the start.",
+        description="Fewest ranks with which the run continues. None: as many as at the start.",
         json_schema_extra={"flag": "--min-ranks"},
     )
     max_ranks: PositiveInt | None = Field(

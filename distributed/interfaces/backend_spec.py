@@ -73,7 +73,7 @@ class BackendSpec:
         search: ``package.module:Class`` of a `SearchEngine` that comes with it; None without.
         blocking_modules: modules in which its ranks wait for each other; a package stands for all its
             modules. A rank whose innermost Python frame lies in one waits, others work: hang diagnosis
-            tells from it which rank holds the others up.
+            finds from it the rank that blocks the others.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """

@@ -89,7 +89,7 @@ class RunPlan:
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
         num_replicas: devices that each rank drives.
-        counts: numbers of ranks that an elastic run may go on with, largest first.
+        counts: numbers of ranks with which an elastic run may continue, largest first.
         joined: this process's position when it joins.
         notes: what the user should know, one sentence each.
     """

@@ -19,7 +19,7 @@ def resolve_batch(
     loader_batch_size: int | None,
     argument: str = "train_loader",
 ) -> BatchPlan:
-    """Fill in what was not said.
+    """Derive the values that are not explicit.
 
     Args:
         batch_size: explicit samples per rank and micro-batch, or None.

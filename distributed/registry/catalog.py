@@ -95,7 +95,7 @@ class Catalog:
         """The spec called `name`, which the config's `field` asks for.
 
         Raises:
-            UserError: nobody registers that name; names the nearest, and a broken plugin
+            UserError: no plugin registers that name; names the nearest, and a broken plugin
                 that may be the one meant.
         """
         if name in self.backends:
@@ -213,7 +213,7 @@ def _build_catalog(extra: Iterable[Any], found: Iterable[EntryPoint] | None) -> 
     manager.add_hookspecs(hookspecs)
     broken: list[BrokenPlugin] = []
     points = [p for group in GROUPS for p in entry_points(group=group)] if found is None else list(found)
-    points.sort(key=_is_a_strangers)  # nobody takes a built-in backend's name
+    points.sort(key=_is_a_strangers)  # the name of a built-in backend cannot be taken
     sources: dict[str, str] = {}
     # A distribution found twice on sys.path lists its entry points twice.
     for point in {(p.group, p.name, p.value): p for p in points}.values():

@@ -61,11 +61,11 @@ def on_run_start(plan: RunPlan) -> None:
 
 @hookspec
 def on_restart(plan: RunPlan, error: WorkerError) -> None:
-    """All ranks are about to be started again, because of `error`. Called in the caller's process of
-    each host; a launcher that starts ranks again by itself (Ray) does not tell."""
+    """All ranks are about to restart, because of `error`. Called in the caller's process of
+    each host; a launcher that restarts ranks itself (Ray) does not call it."""
 
 
 @hookspec
 def on_run_end(plan: RunPlan, history: History | None, error: BaseException | None) -> None:
-    """A run is over; `history` is None when it failed, and `error` says why. Called in the caller's
+    """A run is over; `history` is None when it failed, and `error` is the reason. Called in the caller's
     process."""

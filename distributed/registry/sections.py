@@ -42,7 +42,7 @@ def load_section(name: str, target: str, taken: Container[str]) -> type[Section]
 def add_sections(model: type[DistributedConfig], sections: Mapping[str, type[Section]]) -> None:
     """Make each section a field of `model`, and each section's native field one, in place.
 
-    In place, so that whoever imported `model` before the plugins were loaded, a plugin above all, has
+    In place, so that a module that imported `model` before the plugins were loaded, such as a plugin, has
     the complete one too, and so that a pickle finds it by its name.
     """
     natives = tuple(section.native for section in sections.values() if section.native)

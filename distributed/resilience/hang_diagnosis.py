@@ -42,7 +42,7 @@ class RankSnapshot:
         host: where it runs.
         pid: its process.
         entry: its journal; None when it keeps none.
-        age: seconds since it last moved, as far as the journal tells.
+        age: seconds since the last journal entry.
         state: the kernel's letter for its process; empty when it is gone.
         busy: it used a core since the last look.
         stack: of its training loop, the most recent call first; empty when not asked for.

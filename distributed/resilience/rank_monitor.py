@@ -58,7 +58,7 @@ class Limits:
 
     @classmethod
     def of(cls, plan: RunPlan) -> Limits:
-        """What the plan's configuration says."""
+        """The limits of the plan's configuration."""
         config, modules = plan.config, plan.spec.blocking_modules
         return cls(config.stall_report, config.hang_timeout, config.checkpoint_dir, plan.num_nodes, modules)
 

@@ -6,7 +6,7 @@ with its count. How it is counted:
 - cross-entropy and NLL with class indices: unmasked targets (`ignore_index`, -100 unless
   set), weighed as torch weighs them when class weights are given;
 - any other `loss_fn` that returns a mean: the samples of the micro-batch;
-- a `loss_fn` or `training_step` that returns ``(sum, count)``: what it says.
+- a `loss_fn` or `training_step` that returns ``(sum, count)``: that count.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Objective:
         return self._terms(model(*inputs), target, num_samples)
 
     def known_count(self, batch: Any) -> float | None:
-        """The count of a batch still on the host, where its targets tell; None otherwise.
+        """The count of a batch still on the host, if its targets determine it; else None.
 
         Looking at host memory costs no synchronisation with a device.
         """

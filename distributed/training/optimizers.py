@@ -31,7 +31,7 @@ __all__ = [
 
 
 def build_model(model: Any, seed: int) -> nn.Module:
-    """A module as it is, or what a factory builds under `seed`, so that ranks build alike.
+    """A module as it is, or what a factory builds under `seed`, so that all ranks build the same.
 
     Raises:
         UserError: neither a module nor a factory of one.
@@ -216,13 +216,13 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def take_hyperparameters(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> None:
-    """Put `given` in the place of what a checkpoint brought. A schedule goes on where it stands, from the
+    """Put `given` in the place of what a checkpoint brought. A schedule continues at its step, from the
     given learning rate.
 
     Args:
         optimizer: its state was just loaded.
         scheduler: its scheduler, or None.
-        given: what `hyperparameters` said before, with the rates that no schedule has touched yet.
+        given: the result of `hyperparameters` before, with the rates that no schedule has changed yet.
     """
     for group, values in zip(optimizer.param_groups, given, strict=True):
         base = group.get("initial_lr", group["lr"])

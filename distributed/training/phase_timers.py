@@ -64,7 +64,7 @@ class PhaseTimers:
 
 
 def name_stragglers(per_rank: Sequence[Mapping[str, float]]) -> str | None:
-    """What `find_straggler` says of the rank it finds, None when there is none."""
+    """The report of `find_straggler` on the rank that it finds, None when there is none."""
     found = find_straggler(per_rank)
     return found[1] if found else None
 
@@ -80,7 +80,7 @@ def find_straggler(per_rank: Sequence[Mapping[str, float]]) -> tuple[int, str] |
     Args:
         per_rank: seconds per phase of one log interval, in rank order, backward with its waiting.
             ``other`` is what else a rank did since the ranks last met, such as writing logs: the
-            wait for it is nobody's work, and it is not blamed itself.
+            wait for it is no work, and the rank itself is not reported.
 
     Returns:
         A sentence when some rank's own work up to a phase exceeds the median rank's by more
@@ -109,7 +109,7 @@ def _sentence(rank: int, per_rank: Sequence[Mapping[str, float]], phases: Sequen
     usual = {phase: median_low(seconds.get(phase, 0.0) for seconds in per_rank) for phase in phases}
     phase = max(phases, key=lambda name: per_rank[rank].get(name, 0.0) - usual[name])
     own, median = per_rank[rank].get(phase, 0.0), usual[phase]
-    if own > 10 * median:  # a percentage of next to nothing tells nobody anything
+    if own > 10 * median:  # a percentage of almost zero is noise
         return f"rank {rank} spends {own * 1e3:.0f} ms in {phase}, the median rank {median * 1e3:.0f} ms"
     return f"rank {rank} spends {(own / median - 1) * 100:.0f} % more time in {phase} than the median rank"
 

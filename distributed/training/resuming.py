@@ -31,7 +31,7 @@ class Resumer:
         self.saver = saver
 
     def resume(self) -> bool:
-        """Continue as ``resume_from_checkpoint`` says; False when it is False, or when it is True and there
+        """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
         is no good checkpoint yet.
 
         Raises:

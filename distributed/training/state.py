@@ -141,5 +141,5 @@ class TrainState:
 
     @property
     def shares_stream(self) -> bool:
-        """Whether every rank reads the same stream, so that rank 0's position is everybody's."""
+        """Whether every rank reads the same stream, so that rank 0's position is that of all."""
         return self.feed is not None and not self.feed.source.shards_itself

@@ -214,7 +214,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
 
     def _known_counts(self, window: Window) -> list[float] | None:
-        """Counts of a window that this rank has to itself, if its targets tell. A window
+        """Counts of a window of this rank alone, if its targets determine them. A window
         without a single unmasked token is left to the general way, whose mean is zero."""
         found = [self.objective.known_count(batch) for batch, _ in window.micro_batches]
         return None if None in found or not all(found) else found  # type: ignore[return-value]
@@ -246,8 +246,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def share_overflow(self) -> None:
-        """Under fp16: make one rank's overflow everybody's, so that all skip alike (C8). Only
-        ranks that hold different gradients have something to tell."""
+        """Under fp16: share one rank's overflow, so that all ranks skip (C8). Only
+        ranks that hold different gradients have an overflow to share."""
 
     def clear_gradients(self) -> None:
         """Forget this step's gradients, that of the count included."""

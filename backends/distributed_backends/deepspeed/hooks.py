@@ -84,7 +84,7 @@ def check_plan(plan: RunPlan) -> list[str]:
 
 
 def stage_of(config: DistributedConfig) -> int:
-    """The ZeRO stage; 2 where nothing says one."""
+    """The ZeRO stage; 2 by default."""
     return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
 
 

@@ -211,12 +211,12 @@ def _optimizer(kind: Any, parameters: Mapping[str, Any]) -> str:
             allowed="Adam, AdamW, SGD",
             remedy="Give the Trainer the optimizer itself, its class, or a function from the model to it",
         )
-    # DeepSpeed's Adam decouples the weight decay unless told not to.
+    # DeepSpeed's Adam decouples the weight decay by default.
     return "adamw" if name == "adam" and parameters.get("adam_w_mode", True) else name
 
 
 def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
-    """Whether the native value becomes ours, because nobody gave one; equal ones are fine."""
+    """Whether the native value becomes ours, because none was given; equal ones are accepted."""
     given = _get(found, name)
     if name == "mixed_precision":
         precision, enabled = value

@@ -50,7 +50,7 @@ def check_plan(plan: RunPlan) -> None:
     """Refuse Horovod's options under another backend, which would drop them in silence.
 
     Raises:
-        UserError: `horovod.compression` or `horovod.timeline` is set and nobody reads it.
+        UserError: `horovod.compression` or `horovod.timeline` is set and no backend reads it.
     """
     options = HorovodSection.of(plan.config)
     for name, idle in (("compression", "none"), ("timeline", None)):

@@ -72,8 +72,8 @@ def check_plan(plan: RunPlan) -> None:
 
 @hookimpl
 def register_callbacks(config: DistributedConfig) -> list[Callback]:
-    """What tells Ray each epoch's figures, in a worker of Ray Train or a trial of Ray Tune. In a trial of
-    ours that is whatever trainer `train_fn` builds, its ranks processes of their own or not."""
+    """The callback that reports each epoch's metrics to Ray, in a worker of Ray Train or a trial of Ray Tune.
+    In a trial of ours it reports for any trainer that `train_fn` builds, with or without started ranks."""
     from distributed.operations.tuning.trial_channel import trial_report
     from distributed_backends.ray.figures_callback import reporter
 
