@@ -250,7 +250,7 @@ def test_a_missing_script_names_the_nearest_file(
         capsys, "train", "--script", str(tmp_path / "train-it.py")
     )
     assert "is a directory" in error_of(capsys, "train", "--script", str(tmp_path))
-    assert "no folder" in error_of(capsys, "train", "--script", str(tmp_path / "absent" / "x.py"))
+    assert "no such directory" in error_of(capsys, "train", "--script", str(tmp_path / "absent" / "x.py"))
 
 
 def test_a_dry_run_per_rank_says_what_it_would_start(

@@ -251,7 +251,7 @@ def test_a_killed_run_is_interrupted_until_it_is_resumed(script: Path) -> None:
         time.sleep(0.05)
     interrupted = one_run(folder)
     assert interrupted.status == "interrupted"
-    assert "left no word" in interrupted.failures[-1].summary
+    assert "without writing a cause" in interrupted.failures[-1].summary
     script.write_text(whole)
     done = start(script, "--resume")
     out, _ = done.communicate(timeout=120)
