@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.starts_processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OURS = {"distributed", "distributed_backends", "distributed_kernels", "distributed_plugins"}
 
 

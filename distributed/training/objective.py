@@ -180,7 +180,7 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
 def _refuse_reduction(reduction: str) -> None:
     if reduction != "mean":
         raise UserError(
-            "the loss must be the mean of its micro-batch, so that it can be weighed",
+            "the loss must return the micro-batch mean so that it can be reweighted by sample count",
             field="loss_fn",
             got=f"reduction={reduction!r}",
             allowed="reduction='mean'",

@@ -61,7 +61,7 @@ def planned(joined: LauncherEnvironment | None = None, gpus: int = 0, **fields: 
             lambda: TensorFlowDistributedTrainer(
                 dense(), loss_fn=keras.losses.SparseCategoricalCrossentropy(reduction="sum")
             ),
-            "mean of its micro-batch",
+            "micro-batch mean",
         ),
         (
             lambda: TensorFlowDistributedTrainer(dense(), metrics={"auc": keras.metrics.AUC()}),

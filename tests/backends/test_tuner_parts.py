@@ -86,12 +86,12 @@ def test_ranges_that_make_no_sense_name_the_parameter(space: Any, words: str) ->
     [
         ({"train_fn": 3}, "train_fn: not a function. Got 'int'"),
         ({"num_gpus": 0}, "num_gpus: must be a positive integer. Got 0"),
-        ({"trials_per_gpu": 0.5}, "trials_per_gpu: not a number"),
+        ({"trials_per_gpu": 0.5}, "trials_per_gpu: must be a positive integer"),
         ({"num_gpus": 2, "num_cpus": 2}, "Set only one of them"),
         ({"trials_per_gpu": 2, "ranks_per_trial": 2}, "a trial of several ranks needs whole GPUs"),
-        ({"mode": "most"}, "mode: not a mode"),
-        ({"time_limit": 0}, "time_limit: not a time"),
-        ({"seed": -1}, "seed: not a seed"),
+        ({"mode": "most"}, "mode: unknown mode"),
+        ({"time_limit": 0}, "time_limit: must be positive"),
+        ({"seed": -1}, "seed: must be a non-negative integer"),
         ({"resume": True}, "resume: there is no search to resume"),
     ],
 )
