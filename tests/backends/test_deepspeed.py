@@ -323,9 +323,9 @@ class OwnAdam(torch.optim.Optimizer):
     ("optimizer", "message"),
     [
         (torch.optim.Adafactor, "elementwise optimizers"),
-        (OwnAdam, "say zero_allow_untested_optimizer: true"),
+        (OwnAdam, "set zero_allow_untested_optimizer: true"),
         (torch.optim.Adagrad, "Got 'Adagrad'"),
-        (frozen_first, "group 0 holds frozen parameters alone"),
+        (frozen_first, "parameter group 0 holds only frozen parameters"),
     ],
 )  # fmt: skip
 def test_optimizers_that_zero_cannot_cut(optimizer: Any, message: str) -> None:

@@ -76,7 +76,7 @@ def test_weights_are_those_of_their_step(reference: Record) -> None:
         (mutants.PadsTheLastBatch, 3, "loss", "smaller batch: padded with repeated samples, or"),
         (mutants.DropsTheRaggedBatch, 3, "gradient norm", "leaves this batch out, the epoch's last"),
         (mutants.ScalesTheRateByRanks, 1, "learning rate", "multiplied by 2 ranks"),
-        (mutants.StepsTheScheduleTwice, 1, "learning rate", "the schedule moves at another pace"),
+        (mutants.StepsTheScheduleTwice, 1, "learning rate", "the schedule advances differently"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -177,7 +177,7 @@ def test_dilated_blocks_between_their_two_ends() -> None:
 
 def test_bad_input() -> None:
     q, k, v = inputs(1, 2, 20, 4)
-    with pytest.raises(KernelError, match=r"pattern: no pattern.*'diagonal'.*local, strided, global"):
+    with pytest.raises(KernelError, match=r"pattern: unknown pattern.*'diagonal'.*local, strided, global"):
         block_sparse_attention(q, k, v, pattern="diagonal")
     with pytest.raises(KernelError, match=r"sparsity_ratio.*Got 1.5"):
         block_sparse_attention(q, k, v, sparsity_ratio=1.5)

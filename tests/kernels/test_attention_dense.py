@@ -281,7 +281,7 @@ def test_bad_input() -> None:
         (lambda: attention_with_lse(q, k, v[..., :4]), "v: shape"),
         (lambda: attention_with_lse(q, k[:, :, :2], v), "v: shape"),
         (lambda: attention_with_lse(q, k.float(), v), "k: dtype.*float32.*float64.*k.to"),
-        (lambda: attention_with_lse(q.long(), k.long(), v.long()), "floating point.*int64"),
+        (lambda: attention_with_lse(q.long(), k.long(), v.long()), "floating-point.*int64"),
         (
             lambda: attention_with_lse(q.half(), k.half(), v.half()),
             "cpu has no.*float16.*bfloat16",
