@@ -298,7 +298,7 @@ def test_bad_input() -> None:
     for call, message in refused:
         with pytest.raises(KernelError, match=message):
             call()
-    with pytest.raises(KernelError, match=r"no implementation.*'fast'.*plain"), use_blocks("fast"):
+    with pytest.raises(KernelError, match=r"unknown implementation.*'fast'.*plain"), use_blocks("fast"):
         pass
     with use_blocks("cuda-flash"), pytest.raises(KernelError, match=r"cuda-flash cannot.*float64 on cpu"):
         attention_with_lse(q, k, v)

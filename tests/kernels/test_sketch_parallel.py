@@ -200,7 +200,7 @@ def check_mistakes(group: Any) -> None:
     with pytest.raises(KernelError, match=f"in_features: not.*Got 25. Allowed: a multiple of {size}"):
         SKRowwiseParallel()._apply(odd, mesh)
     assert type(odd.factor_in.data) is Tensor, "nothing was changed"
-    with pytest.raises(KernelError, match=r"sketched layers alone\. Got 'Linear'"):
+    with pytest.raises(KernelError, match=r"only sketched layers\. Got 'Linear'"):
         SKColwiseParallel()._apply(nn.Linear(4, 4), mesh)
     square = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     with pytest.raises(KernelError, match="Got 'a mesh of 2 dimensions'"):
