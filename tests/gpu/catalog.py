@@ -99,7 +99,7 @@ def _overhead() -> list[Check]:
 
 
 def _save(gigabytes: int) -> Check:
-    meaning = f"time training stands still for an asynchronous save of {gigabytes} GB over a synchronous one"
+    meaning = f"stall of training during an asynchronous save of {gigabytes} GB over a synchronous one"
     row = Row(f"save/{gigabytes}gb", "ratio", None, meaning)
     options = {"gigabytes": float(gigabytes)}
     return Check(row.name, "tests.gpu.speed:save_stall", (row,), options, seconds=60 + 24.0 * gigabytes)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from distributed.errors import UserError
+from distributed_backends.ray.section import RaySection
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
-    from distributed_backends.ray.section import RaySection
 
 __all__ = ["address_of", "check_resources", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
