@@ -16,7 +16,7 @@ _MODULES = (
     "distributed.trainers",
     "distributed.operations.tuning.trial_channel",
     "distributed.launch.rank_process",
-    "distributed_backends.ddp",
+    "distributed_backends.ddp.backend",
     "distributed_backends.fsdp.backend",
     "distributed_backends.ray.figures_callback",
     "encodings.idna",
