@@ -7,9 +7,11 @@ of their own under the backend's launcher, which runs `serve` in them.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -41,9 +43,10 @@ _GROUP = "DISTRIBUTED_POOL_GROUP"
 _POLL = 0.5
 """Seconds between looks at whether the launcher still runs, while ranks start."""
 _IDLE = 60.0
-"""Seconds without a run after which ranks are ended: some (Horovod's) keep a core busy with waiting."""
+"""Seconds without a run after which ranks are ended, because they hold memory."""
 _END = 30.0
 """Seconds that the launcher may take to end its ranks."""
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class RankPool(Launcher):
@@ -89,6 +92,8 @@ class RankPool(Launcher):
 class _Ranks:
     """The live ranks of one world size, each at the other end of a private socket.
 
+    They are stopped between runs: threads of Horovod poll a thousand times a second.
+
     Attributes:
         refused: whether all ranks ended the last run with the same `UserError`.
     """
@@ -100,6 +105,7 @@ class _Ranks:
         self._error: BaseException | None = None
         self._ended = time.monotonic()
         self._ranks: dict[Connection, int] = {}
+        self._pids: list[int] = []
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
         (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
         command = RankCommand(
@@ -135,7 +141,9 @@ class _Ranks:
             if not self._thread.is_alive():
                 raise self._error or RuntimeError("the ranks of a pool ended before they began") from None
             return
-        self._ranks[self._stack.enter_context(connection)] = connection.recv()
+        rank, pid = connection.recv()
+        self._ranks[self._stack.enter_context(connection)] = rank
+        self._pids.append(pid)
 
     @property
     def idle_seconds(self) -> float:
@@ -143,10 +151,17 @@ class _Ranks:
         return time.monotonic() - self._ended
 
     def run(self, folder: Path, timeout: float) -> None:
+        self._signal(signal.SIGCONT)
         try:
             self._run(folder, timeout)
         finally:
             self._ended = time.monotonic()
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _run(self, folder: Path, timeout: float) -> None:
         for connection in self._ranks:
@@ -189,6 +204,7 @@ class _Ranks:
 
     def dismiss(self) -> None:
         """Send the ranks an end message: a process forked meanwhile may hold the sockets open."""
+        self._signal(signal.SIGCONT)
         for connection in self._ranks:
             with suppress(OSError):
                 connection.send(None)
@@ -233,12 +249,15 @@ def serve(home: Path) -> int:
     Args:
         home: folder of the pool; not used.
     """
+    if sys.platform == "linux":
+        # A rank that is stopped would not see that the parent is gone.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Runs share the group: taking one down is slow, and right after a collective unsafe.
     dist.init_process_group(os.environ[_GROUP])
     folders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     busy = threading.Event()
     with Client(os.environ[_SOCKET], "AF_UNIX") as connection:
-        connection.send(int(os.environ["RANK"]))
+        connection.send((int(os.environ["RANK"]), os.getpid()))
         threading.Thread(target=_listen, args=(connection, folders, busy), daemon=True).start()
         while (folder := folders.get()) is not None:
             status = run_folder(Path(folder))

@@ -106,7 +106,7 @@ def no_state(context: Any) -> None:
 
 
 def the_schedule(context: Any) -> None:
-    context.scheduler.last_epoch += 1
+    context.schedule.scheduler.last_epoch += 1
 
 
 def the_place(context: Any) -> None:
