@@ -42,7 +42,7 @@ _SOCKET = "DISTRIBUTED_POOL_SOCKET"
 _GROUP = "DISTRIBUTED_POOL_GROUP"
 _POLL = 0.5
 """Seconds between looks at whether the launcher still runs, while ranks start."""
-_IDLE = 60.0
+_IDLE = 300.0
 """Seconds without a run after which ranks are ended, because they hold memory."""
 _END = 30.0
 """Seconds that the launcher may take to end its ranks."""
