@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPool", "serve"]
 
-_Key = tuple[str, int, int, str]
+_Key = tuple[str, str, int, int, str]
 
 _SOCKET = "DISTRIBUTED_POOL_SOCKET"
 _GROUP = "DISTRIBUTED_POOL_GROUP"
@@ -54,7 +54,7 @@ class RankPool(Launcher):
     unless every rank refused it with the same message: then all are in the same state.
 
     They are started by the launcher of the first plan's backend, and shared by the backends
-    that name the same one.
+    of its framework that name the same one.
 
     Args:
         timeout: maximum duration of a run in seconds.
@@ -65,7 +65,7 @@ class RankPool(Launcher):
         self._pools: dict[_Key, _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        key = plan.spec.launcher, plan.world_size, plan.num_replicas, _group_kind(plan)
+        key = (plan.spec.launcher, plan.spec.framework, plan.world_size, plan.num_replicas, _group_kind(plan))
         self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
         ranks = self._pools.get(key)
         if ranks is None:
@@ -92,7 +92,8 @@ class RankPool(Launcher):
 class _Ranks:
     """The live ranks of one world size, each at the other end of a private socket.
 
-    They are stopped between runs: threads of Horovod poll a thousand times a second.
+    Ranks of torch are stopped between runs: threads of Horovod poll a thousand times a second. TensorFlow's
+    have to answer the heartbeats of its coordination service.
 
     Attributes:
         refused: whether all ranks ended the last run with the same `UserError`.
@@ -106,6 +107,7 @@ class _Ranks:
         self._ended = time.monotonic()
         self._ranks: dict[Connection, int] = {}
         self._pids: list[int] = []
+        self._stops = plan.spec.framework == "torch"
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
         (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
         command = RankCommand(
@@ -156,7 +158,8 @@ class _Ranks:
             self._run(folder, timeout)
         finally:
             self._ended = time.monotonic()
-            self._signal(signal.SIGSTOP)
+            if self._stops:
+                self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids:
