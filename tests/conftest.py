@@ -11,7 +11,7 @@ import pytest
 from distributed.launch.fork_request import ADDRESS
 from distributed.launch.fork_server import ForkServer
 from tests.support.fast import Fast
-from tests.support.forking_python import write_forking_python
+from tests.support.forking_python import PRELOAD, write_forking_python
 
 MakeDistribution = Callable[..., Path]
 
@@ -62,19 +62,27 @@ def _own_environment(request: pytest.FixtureRequest, fork_server: ForkServer) ->
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A Ray cluster on this host for a module's tests, its CPUs enough for several runs."""
+def ray_cluster(forking_python: Path) -> Iterator[None]:
+    """A Ray cluster on this host for a module's tests, its CPUs enough for several runs.
+
+    Its workers are forks: each would import torch, pandas and pyarrow for seconds. Those that Ray starts
+    beforehand have another environment, so that no run could use them.
+    """
     import logging
 
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    forks = {ADDRESS: os.environ[ADDRESS], PRELOAD: "pandas pyarrow.fs fsspec"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        ray.init(
+            address="local",
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"py_executable": str(forking_python), "env_vars": forks},
+        )
     yield
     ray.shutdown()
 
