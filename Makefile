@@ -32,8 +32,10 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
+# One process waits half of its time for ranks to meet and for time limits; two keep two cores busy.
+TEST_PROCESSES ?= 2
 test: $(VENV)/.for-dev $(VENV)/.horovod
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_FLAGS)
 
 # Another torch than the environment's, such as one that the machine came with: GPU_PYTHON. See tests/gpu/README.md.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

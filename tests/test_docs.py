@@ -123,7 +123,7 @@ def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path},
     )
     assert done.returncode == 0, done.stdout
