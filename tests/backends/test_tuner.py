@@ -91,6 +91,7 @@ def _check_mlflow(search: DistributedTuner) -> None:
     assert experiment is not None
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     parent = runs.pop("my search")
+    assert runs, _output_of_trials()
     assert parent.data.metrics["best_val_accuracy"] == search.best.value
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
     assert {run.info.status for run in [parent, *runs.values()]} == {"FINISHED"}
@@ -100,6 +101,13 @@ def _check_mlflow(search: DistributedTuner) -> None:
         assert run.data.params["hidden_size"] == str(trial.parameters["hidden_size"])
         assert len(client.get_metric_history(run.info.run_id, "val_accuracy")) == 2
     assert runs == {}
+
+
+def _output_of_trials() -> str:
+    from ray._private.worker import _global_node
+
+    logs = sorted(Path(_global_node.get_logs_dir_path()).glob("worker-*.err"))
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in logs)
 
 
 # -- stopping early, several ranks -----------------------------------------------------
@@ -124,6 +132,20 @@ def test_asha_stops_a_poor_trial_and_its_ranks(ray_cluster: None, tmp_path: Path
     assert search.best.checkpoint is not None
     assert Path(search.best.checkpoint, "manifest.json").exists()
     assert ranks_at_work() == []
+
+
+def ends_slowly(config: dict[str, Any]) -> None:
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "0"  # what Ray gives a stopped trial to end
+    goes_on(config)
+
+
+def test_a_trial_waits_for_the_stopped_one_before_it(ray_cluster: None, tmp_path: Path) -> None:
+    space = {"lr": {"grid": [0.3, 1e-8, 1e-9, 1e-10]}}
+    search = tuner(
+        ends_slowly, space, tmp_path, num_cpus=1, scheduler="asha", grace_period=1, metric="val_loss"
+    )
+    assert search.tune(num_samples=1)["lr"] == 0.3
+    assert [trial.status for trial in search.results] == ["finished", "stopped", "stopped", "stopped"]
 
 
 def ranks_at_work() -> list[psutil.Process]:

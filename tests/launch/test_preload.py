@@ -1,4 +1,4 @@
-"""Names of modules that a fork server imports: a wrong one only makes forks slow, so nothing else shows it."""
+"""What a fork server imports: a wrong name only makes forks slow, so that nothing else shows it."""
 
 from __future__ import annotations
 

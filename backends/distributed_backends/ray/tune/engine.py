@@ -160,17 +160,26 @@ def _actor(order: dict[str, Any]) -> type[Any]:
         run(order, config)
 
     class Trial(wrap_function(train)):  # type: ignore[misc]
-        """Let the trainer end before the process does, so that ranks and trackers close their resources."""
+        """Let the trainer end before the process or its next trial does, so that ranks and trackers close
+        their resources."""
 
         def cleanup(self) -> None:
+            self._join(order["grace"])
+            super().cleanup()
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            # Ray waits for 2 s, then fails the next trial, and the search blocks for ever.
+            self._join(None)
+            return bool(super().reset_config(new_config))
+
+        def _join(self, timeout: float | None) -> None:
             from ray.train._internal.session import get_session
 
             session = get_session()
             if session is not None and session.training_started:
                 session.stop_event.set()
                 session.continue_lock.release()
-                session.training_thread.join(order["grace"])
-            super().cleanup()
+                session.training_thread.join(timeout)
 
     return Trial
 
