@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.calibration import input_covariance, select_modules
-from distributed_kernels.sketching.costs import CostlyError, break_even_rank
+from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
 from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
-from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["LayerRow", "SketchReport", "sketch_model"]
 
