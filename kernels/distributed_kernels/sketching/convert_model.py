@@ -142,7 +142,8 @@ def sketch_model(
         if new is not None:
             _replace(model, module, new)
         report = None if new is None else new.report
-        rows.append(LayerRow(name, _kind(module), _shape(module), report, kept))
+        kind = "Conv2d" if isinstance(module, nn.Conv2d) else "Linear"
+        rows.append(LayerRow(name, kind, _shape(module), report, kept))
     return SketchReport(tuple(rows), before, _count(model))
 
 
@@ -190,10 +191,6 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _kind(module: nn.Module) -> str:
-    return "Conv2d" if isinstance(module, nn.Conv2d) else "Linear"
 
 
 def _shape(module: nn.Linear | nn.Conv2d) -> str:
