@@ -13,79 +13,72 @@ from typing import Any
 
 __all__ = ["MODULES", "NAMES", "RENAMED", "install", "moved_names"]
 
+
+def _moves(old: str, new: str, modules: str) -> dict[str, str]:
+    """``{old.a: new.b}`` for each word ``a=b`` of `modules`; a word alone keeps its name."""
+    pairs = (word.split("=") for word in modules.split())
+    return {f"{old}.{pair[0]}": f"{new}.{pair[-1]}" for pair in pairs}
+
+
 MODULES = {
-    "distributed.accounts": "distributed.resilience.failure_messages",
-    "distributed.batch": "distributed.planner.batch",
-    "distributed.config.deepspeed": "distributed_backends.deepspeed.native_config",
-    "distributed.blame": "distributed.resilience.hang_diagnosis",
-    "distributed.bundled": "distributed.commands.bundled",
-    "distributed.bundled.digits": "distributed.commands.bundled.digits",
-    "distributed.bundled.scaling": "distributed.commands.bundled.random_network",
-    "distributed.choice": "distributed.planner.backend_choice",
-    "distributed.divergence": "distributed.resilience.divergence",
-    "distributed.elastic": "distributed.resilience.elastic",
-    "distributed.failures": "distributed.resilience.failure_reports",
-    "distributed.garbage": "distributed.system.garbage_collection",
-    "distributed.hookspecs": "distributed.registry.hookspecs",
-    "distributed.host_watch": "distributed.resilience.host_heartbeat",
-    "distributed.joined": "distributed.communication.environment",
-    "distributed.journal": "distributed.resilience.phase_journal",
-    "distributed.loop": "distributed.training.loop",
-    "distributed.membership": "distributed.resilience.elastic_hosts",
-    "distributed.mixins": "distributed.training.mixins",
-    "distributed.mixins.accumulation": "distributed.training.mixins.accumulation",
-    "distributed.mixins.checkpointing": "distributed.training.mixins.checkpointing",
-    "distributed.mixins.events": "distributed.training.callback_runner",
-    "distributed.mixins.group": "distributed.communication.process_group",
-    "distributed.mixins.precision": "distributed.training.mixins.precision",
-    "distributed.mixins.recording": "distributed.training.step_records",
-    "distributed.mixins.resuming": "distributed.training.resuming",
-    "distributed.mixins.streams": "distributed.training.resuming",
-    "distributed.mixins.timing": "distributed.training.phase_timers",
-    "distributed.mixins.tracking": "distributed.training.mixins.tracking",
-    "distributed.mixins.validation": "distributed.training.validation",
-    "distributed.network": "distributed.system.addresses",
-    "distributed.objective": "distributed.training.objective",
-    "distributed.optim": "distributed.training.optimizers",
-    "distributed.places": "distributed.planner.hosts",
-    "distributed.plan": "distributed.planner.resolve",
-    "distributed.plugin_manager": "distributed.registry.catalog",
-    "distributed.preemption": "distributed.resilience.preemption",
-    "distributed.process_group": "distributed.training.process_group_backend",
-    "distributed.rendezvous": "distributed.communication.rendezvous",
-    "distributed.seeding": "distributed.training.seeding",
-    "distributed.stacks": "distributed.resilience.stack_dumps",
-    "distributed.stepper": "distributed.training.manual_step",
-    "distributed.supervisor": "distributed.launch.supervisor",
-    "distributed.testing.claim_contracts": "distributed.testing.contracts.claim",
-    "distributed.testing.diagnosis": "distributed.testing.parity.diagnosis",
-    "distributed.testing.failure_contracts": "distributed.testing.contracts.failure",
-    "distributed.testing.parity_table": "distributed.testing.parity.table",
-    "distributed.testing.plugin": "distributed.testing.pytest_plugin",
-    "distributed.testing.pool": "distributed.testing.rank_pool",
-    "distributed.testing.problem": "distributed.testing.reference_problem",
-    "distributed.testing.run_contracts": "distributed.testing.contracts.run",
-    "distributed.testing.saved_state": "distributed.testing.checkpoint_compare",
-    "distributed.testing.step_contracts": "distributed.testing.contracts.step",
-    "distributed.testing.tensorflow_bench": "distributed.testing.tensorflow_workbench",
-    "distributed.testing.torch_bench": "distributed.testing.torch_workbench",
-    "distributed.torch_backend": "distributed.training.torch_backend",
-    "distributed.torch_framework": "distributed.training.torch_framework",
-    "distributed.transport": "distributed.communication.task_file",
-    "distributed.tuner": "distributed.operations.tuning.tuner",
-    "distributed.watch": "distributed.resilience.rank_monitor",
-    "distributed.watcher": "distributed.resilience.monitor_process",
-    "distributed.worker": "distributed.launch.rank_process",
-    "distributed_backends.deepspeed_backend": "distributed_backends.deepspeed.backend",
-    "distributed_backends.fsdp2": "distributed_backends.fsdp.backend",
-    "distributed_backends.horovod_torch": "distributed_backends.horovod.backend",
-    "distributed_backends.pytorch_ddp": "distributed_backends.ddp.hooks",
-    "distributed_backends.ray_launcher": "distributed_backends.ray.launcher",
-    "distributed_backends.ray_tune": "distributed_backends.ray.tune.engine",
-    "distributed_backends.tensorflow_backend": "distributed_backends.tensorflow.backend",
-    "distributed_plugins.monitor": "distributed_plugins.manual_monitors",
-    "distributed_plugins.record": "distributed_plugins.run_record",
-    "distributed_plugins.sketches": "distributed_plugins.sketch_sync",
+    **_moves("distributed", "distributed.commands", "bundled"),
+    **_moves("distributed", "distributed.communication", "joined=environment rendezvous transport=task_file"),
+    **_moves("distributed", "distributed.launch", "supervisor worker=rank_process"),
+    **_moves("distributed", "distributed.operations.tuning", "tuner"),
+    **_moves("distributed", "distributed.planner", "batch choice=backend_choice places=hosts plan=resolve"),
+    **_moves("distributed", "distributed.registry", "hookspecs plugin_manager=catalog"),
+    **_moves(
+        "distributed",
+        "distributed.resilience",
+        "accounts=failure_messages blame=hang_diagnosis divergence elastic failures=failure_reports "
+        "host_watch=host_heartbeat journal=phase_journal membership=elastic_hosts preemption "
+        "stacks=stack_dumps watch=rank_monitor watcher=monitor_process",
+    ),
+    **_moves("distributed", "distributed.system", "garbage=garbage_collection network=addresses"),
+    **_moves(
+        "distributed",
+        "distributed.training",
+        "loop mixins objective optim=optimizers process_group=process_group_backend seeding "
+        "stepper=manual_step torch_backend torch_framework",
+    ),
+    **_moves("distributed.bundled", "distributed.commands.bundled", "digits scaling=random_network"),
+    **_moves("distributed.config", "distributed_backends.deepspeed", "deepspeed=native_config"),
+    **_moves("distributed.mixins", "distributed.communication", "group=process_group"),
+    **_moves(
+        "distributed.mixins",
+        "distributed.training",
+        "events=callback_runner recording=step_records resuming streams=resuming timing=phase_timers "
+        "validation",
+    ),
+    **_moves(
+        "distributed.mixins",
+        "distributed.training.mixins",
+        "accumulation checkpointing precision tracking",
+    ),
+    **_moves(
+        "distributed.testing",
+        "distributed.testing",
+        "plugin=pytest_plugin pool=rank_pool problem=reference_problem saved_state=checkpoint_compare "
+        "tensorflow_bench=tensorflow_workbench torch_bench=torch_workbench",
+    ),
+    **_moves(
+        "distributed.testing",
+        "distributed.testing.contracts",
+        "claim_contracts=claim failure_contracts=failure run_contracts=run step_contracts=step",
+    ),
+    **_moves("distributed.testing", "distributed.testing.parity", "diagnosis parity_table=table"),
+    **_moves(
+        "distributed_backends",
+        "distributed_backends",
+        "deepspeed_backend=deepspeed.backend fsdp2=fsdp.backend horovod_torch=horovod.backend "
+        "pytorch_ddp=ddp.hooks ray_launcher=ray.launcher ray_tune=ray.tune.engine "
+        "tensorflow_backend=tensorflow.backend",
+    ),
+    **_moves(
+        "distributed_plugins",
+        "distributed_plugins",
+        "monitor=manual_monitors record=run_record sketches=sketch_sync",
+    ),
 }
 """Old module -> where most of its names are now."""
 

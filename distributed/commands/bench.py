@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.commands.parser import positive_int
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
 from distributed.operations.report.formats import plural
@@ -98,17 +99,17 @@ def _plan(args: argparse.Namespace) -> Plan:
     script = None if args.script is None else find_script(args.script)
     size = [
         "--width",
-        str(_positive_int(args.width, "--width")),
+        str(positive_int(args.width, "--width")),
         "--depth",
-        str(_positive_int(args.depth, "--depth")),
+        str(positive_int(args.depth, "--depth")),
     ]
     plan = Plan(
         backends=backends,
-        ranks=sorted({_positive_int(word, "--ranks") for word in args.ranks.split(",")}),
+        ranks=sorted({positive_int(word, "--ranks") for word in args.ranks.split(",")}),
         modes=["strong", "weak"] if args.mode == "both" else [args.mode],
-        batch_size=_positive_int(args.batch_size, "--batch-size"),
-        steps=_positive_int(args.steps, "--steps"),
-        repeats=_positive_int(args.repeats, "--repeats"),
+        batch_size=positive_int(args.batch_size, "--batch-size"),
+        steps=positive_int(args.steps, "--steps"),
+        repeats=positive_int(args.repeats, "--repeats"),
         script=script,
         arguments=size if script is None else (),
         options=[word for assignment in args.set for word in ("--set", assignment)],
@@ -225,9 +226,3 @@ def _panels(plan: Plan, results: Sequence[Result]) -> list[Panel]:
         line_panel("Throughput", rates, unit="samples/s", x="ranks", ticks=ticks),
         line_panel("Efficiency", shares, unit="%", x="ranks", ticks=ticks),
     ]
-
-
-def _positive_int(text: str, flag: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
-    return int(text)

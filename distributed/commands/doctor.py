@@ -9,7 +9,7 @@ from dataclasses import asdict
 from distributed.commands.tables import print_json, print_table
 from distributed.operations.doctor import Finding
 
-__all__ = ["Check", "add_arguments", "checks", "examine", "run"]
+__all__ = ["Check", "add_arguments", "checks", "examine", "print_findings", "run"]
 
 Check = Callable[[], Iterable[Finding]]
 
@@ -30,9 +30,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([asdict(finding) for finding in findings])
     else:
-        rows = [[f.status, f.name, f.message, f.remedy] for f in findings]
-        print_table(["status", "check", "finding", "remedy"], rows, [_STYLES[f.status] for f in findings])
+        print_findings(findings)
     return int(any(finding.status == "error" for finding in findings))
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print `findings` as a table, problems in colour."""
+    rows = [[f.status, f.name, f.message, f.remedy] for f in findings]
+    print_table(["status", "check", "finding", "remedy"], rows, [_STYLES[f.status] for f in findings])
 
 
 def checks(allreduce: bool = True) -> list[Check]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from distributed.commands.parser import positive_int
 from distributed.commands.tables import print_json, print_table
 from distributed.config import parse_assignments
 from distributed.errors import UserError
@@ -91,7 +92,7 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
             got=" ".join(args.backends) or "none",
             remedy="Name two, e.g. `parity serial fsdp`",
         )
-    ranks = [_positive_int(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
+    ranks = [positive_int(given or args.ranks or "2", "--ranks") for given in (args.ranks_a, args.ranks_b)]
     sides = [parse_side(text, number) for text, number in zip(args.backends, ranks, strict=True)]
     tolerance = TOLERANCES[exercise.dtype, exercise.optimizer]
     if args.tolerance is not None:
@@ -108,7 +109,7 @@ def _run_pair(args: argparse.Namespace, exercise: Exercise) -> int:
 def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
     from distributed.testing.parity.table import default_backends, measure, render
 
-    ranks = [_positive_int(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
+    ranks = [positive_int(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
     rows = measure(
         args.backends or default_backends(), ranks, exercise, say=lambda text: print(text, file=sys.stderr)
     )
@@ -123,10 +124,10 @@ def _exercise(args: argparse.Namespace) -> Exercise:
     from distributed.testing.parity.measure import Exercise
 
     return Exercise(
-        steps=_positive_int(args.steps, "--steps"),
-        global_batch_size=_positive_int(args.global_batch_size, "--global-batch-size"),
-        accumulation=_positive_int(args.accumulation, "--accumulation"),
-        samples=_positive_int(args.samples, "--samples"),
+        steps=positive_int(args.steps, "--steps"),
+        global_batch_size=positive_int(args.global_batch_size, "--global-batch-size"),
+        accumulation=positive_int(args.accumulation, "--accumulation"),
+        samples=positive_int(args.samples, "--samples"),
         dtype=_one_of(args.dtype, "--dtype", _DTYPES),
         optimizer=_one_of(args.optimizer, "--optimizer", _OPTIMIZERS),
         learning_rate=_number(args.learning_rate, "--learning-rate"),
@@ -173,12 +174,6 @@ def _as_json(
         "steps": [asdict(row) for row in rows],
         "divergence": None if found is None else asdict(found),
     }
-
-
-def _positive_int(text: str, flag: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
-    return int(text)
 
 
 def _number(text: str, flag: str) -> float:

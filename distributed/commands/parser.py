@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from distributed.errors import UserError
 
-__all__ = ["PROG", "Parser", "flags_of", "nearly", "refuse_unknown"]
+__all__ = ["PROG", "Parser", "flags_of", "nearly", "positive_int", "refuse_unknown"]
 
 PROG = "python -m distributed.cli"
 
@@ -39,6 +39,13 @@ def nearly(word: str, flags: Iterable[str], above: float = 0.8) -> str | None:
         return None
     similarity, flag = max((SequenceMatcher(None, name, flag).ratio(), flag) for flag in flags)
     return flag if similarity > above else None
+
+
+def positive_int(text: str, flag: str) -> int:
+    """The number that `text` is, or a UserError that names `flag`."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
+    return int(text)
 
 
 def refuse_unknown(words: Iterable[str], parser: argparse.ArgumentParser) -> NoReturn:

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from distributed.commands.doctor import print_findings
 from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.tables import print_json, print_table
 from distributed.communication.environment import detect
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_STYLES = {"ok": "", "warn": "yellow", "error": "bold red"}
 _EPILOG = """
 Start it on every host as you start the run, with one process per host: by hand with --num-nodes, --node-rank
 and --rdzv-endpoint; under srun with --ntasks-per-node=1; under torchrun with --nproc-per-node=1. Node 0
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({**asdict(found), "findings": [asdict(finding) for finding in findings]})
     else:
         _print_hosts(found)
-        rows = [[f.status, f.name, f.message, f.remedy] for f in findings]
-        print_table(["status", "check", "finding", "remedy"], rows, [_STYLES[f.status] for f in findings])
+        print_findings(findings)
     return int(failed)
 
 

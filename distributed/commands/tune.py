@@ -15,6 +15,7 @@ from distributed.config import DistributedConfig, Layer, load_layers, parse_assi
 from distributed.config.load import as_layers, native_names, top_fields
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, did_you_mean
+from distributed.operations.report.formats import cell
 
 if TYPE_CHECKING:
     from distributed.operations.tuning.trial_record import Trial
@@ -249,8 +250,8 @@ def _show(
         [_row(trial, names) for trial in tuner.results],
         ["bold" if trial is tuner.best else "" for trial in tuner.results],
     )
-    best = ", ".join(f"{name}={_text(value)}" for name, value in tuner.best.parameters.items())
-    print(f"best: trial {tuner.best.name}, {metric} {_text(tuner.best.value)}: {best}")
+    best = ", ".join(f"{name}={cell(value)}" for name, value in tuner.best.parameters.items())
+    print(f"best: trial {tuner.best.name}, {metric} {cell(tuner.best.value)}: {best}")
     for line in _how_to_train(tuner, args, layers, arguments):
         print(line)
 
@@ -297,9 +298,5 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(trial: Trial, names: list[str]) -> list[str]:
     epochs = sum("epoch" in report for report in trial.reports)
-    figures = [_text(trial.value), str(epochs), f"{trial.seconds:.1f}", trial.status]
-    return [trial.name, *figures, *(_text(trial.parameters.get(name)) for name in names)]
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+    figures = [cell(trial.value), str(epochs), f"{trial.seconds:.1f}", trial.status]
+    return [trial.name, *figures, *(cell(trial.parameters.get(name)) for name in names)]

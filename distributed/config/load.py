@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed.config.completion import complete
-from distributed.config.schema import DistributedConfig
+from distributed.config.schema import DistributedConfig, complete
 from distributed.config.validation_errors import field_names
 from distributed.errors import UserError, did_you_mean
 

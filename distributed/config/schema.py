@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -18,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from distributed.config.completion import complete
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
@@ -31,9 +31,16 @@ from distributed.config.sections import (
 )
 from distributed.config.validation_errors import user_error
 
-__all__ = ["DistributedConfig"]
+__all__ = ["DistributedConfig", "complete"]
 
 Precision = Literal["fp32", "bf16", "fp16"]
+# The registry lies above this package and knows the plugins; it is found by name, as plugins are.
+_REGISTRY = "distributed.registry.completion"
+
+
+def complete() -> None:
+    """Let the registry add the plugins' sections to `DistributedConfig`; later calls do nothing."""
+    import_module(_REGISTRY).complete()
 
 
 class DistributedConfig(BaseModel):

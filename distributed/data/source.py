@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from torch.utils.data import (
 
 from distributed.errors import UserError
 
-__all__ = ["Source"]
+__all__ = ["Source", "fingerprint"]
 
 Order = Literal["sequential", "random", "sampler", "batch_sampler"]
 _KEPT = (
@@ -223,3 +224,26 @@ def _order_of(sampler: Any) -> tuple[Order, Any]:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return "random", None
     return "sampler", sampler
+
+
+def fingerprint(samples: Iterable[Any]) -> str:
+    """Digest of the tensors, arrays, numbers and texts in `samples`; other things do not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        _add_to_digest(sample, digest)
+    return digest.hexdigest()
+
+
+def _add_to_digest(value: Any, digest: Any) -> None:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            _add_to_digest(part, digest)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            _add_to_digest(value[key], digest)
+    elif isinstance(value, torch.Tensor):
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif hasattr(value, "tobytes"):
+        digest.update(value.tobytes())
+    elif isinstance(value, (bool, int, float, str)):
+        digest.update(repr(value).encode())

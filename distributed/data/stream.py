@@ -15,10 +15,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from distributed.data.fingerprint import fingerprint
 from distributed.data.order import split_window
 from distributed.data.sample_rng import RandomStreams
-from distributed.data.source import Source
+from distributed.data.source import Source, fingerprint
 from distributed.errors import UserError
 
 __all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "same"]

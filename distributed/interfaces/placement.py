@@ -68,14 +68,12 @@ class World:
         return self.size // self.data_parallel_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankPlacement:
     """Where the ranks of a run are and how they are started, as the planner decides it.
 
     Attributes:
         mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
-        num_devices: devices over all nodes.
-        num_replicas: devices that each rank drives.
         world_size: ranks (processes) over all nodes.
         local_size: ranks on this node.
         node_rank: index of this node.
@@ -83,13 +81,12 @@ class RankPlacement:
         device: ``cpu`` or ``cuda``.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         communication_backend: transport of the collectives, as torch names it.
+        num_replicas: devices that each rank drives.
         joined: this process's position when it joins.
         notes: what the user should know, one sentence each.
     """
 
     mode: str
-    num_devices: int
-    num_replicas: int
     world_size: int
     local_size: int
     node_rank: int
@@ -97,5 +94,6 @@ class RankPlacement:
     device: str
     precision: str
     communication_backend: str
-    joined: LauncherEnvironment | None
+    num_replicas: int = 1
+    joined: LauncherEnvironment | None = None
     notes: tuple[str, ...] = ()

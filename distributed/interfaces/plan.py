@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.placement import LauncherEnvironment
+from distributed.interfaces.placement import RankPlacement
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -70,47 +70,25 @@ class Facts:
     has_optimizer: bool = False
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """A run that can start.
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(RankPlacement):
+    """A run that can start: the placement of its ranks, and what they train with.
 
     Attributes:
         config: the user's configuration.
         spec: the backend.
-        mode: ``in-process`` (one rank, here), ``spawn`` (start ranks) or ``join`` (be one).
-        world_size: ranks (processes) over all nodes.
-        local_size: ranks on this node.
-        node_rank: index of this node.
-        num_nodes: nodes.
-        device: ``cpu`` or ``cuda``.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        communication_backend: transport of the collectives, as torch names it.
         batch: the batch identity.
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
-        num_replicas: devices that each rank drives.
         counts: numbers of ranks with which an elastic run may continue, largest first.
-        joined: this process's position when it joins.
-        notes: what the user should know, one sentence each.
     """
 
     config: DistributedConfig
     spec: BackendSpec
-    mode: str
-    world_size: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    device: str
-    precision: str
-    communication_backend: str
     batch: BatchPlan
     val_batch_size: int
     learning_rate: float
-    num_replicas: int = 1
     counts: tuple[int, ...] = ()
-    joined: LauncherEnvironment | None = None
-    notes: tuple[str, ...] = ()
 
     def device_of(self, local_rank: int) -> str:
         """The device of a rank on its host."""

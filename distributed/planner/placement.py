@@ -39,7 +39,6 @@ def place_ranks(
     precision = _choose_precision(config, device, notes)
     return RankPlacement(
         mode=_choose_mode(config, spec, num_devices, joined),
-        num_devices=num_devices,
         num_replicas=num_replicas,
         world_size=num_devices // num_replicas,
         local_size=max(1, local_devices // num_replicas),

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
 from distributed.planner.backend_choice import (
     BackendChoice,
@@ -25,7 +25,6 @@ from distributed.planner.placement import data_parallel_size, place_ranks
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.interfaces.backend_spec import BackendSpec
     from distributed.registry.catalog import Catalog
 
 __all__ = ["rescale", "resolve"]
@@ -57,50 +56,29 @@ def resolve(
     spec = choice.spec
     config, joined = as_host(choice.config, joined)
     placement = place_ranks(config, spec, resources, joined)
+    num_devices = placement.world_size * placement.num_replicas
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=data_parallel_size(config, spec, placement.num_devices),
+        data_parallel_size=data_parallel_size(config, spec, num_devices),
         loader_batch_size=facts.train_batch_size,
     )
-    _check(config, spec, placement, batch, catalog)
-    plan = _make_plan(config, spec, placement, batch, facts)
+    check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
+    check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
+    check_nodes(config, spec, placement)
+    plan = RunPlan(
+        **vars(replace(placement, notes=())),
+        config=config,
+        spec=spec,
+        batch=batch,
+        val_batch_size=facts.val_batch_size or batch.batch_size,
+        learning_rate=_learning_rate(config, batch, facts),
+    )
     notes = (*choice.notes, *placement.notes, *meeting_notes(config, spec, placement))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()
     return replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts)
-
-
-def _check(
-    config: DistributedConfig, spec: BackendSpec, placement: RankPlacement, batch: BatchPlan, catalog: Catalog
-) -> None:
-    """Raise UserError for what the backend, or the hosts, cannot do."""
-    check_capabilities(config, spec, catalog, placement.num_devices, placement.precision, placement.device)
-    check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
-    check_nodes(config, spec, placement)
-
-
-def _make_plan(
-    config: DistributedConfig, spec: BackendSpec, placement: RankPlacement, batch: BatchPlan, facts: Facts
-) -> RunPlan:
-    return RunPlan(
-        config=config,
-        spec=spec,
-        mode=placement.mode,
-        world_size=placement.world_size,
-        local_size=placement.local_size,
-        node_rank=placement.node_rank,
-        num_nodes=placement.num_nodes,
-        device=placement.device,
-        precision=placement.precision,
-        communication_backend=placement.communication_backend,
-        batch=batch,
-        val_batch_size=facts.val_batch_size or batch.batch_size,
-        learning_rate=_learning_rate(config, batch, facts),
-        num_replicas=placement.num_replicas,
-        joined=placement.joined,
-    )
 
 
 def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) -> RunPlan:

@@ -1,15 +1,19 @@
-"""What the kernel reports about processes: state, CPU time, children, and kills for lack of memory."""
+"""Processes as the kernel reports them (state, CPU time, children, kills for lack of memory), and the
+standard error of this one."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "children", "process_info", "oom_kills"]
+__all__ = ["Process", "children", "filtered_stderr", "oom_kills", "process_info"]
 
 
 _CLOCK = os.sysconf("SC_CLK_TCK")
@@ -78,3 +82,28 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+@contextmanager
+def filtered_stderr(is_noise: Callable[[bytes], object]) -> Iterator[None]:
+    """Hold back what is written to file descriptor 2, and show the lines that are not noise at the end.
+
+    Args:
+        is_noise: called with each line; a true result drops it.
+    """
+    sys.stderr.flush()
+    try:
+        shown = os.dup(2)
+    except OSError:  # Standard error is closed: there is nothing to suppress.
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+            kept.seek(0)
+            os.write(2, b"".join(line for line in kept if not is_noise(line)))

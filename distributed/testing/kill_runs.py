@@ -349,17 +349,14 @@ def _check_samples(scenario: Scenario, attempts: Sequence[Attempt], outcome: Out
 
 
 def _check_left(home: Path, attempts: Sequence[Attempt], outcome: Outcome) -> None:
-    hidden = [path.name for path in (home / "checkpoints").glob("*") if _is_leftover(path.name)]
+    saved = (path.name for path in (home / "checkpoints").glob("*"))
+    hidden = [name for name in saved if name.startswith((".tmp-", ".gc-", "superseded_"))]
     private = [path.name for path in (home / "tmp").glob("distributed-*")]
     outcome.left += [f"left behind: {name}" for name in (*hidden, *private)]
     for attempt in attempts:
         for process in attempt.remaining():
             outcome.left.append(f"still runs: {process.pid} {' '.join(process.cmdline())[:100]}")
             process.send_signal(signal.SIGKILL)
-
-
-def _is_leftover(name: str) -> bool:
-    return name.startswith((".tmp-", ".gc-", "superseded_"))
 
 
 def _check_bits(home: Path, reference: Reference, outcome: Outcome) -> None:

@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: the kit's own tests were collected, and no usable backend was named.
     """
-    if any(item.module.__name__ == "distributed.testing.test_conformance" for item in _functions(items)):
+    modules = {item.module.__name__ for item in items if isinstance(item, pytest.Function)}
+    if "distributed.testing.test_conformance" in modules:
         from distributed.errors import UserError
         from distributed.testing.test_conformance import settings
 
@@ -63,7 +64,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             settings(config)
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-
-
-def _functions(items: list[pytest.Item]) -> list[pytest.Function]:
-    return [item for item in items if isinstance(item, pytest.Function)]

@@ -48,7 +48,6 @@ from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feed
-from distributed.training.goal import Goal
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 from distributed.training.mixins.tracking import TrackingMixin
 from distributed.training.optimizers import hyperparameters, take_hyperparameters
@@ -58,7 +57,7 @@ from distributed.training.schedule import Schedule
 from distributed.training.seeding import isolated_rng, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
-from distributed.training.stop_consensus import StopConsensus
+from distributed.training.stop_consensus import Goal, StopConsensus
 from distributed.training.trackers import Trackers, run_position
 from distributed.training.validation import Validator, check_same_data
 

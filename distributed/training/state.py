@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.interfaces.task import Progress
-from distributed.training.numbers import as_floats
 
 if TYPE_CHECKING:
     from distributed.data import Feed
@@ -17,7 +18,21 @@ if TYPE_CHECKING:
     from distributed.training.callback_runner import CallbackRunner
     from distributed.training.schedule import Schedule
 
-__all__ = ["OpenEpoch", "Snapshot", "TrainState"]
+__all__ = ["OpenEpoch", "Snapshot", "TrainState", "as_floats", "mean"]
+
+
+def as_floats(values: list[Any]) -> list[float]:
+    """Tensors and numbers as numbers, with one transfer from the device."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    found = iter(torch.stack([t.double() for t in tensors]).tolist())
+    return [next(found) if isinstance(value, torch.Tensor) else float(value) for value in values]
+
+
+def mean(total: float, count: float) -> float:
+    """``total / count``; `total` if nothing counted, as with masked tokens. A count may be below 1."""
+    return total / count if count else total
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience.divergence import checksum, explain_divergence
-from distributed.training.numbers import as_floats, mean
 from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilisation, memory_metrics
 from distributed.training.reduced_interval import TIMED, ReducedInterval
+from distributed.training.state import as_floats, mean
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig

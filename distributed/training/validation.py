@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.data.fingerprint import fingerprint
 from distributed.data.sample_rng import RandomStreams
+from distributed.data.source import fingerprint
 from distributed.errors import UserError
 
 if TYPE_CHECKING:

@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     from distributed_kernels.sketching.calibration import input_covariance
     from distributed_kernels.sketching.conv import SKConv2d
     from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
-    from distributed_kernels.sketching.costs import CostlyError, break_even_rank
+    from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
     from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
     from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
     from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
-    from distributed_kernels.sketching.layer_report import LayerReport
     from distributed_kernels.sketching.linear import SKLinear
     from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
     from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs
@@ -59,60 +58,40 @@ if TYPE_CHECKING:
         TensorParallelSKLinear,
     )
 
-_HOMES = {
-    "BlockSparseRingDistributedDilatedAttention": "attention.modules",
-    "CostlyError": "sketching.costs",
-    "DilatedLanguageModel": "attention.language_model",
-    "DilatedTransformerBlock": "attention.modules",
-    "DistributedImprovedMultiheadDilatedAttention": "attention.modules",
-    "DistributedMultiheadDilatedAttention": "attention.modules",
-    "DistributedSketchedModel": "sketching.mlp",
-    "GivenSketch": "sketching.frozen_sketches",
-    "KernelError": "errors",
-    "LayerReport": "sketching.factorize",
-    "MultiheadDilatedAttention": "attention.modules",
-    "PRESETS": "attention.language_model",
-    "RingDistributedDilatedAttention": "attention.modules",
-    "SIGN_ALGORITHM": "sketching.random_signs",
-    "SKColwiseParallel": "sketching.tensor_parallel",
-    "SKConv2d": "sketching.conv",
-    "SKLinear": "sketching.linear",
-    "SKRowwiseParallel": "sketching.tensor_parallel",
-    "SignSketch": "sketching.frozen_sketches",
-    "Sketch": "sketching.frozen_sketches",
-    "SketchReport": "sketching.convert_model",
-    "SketchedMLP": "sketching.mlp",
-    "TensorParallelSKLinear": "sketching.tensor_parallel",
-    "Traffic": "attention.ring_exchange",
-    "attention_with_lse": "attention.dense",
-    "block_density": "attention.patterns",
-    "block_pattern": "attention.patterns",
-    "block_sparse_attention": "attention.block_sparse",
-    "block_sparse_dilated_attention": "attention.sparse_dilated",
-    "break_even_rank": "sketching.costs",
-    "check_sketch_sync": "sketching.sketch_sync",
-    "chosen_blocks": "attention.block_kernels",
-    "count_traffic": "attention.ring_exchange",
-    "create_distributed_model": "attention.language_model",
-    "dilated_attention": "attention.dilated",
-    "factorize_conv": "sketching.factorize",
-    "factorize_linear": "sketching.factorize",
-    "fused_linear": "sketching.fused",
-    "fused_linear_available": "sketching.fused",
-    "input_covariance": "sketching.calibration",
-    "merge_attention": "attention.dense",
-    "ring_attention": "attention.ring",
-    "sketch_checksums": "sketching.sketch_sync",
-    "sketch_model": "sketching.convert_model",
-    "sketch_signs": "sketching.random_signs",
-    "synchronize_sketches": "sketching.sketch_sync",
-    "ulysses_attention": "attention.ulysses",
-    "use_blocks": "attention.block_kernels",
-    "use_fused_linear": "sketching.fused",
-    "zigzag_gather": "attention.ring",
-    "zigzag_positions": "attention.ring",
-    "zigzag_slice": "attention.ring",
+_NAMES = {
+    "attention.block_kernels": ("chosen_blocks", "use_blocks"),
+    "attention.block_sparse": ("block_sparse_attention",),
+    "attention.dense": ("attention_with_lse", "merge_attention"),
+    "attention.dilated": ("dilated_attention",),
+    "attention.language_model": ("DilatedLanguageModel", "PRESETS", "create_distributed_model"),
+    "attention.modules": (
+        "BlockSparseRingDistributedDilatedAttention",
+        "DilatedTransformerBlock",
+        "DistributedImprovedMultiheadDilatedAttention",
+        "DistributedMultiheadDilatedAttention",
+        "MultiheadDilatedAttention",
+        "RingDistributedDilatedAttention",
+    ),
+    "attention.patterns": ("block_density", "block_pattern"),
+    "attention.ring": ("ring_attention", "zigzag_gather", "zigzag_positions", "zigzag_slice"),
+    "attention.ring_exchange": ("Traffic", "count_traffic"),
+    "attention.sparse_dilated": ("block_sparse_dilated_attention",),
+    "attention.ulysses": ("ulysses_attention",),
+    "errors": ("KernelError",),
+    "sketching.calibration": ("input_covariance",),
+    "sketching.conv": ("SKConv2d",),
+    "sketching.convert_model": ("SketchReport", "sketch_model"),
+    "sketching.costs": ("CostlyError", "LayerReport", "break_even_rank"),
+    "sketching.factorize": ("factorize_conv", "factorize_linear"),
+    "sketching.frozen_sketches": ("GivenSketch", "SignSketch", "Sketch"),
+    "sketching.fused": ("fused_linear", "fused_linear_available", "use_fused_linear"),
+    "sketching.linear": ("SKLinear",),
+    "sketching.mlp": ("DistributedSketchedModel", "SketchedMLP"),
+    "sketching.random_signs": ("SIGN_ALGORITHM", "sketch_signs"),
+    "sketching.sketch_sync": ("check_sketch_sync", "sketch_checksums", "synchronize_sketches"),
+    "sketching.tensor_parallel": ("SKColwiseParallel", "SKRowwiseParallel", "TensorParallelSKLinear"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BlockSparseRingDistributedDilatedAttention",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from distributed.checkpoint.torch_state import export_replicated, import_replica
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.resilience.divergence import trained
+from distributed.system.processes import filtered_stderr
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed_backends.deepspeed.hooks import stage_of
@@ -319,7 +319,7 @@ def _import_for(device: str) -> None:
     before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
     try:
-        with _silenced_linker(), _missing("mlflow"):
+        with filtered_stderr(_is_of_linker), _missing("mlflow"):
             import_module("deepspeed")
     finally:
         if before is None:
@@ -342,17 +342,6 @@ def _missing(name: str) -> Iterator[None]:
         del modules[name]
 
 
-@contextmanager
-def _silenced_linker() -> Iterator[None]:
-    """Suppress the linker's output while DeepSpeed probes at import whether it can offload to disks."""
-    real = os.dup(2)
-    with tempfile.TemporaryFile() as heard:
-        os.dup2(heard.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
-            heard.seek(0)
-            rest = [line for line in heard if b"-laio" not in line and b"ld returned 1" not in line]
-            os.write(2, b"".join(rest))
+def _is_of_linker(line: bytes) -> bool:
+    # DeepSpeed probes at import whether it can offload to disks.
+    return b"-laio" in line or b"ld returned 1" in line

@@ -176,7 +176,7 @@ def check_resources(plan: RunPlan) -> None:
     Raises:
         UserError: names the missing and the existing resources.
     """
-    if _grows():
+    if _limits():
         return
     needs = {name: amount for name, amount in needs_of(plan).items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -211,10 +211,6 @@ def num_gpus(or_to_come: bool) -> int:
     """
     here = int(ray.cluster_resources().get("GPU", 0))
     return max(here, int(_limits().get("GPU", 0))) if or_to_come else here
-
-
-def _grows() -> bool:
-    return bool(_limits())
 
 
 def _limits() -> Mapping[str, int]:

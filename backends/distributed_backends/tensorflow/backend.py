@@ -20,7 +20,6 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.training.phase_timers import PhaseTimers
-from distributed_backends.tensorflow.loss_scale import LossScale
 from distributed_backends.tensorflow.models import (
     PackedModel,
     PackedOptimizer,
@@ -42,7 +41,7 @@ from distributed_backends.tensorflow.optimizers import (
     in_width,
 )
 from distributed_backends.tensorflow.state import export_keras, import_keras
-from distributed_backends.tensorflow.step import StepFunctions
+from distributed_backends.tensorflow.step import LossScale, StepFunctions
 from distributed_backends.tensorflow.strategy import make_strategy
 from distributed_backends.tensorflow.values import to_array
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from distributed.system.processes import filtered_stderr
 
 __all__ = ["quiet_stderr"]
 
@@ -21,27 +21,9 @@ _CHATTER = re.compile(
 )
 
 
-@contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Keep back what is written to file descriptor 2, and show what is not chatter at the end."""
-    sys.stderr.flush()
-    try:
-        shown = os.dup(2)
-    except OSError:  # Standard error is closed: there is nothing to suppress.
-        yield
-        return
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(shown, 2)
-            os.close(shown)
-            kept.seek(0)
-            for line in kept:
-                if not _CHATTER.match(line):
-                    os.write(2, line)
+def quiet_stderr() -> AbstractContextManager[None]:
+    """Drop TensorFlow's chatter from what is written to file descriptor 2 inside the ``with``."""
+    return filtered_stderr(_CHATTER.match)
 
 
 if "tensorflow" not in sys.modules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -194,18 +194,33 @@ def widest(model: Any) -> str:
 
 
 @dataclass
-class PackedModel:
-    """A Keras model as configuration and weights; rebuilt inside the strategy's scope.
+class Packed:
+    """A Keras object as configuration and values; rebuilt inside the strategy's scope.
 
     Attributes:
         config: Keras's own serialized form.
-        weights: values of its variables in their order; None before it is built.
         custom: classes that are not Keras's, by their registered names.
+        values: values of its variables in their order; None where it has none yet.
     """
 
-    config: dict[str, Any]
-    weights: list[np.ndarray[Any, Any]] | None
-    custom: dict[str, Any] = field(default_factory=dict)
+    config: Any
+    custom: dict[str, Any]
+    values: list[np.ndarray[Any, Any]] | None = None
+
+    def unpack(self) -> Any:
+        """Rebuild it here; `fill` it once it has its variables."""
+        with keras.saving.custom_object_scope(self.custom):
+            return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
+
+    def fill(self, built: Any) -> None:
+        """Put the values into what `unpack` gave."""
+        if self.values is not None:
+            for variable, value in zip(built.variables, self.values, strict=True):
+                variable.assign(value)
+
+
+class PackedModel(Packed):
+    """A Keras model; it has values if it is built."""
 
     @classmethod
     def of(cls, model: Any) -> PackedModel:
@@ -227,18 +242,7 @@ class PackedModel:
         layers = model._flatten_layers()
         custom = {type(part).__name__: type(part) for part in layers if framework_alone(part)}
         weights = [to_array(v) for v in model.variables] if is_built(model) else None
-        return cls(config, weights, custom)
-
-    def unpack(self) -> Any:
-        """Rebuild it here; `fill` it once it has its weights."""
-        with keras.saving.custom_object_scope(self.custom):
-            return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
-
-    def fill(self, model: Any) -> None:
-        """Put the weights into what `unpack` gave."""
-        if self.weights is not None:
-            for variable, value in zip(model.variables, self.weights, strict=True):
-                variable.assign(value)
+        return cls(config, custom, weights)
 
 
 def framework_alone(part: Any) -> bool:
@@ -246,13 +250,8 @@ def framework_alone(part: Any) -> bool:
     return type(part).__module__.split(".")[0] not in ("keras", "tensorflow", "tf_keras")
 
 
-@dataclass
-class PackedOptimizer:
-    """A Keras optimizer as configuration and the values of its variables, if it has run before."""
-
-    config: dict[str, Any]
-    custom: dict[str, Any]
-    values: list[np.ndarray[Any, Any]] | None = None
+class PackedOptimizer(Packed):
+    """A Keras optimizer; it has values if it has run before."""
 
     @classmethod
     def of(cls, optimizer: Any) -> PackedOptimizer:
@@ -262,24 +261,9 @@ class PackedOptimizer:
         run = optimizer.built and int(to_array(optimizer.iterations)) > 0
         return cls(config, custom, [to_array(v) for v in optimizer.variables] if run else None)
 
-    def unpack(self) -> Any:
-        """Build it again, here; over its variables it is built later, and then to be filled."""
-        with keras.saving.custom_object_scope(self.custom):
-            return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
 
-    def fill(self, optimizer: Any) -> None:
-        """Put the values into what `unpack` gave, once it is built."""
-        if self.values is not None:
-            for variable, value in zip(optimizer.variables, self.values, strict=True):
-                variable.assign(value)
-
-
-@dataclass
-class PackedLoss:
-    """A Keras loss or metric object as configuration."""
-
-    config: Any
-    custom: dict[str, Any]
+class PackedLoss(Packed):
+    """A Keras loss or metric object as configuration alone."""
 
     @classmethod
     def of(cls, loss: Any) -> PackedLoss:
@@ -287,12 +271,7 @@ class PackedLoss:
         custom = {type(loss).__name__: type(loss)} if framework_alone(loss) else {}
         return cls(keras.saving.serialize_keras_object(loss), custom)
 
-    def unpack(self) -> Any:
-        """Build it again, here."""
-        with keras.saving.custom_object_scope(self.custom):
-            return keras.saving.deserialize_keras_object(self.config, safe_mode=False)
-
 
 def unpack(value: Any) -> Any:
     """Rebuild a packed object; return anything else unchanged."""
-    return value.unpack() if isinstance(value, (PackedModel, PackedOptimizer, PackedLoss)) else value
+    return value.unpack() if isinstance(value, Packed) else value

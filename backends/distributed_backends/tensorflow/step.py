@@ -7,12 +7,12 @@ samples or tokens riding along (C2), clips once by the global norm (C6), and upd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Finished", "StepFunctions"]
+__all__ = ["Finished", "LossScale", "StepFunctions"]
 
 
 class Finished(NamedTuple):
@@ -204,3 +204,43 @@ def _norm(values: list[Any]) -> Any:
 
 def _wide(value: Any) -> Any:
     return value.dtype if value.dtype in (tf.float32, tf.float64) else tf.float32
+
+
+_GROWTH, _BACKOFF = 2.0, 0.5
+
+
+class LossScale:
+    """Halves after a step whose summed gradients overflowed, doubles after `interval` good ones.
+
+    All ranks see the same sums and keep the same scale (C8). The saved form is torch's GradScaler's.
+
+    Args:
+        scale: initial scale.
+        interval: good steps before it doubles.
+    """
+
+    def __init__(self, scale: float, interval: int) -> None:
+        self.scale, self.interval, self._good = scale, interval, 0
+
+    def update(self, overflowed: bool) -> None:
+        """Update the scale after a step."""
+        if overflowed:
+            self.scale, self._good = self.scale * _BACKOFF, 0
+            return
+        self._good += 1
+        if self._good == self.interval:
+            self.scale, self._good = self.scale * _GROWTH, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the form of `torch.amp.GradScaler.state_dict`."""
+        return {
+            "scale": self.scale,
+            "growth_factor": _GROWTH,
+            "backoff_factor": _BACKOFF,
+            "growth_interval": self.interval,
+            "_growth_tracker": self._good,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])

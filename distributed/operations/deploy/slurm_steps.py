@@ -52,7 +52,8 @@ def _elastic_comment(job: Job) -> list[str]:
 def ray_step(job: Job, python: str, cpus: int | None, train: list[str]) -> list[str]:
     """A Ray cluster over the allocation, and the driver as a step of its own on the first node."""
     nodes, words = f"{quote(python)} -m distributed_backends.ray.allocation", " ".join(map(quote, train))
-    size = [f"--num-gpus={job.gpus_per_node}", *([f"--num-cpus={_ray_cpus(job, cpus)}"])]
+    num_cpus = cpus_per_node(job, cpus) or job.ranks_per_node
+    size = [f"--num-gpus={job.gpus_per_node}", f"--num-cpus={num_cpus}"]
     driver = [
         f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$meet" {_cpus(job, cpus)}',
         f'{nodes} run --meet="$meet" --port="$port" --num-nodes="$SLURM_NNODES" --',
@@ -72,10 +73,6 @@ def ray_step(job: Job, python: str, cpus: int | None, train: list[str]) -> list[
         'kill "$cluster"',
         'wait "$cluster"',
     ]
-
-
-def _ray_cpus(job: Job, cpus: int | None) -> int:
-    return cpus_per_node(job, cpus) or job.ranks_per_node
 
 
 def _cpus(job: Job, asked: int | None) -> str:

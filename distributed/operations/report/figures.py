@@ -32,14 +32,14 @@ def panels_of(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
     found = [_losses(runs, names)]
     for name in _union(run.figures("epoch") for run in runs):
         if name not in _SEEN:
-            found.append(_epochs(runs, names, name))
-    found += [_over_steps(runs, names, name) for name in ("learning_rate", "grad_norm", "samples_per_second")]
-    found += [_memory(runs, names), _over_steps(runs, names, "gpu_utilisation")]
+            found.append(_metric(runs, names, name, "epoch"))
+    found += [_metric(runs, names, name) for name in ("learning_rate", "grad_norm", "samples_per_second")]
+    found += [_memory(runs, names), _metric(runs, names, "gpu_utilisation")]
     found.append(_shares(runs[0]) if len(runs) == 1 else None)
     found.append(_whole(runs, names))
     for name in _union(run.figures() for run in runs):
         if name not in _HANDLED and not name.startswith(("memory_", "time_")):
-            found.append(_over_steps(runs, names, name))
+            found.append(_metric(runs, names, name))
     return _without_gaps([panel for panel in found if panel is not None])
 
 
@@ -148,15 +148,7 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Panel | None:
     return _marked(panel, runs)
 
 
-def _over_steps(runs: Sequence[Run], names: Sequence[str], figure: str) -> Panel | None:
-    return _simple(runs, names, figure, "log")
-
-
-def _epochs(runs: Sequence[Run], names: Sequence[str], figure: str) -> Panel | None:
-    return _simple(runs, names, figure, "epoch")
-
-
-def _simple(runs: Sequence[Run], names: Sequence[str], figure: str, kind: str) -> Panel | None:
+def _metric(runs: Sequence[Run], names: Sequence[str], figure: str, kind: str = "log") -> Panel | None:
     unit = unit_of(figure)
     scale = 100.0 if figure.endswith("accuracy") and unit == "%" else 1.0
     lines = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed.operations.report.record_format import without_passwords
 
-__all__ = ["label_of", "moment", "number", "plural", "seconds", "setting", "unit_of", "with_unit"]
+__all__ = ["cell", "label_of", "moment", "number", "plural", "seconds", "setting", "unit_of", "with_unit"]
 
 _UNITS = {
     "samples_per_second": "samples/s",
@@ -85,6 +85,11 @@ def moment(value: float) -> str:
 def plural(count: int, word: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def cell(value: Any) -> str:
+    """A value in a table: numbers to five digits, empty for None."""
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def setting(value: Any) -> str:

@@ -70,7 +70,7 @@ def _sentence(run: Run) -> str:
     where = f" under {place['backend']}" if place.get("backend") else ""
     if ranks:
         where += f" on {plural(ranks, 'rank')}" + (
-            f" of {place['num_nodes']} nodes" if _nodes(run) > 1 else ""
+            f" of {place['num_nodes']} nodes" if int(place.get("num_nodes") or 1) > 1 else ""
         )
         where += (
             f" ({', '.join(filter(None, [_device(run), *_hosts(run)[:3]]))}, {place.get('precision', '')})"
@@ -343,10 +343,6 @@ def _scaling_panels(scaled: Sequence[Scaling]) -> list[Panel]:
 
 def _badge(run: Run) -> str:
     return f'<span class="badge {escape(run.status)}">{escape(run.status)}</span>'
-
-
-def _nodes(run: Run) -> int:
-    return int(run.place.get("num_nodes") or 1)
 
 
 def _hosts(run: Run) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.interfaces.metric import larger_is_better
+from distributed.operations.report.formats import cell
 from distributed.operations.report.html import (
     Html,
     Panel,
@@ -66,8 +67,8 @@ def write_plot(
 def _summary(trials: Sequence[Trial], best: Trial) -> str:
     states = [trial.status for trial in trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
-    sampled = ", ".join(f"{name} {_text(value)}" for name, value in best.parameters.items())
-    return f"{len(trials)} trials: {counts}. Best {best.metric}: {_text(best.value)}, with {sampled}."
+    sampled = ", ".join(f"{name} {cell(value)}" for name, value in best.parameters.items())
+    return f"{len(trials)} trials: {counts}. Best {best.metric}: {cell(best.value)}, with {sampled}."
 
 
 def _course(trials: Sequence[Trial], metric: str, mode: str) -> Panel:
@@ -116,7 +117,7 @@ def _lines(trials: Sequence[Trial], axes: Sequence[_Axis], metric: str, mode: st
             mode="lines",
             meta={"color": _BEST, "share": 0.25 + 0.75 * places[n] ** 2, "hidden": True},
             line={"width": 3.5 if places[n] == 1.0 else 1.8},
-            text=html.escape(f"trial {trials[n].name}: {metric} {_text(trials[n].value)}, {_of(trials[n])}"),
+            text=html.escape(f"trial {trials[n].name}: {metric} {cell(trials[n].value)}, {_of(trials[n])}"),
             hoverinfo="text",
         )
         for n in numbers
@@ -182,10 +183,10 @@ def _axes(trials: Sequence[Trial], metric: str) -> list[_Axis]:
 
 
 def _axis(name: str, column: Sequence[Any]) -> _Axis:
-    kinds = sorted({_text(value) for value in column}, key=lambda text: (len(text), text))
+    kinds = sorted({cell(value) for value in column}, key=lambda text: (len(text), text))
     if not all(is_number(value) for value in column) or len(kinds) <= 4:
         last = max(1, len(kinds) - 1)
-        heights = [kinds.index(_text(value)) / last for value in column]
+        heights = [kinds.index(cell(value)) / last for value in column]
         return _Axis(name, heights, [(n / last, kind) for n, kind in enumerate(kinds)])
     numbers = [float(value) for value in column]
     if min(numbers) > 0 and max(numbers) / min(numbers) > 30:
@@ -206,7 +207,7 @@ def _table(trials: Sequence[Trial], best: Trial, metric: str) -> Html:
     for trial in trials:
         epochs = sum("epoch" in report for report in trial.reports)
         state = trial.status if trial.error is None else f"{trial.status}: {trial.error[:80]}"
-        cells = [trial.name, _text(trial.value), *(_text(trial.parameters.get(name)) for name in names)]
+        cells = [trial.name, cell(trial.value), *(cell(trial.parameters.get(name)) for name in names)]
         cells += [state, str(epochs), f"{trial.seconds:.1f}"]
         rows.append(cells)
     standing_out = [trial.name for trial in trials].index(best.name)
@@ -214,8 +215,4 @@ def _table(trials: Sequence[Trial], best: Trial, metric: str) -> Html:
 
 
 def _of(trial: Trial) -> str:
-    return ", ".join(f"{name} {_text(value)}" for name, value in trial.parameters.items())
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{name} {cell(value)}" for name, value in trial.parameters.items())

@@ -18,7 +18,7 @@ from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.operations.tuning.parent_run import ParentRun
 from distributed.operations.tuning.search_space import parse_space
 from distributed.operations.tuning.trial import ORDER, TrialOrder
-from distributed.operations.tuning.trial_record import Trial, best_of, load_trial
+from distributed.operations.tuning.trial_record import Trial, best_of, is_number, load_trial
 from distributed.registry.catalog import get_catalog, load_target, require
 from distributed.system.private_files import draft_of
 
@@ -111,7 +111,7 @@ class DistributedTuner:
             _check_count(field, count, optional=field != "grace_period")
         if mode not in ("auto", "max", "min"):
             raise UserError("unknown mode", field="mode", got=mode, allowed="auto, max, min")
-        if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
+        if time_limit is not None and not (is_number(time_limit) and time_limit > 0):
             raise UserError("must be positive", field="time_limit", got=time_limit, allowed="seconds above 0")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise UserError("must be a non-negative integer", field="seed", got=seed, allowed="0, 1, 2, ...")
@@ -178,9 +178,8 @@ class DistributedTuner:
         before = self._claim(self._asked(engine, num_samples))
         if before.get("complete"):
             return self._conclude([Trial(**trial) for trial in _read(self.output_dir / RESULTS)["trials"]])
-        with ParentRun(
-            self._layers, self.name, before.get("trackers", {}), self._params(num_samples)
-        ) as parent:
+        params = {"num_samples": num_samples, "scheduler": str(self.scheduler), "seed": self.seed}
+        with ParentRun(self._layers, self.name, before.get("trackers", {}), params) as parent:
             self._note({"trackers": parent.contexts})
             self._write_order(hands_over, parent.contexts)
             ends = engine.run(search)
@@ -257,9 +256,6 @@ class DistributedTuner:
         }
         found: dict[str, Any] = json.loads(json.dumps(asked, default=str))
         return found
-
-    def _params(self, num_samples: int) -> dict[str, Any]:
-        return {"num_samples": num_samples, "scheduler": str(self.scheduler), "seed": self.seed}
 
     def _search(self, num_samples: int) -> Search:
         return Search(
@@ -374,10 +370,6 @@ def _new_folder(root: Path) -> Path:
         taken += 1
         folder = start.with_name(f"{start.name}_{taken}")
     return folder
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_trial: Any) -> None:

@@ -9,15 +9,16 @@ arXiv:2205.14135, appendix B.4, whose proof nowhere needs lse to be the block's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from distributed_kernels.attention import block_kernels_cpu, block_kernels_cuda, block_kernels_reference
+from distributed_kernels.attention.block_kernels_reference import Block, Grads
 from distributed_kernels.errors import KernelError
 
 __all__ = ["block_backward", "block_forward", "chosen_blocks", "use_blocks"]
@@ -26,33 +27,10 @@ _VARIABLE = "DISTRIBUTED_KERNELS"
 _MAX_FLASH_HEAD = 256
 """Columns of a head that the CUDA flash kernel takes."""
 
-Grads = tuple[Tensor, Tensor, Tensor]
-
-
-class _Forward(Protocol):
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class _Backward(Protocol):
-    def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> Grads: ...
-
 
 class _Blocks(NamedTuple):
-    forward: _Forward
-    backward: _Backward
+    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    backward: Callable[[Block, Tensor, Tensor, Tensor], Grads]
     device: str | None
     dtypes: tuple[torch.dtype, ...] | None
     masks: bool
@@ -175,7 +153,7 @@ def block_forward(
         denominator in float32 (float64 for float64). A row with no key: out 0, lse -inf.
     """
     kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
-    return kind.forward(q, k, v, causal, scale, mask)
+    return kind.forward(Block(q, k, v, causal, scale, mask))
 
 
 def block_backward(
@@ -203,4 +181,4 @@ def block_backward(
         (dq, dk, dv), in q's dtype or wider.
     """
     kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
-    return kind.backward(dout, q, k, v, out, lse, causal, scale, mask)
+    return kind.backward(Block(q, k, v, causal, scale, mask), dout, out, lse)

@@ -11,23 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distributed_kernels.attention.block_kernels_reference import accumulator
+from distributed_kernels.attention.block_kernels_reference import Block, Grads, accumulator
 
 __all__ = ["backward", "forward"]
 
 _HALVE_ABOVE = 128
 """Rows above which a causal block is halved; below, the calls cost more than the products saved."""
 
-Grads = tuple[Tensor, Tensor, Tensor]
 
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse); `out` is in the accumulator's dtype where halves were merged."""
-    if causal and mask is None and _can_halve(q, k):
-        return _halves_forward(q, k, v, scale)
-    bias = _bias(mask, causal, q, k)
+    if _can_halve(block):
+        return _halves_forward(block)
+    q, k, v, causal, scale, mask = block
+    bias = _bias(block)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale
     )
@@ -36,36 +33,19 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> Grads:
+def backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv), in the accumulator's dtype where halves were added."""
-    if causal and mask is None and _can_halve(q, k):
-        return _halves_backward(dout, q, k, v, out, lse, scale)
+    if _can_halve(block):
+        return _halves_backward(block, dout, out, lse)
+    q, k, v, causal, scale, mask = block
     grads: Grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        0.0,
-        causal and mask is None,
-        attn_mask=_bias(mask, causal, q, k),
-        scale=scale,
+        dout, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=_bias(block), scale=scale
     )
     return grads
 
 
-def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+def _bias(block: Block) -> Tensor | None:
+    q, k, _, causal, _, mask = block
     if mask is None:
         return None
     if causal:
@@ -74,9 +54,10 @@ def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | N
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
 
 
-def _can_halve(q: Tensor, k: Tensor) -> bool:
-    rows = q.shape[2]
-    return rows == k.shape[2] and rows > _HALVE_ABOVE and rows % 2 == 0
+def _can_halve(block: Block) -> bool:
+    rows = block.q.shape[2]
+    square = block.causal and block.mask is None and rows == block.k.shape[2]
+    return square and rows > _HALVE_ABOVE and rows % 2 == 0
 
 
 def _halved(x: Tensor) -> Tensor:
@@ -91,28 +72,35 @@ def _joined(x: Tensor) -> Tensor:
     return halves.flatten(2, 3)
 
 
-def _halves_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _diagonal_blocks(block: Block) -> Block:
+    """The two causal halves, as heads of one block."""
+    return Block(_halved(block.q), _halved(block.k), _halved(block.v), True, block.scale)
+
+
+def _early_keys(block: Block) -> Block:
+    """The second half's queries against the first half's keys."""
+    q, k, v, _, scale, _ = block
     half = q.shape[2] // 2
-    out, lse = forward(_halved(q), _halved(k), _halved(v), True, scale, None)
-    out, lse = _joined(out).to(accumulator(q.dtype)), _joined(lse)
-    early, early_lse = forward(q[:, :, half:], k[:, :, :half], v[:, :, :half], False, scale, None)
+    return Block(q[:, :, half:], k[:, :, :half], v[:, :, :half], False, scale)
+
+
+def _halves_forward(block: Block) -> tuple[Tensor, Tensor]:
+    half = block.q.shape[2] // 2
+    out, lse = forward(_diagonal_blocks(block))
+    out, lse = _joined(out).to(accumulator(block.q.dtype)), _joined(lse)
+    early, early_lse = forward(_early_keys(block))
     late_lse = lse[:, :, half:]
     out[:, :, half:].lerp_(early.to(out.dtype), torch.sigmoid(early_lse - late_lse).unsqueeze(-1))
     late_lse.copy_(torch.logaddexp(late_lse, early_lse))
     return out, lse
 
 
-def _halves_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> Grads:
-    half = q.shape[2] // 2
-    late_dout, late_q, late_out, late_lse = (x[:, :, half:] for x in (dout, q, out, lse))
-    late_dq, early_dk, early_dv = backward(
-        late_dout, late_q, k[:, :, :half], v[:, :, :half], late_out, late_lse, False, scale, None
-    )
-    dout, q, k, v, out, lse = (_halved(x) for x in (dout, q, k, v, out, lse))
-    grads = backward(dout, q, k, v, out, lse, True, scale, None)
-    dq, dk, dv = (_joined(grad).to(accumulator(q.dtype)) for grad in grads)
+def _halves_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
+    half = block.q.shape[2] // 2
+    late = (x[:, :, half:] for x in (dout, out, lse))
+    late_dq, early_dk, early_dv = backward(_early_keys(block), *late)
+    grads = backward(_diagonal_blocks(block), _halved(dout), _halved(out), _halved(lse))
+    dq, dk, dv = (_joined(grad).to(accumulator(block.q.dtype)) for grad in grads)
     dq[:, :, half:] += late_dq
     dk[:, :, :half] += early_dk
     dv[:, :, :half] += early_dv

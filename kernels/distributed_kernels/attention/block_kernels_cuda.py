@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from distributed_kernels.attention.block_kernels_reference import Block, Grads
+
 __all__ = ["efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
 
 _HEAD_MULTIPLE = 8
 """Both kernels read heads in vectors of this many elements."""
 _LSE_MULTIPLE = 32
 """The memory-efficient kernel writes and reads its lse in rows of a multiple of this."""
-
-Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
@@ -37,10 +37,9 @@ def _philox(q: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def flash_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a block of float16 or bfloat16 without a mask."""
+    q, k, v, causal, scale, _ = block
     width = q.shape[-1]
     result = torch.ops.aten._scaled_dot_product_flash_attention(
         *_padded(q, k, v), 0.0, causal, False, scale=scale
@@ -48,18 +47,9 @@ def flash_forward(
     return result[0][..., :width], result[1]
 
 
-def flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> Grads:
+def flash_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv) of a block of float16 or bfloat16 without a mask."""
+    q, k, v, causal, scale, _ = block
     width = q.shape[-1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *_padded(dout, q, k, v, out),
@@ -77,10 +67,9 @@ def flash_backward(
     return dq, dk, dv
 
 
-def efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a block without a mask."""
+    q, k, v, causal, scale, _ = block
     width = q.shape[-1]
     result = torch.ops.aten._scaled_dot_product_efficient_attention(
         *_padded(q, k, v), None, True, 0.0, causal, scale=scale
@@ -88,30 +77,14 @@ def efficient_forward(
     return result[0][..., :width], result[1][..., : q.shape[2]]
 
 
-def efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> Grads:
+def efficient_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv) of a block without a mask."""
+    q, k, v, causal, scale, _ = block
     width = q.shape[-1]
     rows = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf).contiguous()
     dout, q, k, v, out = _padded(dout, q, k, v, out)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        None,
-        out,
-        rows,
-        *_philox(q),
+        *(dout, q, k, v, None, out, rows, *_philox(q)),
         0.0,
         [True, True, True, False],
         causal,

@@ -5,10 +5,25 @@ Every other implementation is tested against this one. Memory is rows times keys
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["accumulator", "backward", "forward"]
+__all__ = ["Block", "Grads", "accumulator", "backward", "forward"]
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Block(NamedTuple):
+    """The input of one dense block, as `block_kernels.block_forward` documents it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+    mask: Tensor | None = None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -16,7 +31,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
+def _scores(block: Block) -> Tensor:
+    q, k, _, causal, scale, mask = block
     wide = accumulator(q.dtype)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     if causal:
@@ -25,32 +41,20 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | Non
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one block; defined in `blocks.block_forward`."""
-    scores = _scores(q, k, causal, scale, mask)
+def forward(block: Block) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of one block; defined in `block_kernels.block_forward`."""
+    scores = _scores(block)
     lse = torch.logsumexp(scores, -1)
     # A row with no key: exp(-inf - inf) is 0, exp(-inf - -inf) would be NaN.
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
-    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+    return (weights @ block.v.to(weights.dtype)).to(block.q.dtype), lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of one block; see `blocks.block_backward` for the (out, lse)."""
-    weights = torch.exp(_scores(q, k, causal, scale, mask) - lse.unsqueeze(-1))
+def backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
+    """Return (dq, dk, dv) of one block; see `block_kernels.block_backward` for the (out, lse)."""
+    weights = torch.exp(_scores(block) - lse.unsqueeze(-1))
     wide = weights.dtype
-    dout, q, k, v = dout.to(wide), q.to(wide), k.to(wide), v.to(wide)
+    dout, q, k, v = (x.to(wide) for x in (dout, block.q, block.k, block.v))
     delta = (dout * out.to(wide)).sum(-1, keepdim=True)
-    dscores = weights * (dout @ v.mT - delta) * scale
+    dscores = weights * (dout @ v.mT - delta) * block.scale
     return dscores @ k, dscores.mT @ q, weights.mT @ dout

@@ -23,6 +23,8 @@ from distributed_kernels.errors import KernelError
 
 __all__ = ["ulysses_attention"]
 
+_Step = Callable[[Tensor, ProcessGroup], Tensor]
+
 
 def ulysses_attention(
     q: Tensor,
@@ -65,14 +67,13 @@ def ulysses_attention(
             allowed=f"multiples of {size}",
             remedy="Choose another number of heads or a smaller group, or use ring_attention",
         )
-    to_heads: Callable[..., Tensor] = _ToHeads.apply
-    to_rows: Callable[..., Tensor] = _ToRows.apply
+    exchange: Callable[..., Tensor] = _Exchange.apply
     attention = _dense if attention is None else attention
     keywords: dict[str, Any] = {"causal": causal, "scale": scale}
     if "first_head" in inspect.signature(attention).parameters:
         keywords["first_head"] = dist.get_rank(group) * (heads // size)
-    q, k, v = (to_heads(x, group) for x in (q, k, v))
-    return to_rows(attention(q, k, v, **keywords), group)
+    q, k, v = (exchange(x, group, _to_heads, _to_rows) for x in (q, k, v))
+    return exchange(attention(q, k, v, **keywords), group, _to_rows, _to_heads)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -93,25 +94,15 @@ def _to_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     return arrived.movedim(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """`exchange` forward, and `undo`, which is its inverse and its transpose, backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, exchange: _Step, undo: _Step) -> Tensor:
+        ctx.group, ctx.undo = group, undo
+        return exchange(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(grad, ctx.group), None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_rows(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.undo(grad, ctx.group), None, None, None

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
-from distributed_kernels.sketching.costs import check_rank
+from distributed_kernels.sketching.costs import LayerReport, check_rank
 from distributed_kernels.sketching.factorizations import spectral
-
-if TYPE_CHECKING:
-    from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["SKConv2d"]
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.calibration import input_covariance, select_modules
-from distributed_kernels.sketching.costs import CostlyError, break_even_rank
+from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
 from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
-from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["LayerRow", "SketchReport", "sketch_model"]
 
@@ -143,7 +142,8 @@ def sketch_model(
         if new is not None:
             _replace(model, module, new)
         report = None if new is None else new.report
-        rows.append(LayerRow(name, _kind(module), _shape(module), report, kept))
+        kind = "Conv2d" if isinstance(module, nn.Conv2d) else "Linear"
+        rows.append(LayerRow(name, kind, _shape(module), report, kept))
     return SketchReport(tuple(rows), before, _count(model))
 
 
@@ -191,10 +191,6 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _kind(module: nn.Module) -> str:
-    return "Conv2d" if isinstance(module, nn.Conv2d) else "Linear"
 
 
 def _shape(module: nn.Linear | nn.Conv2d) -> str:

@@ -1,10 +1,35 @@
-"""Cost of a factorised layer, and its break-even rank with a dense one."""
+"""Cost of a factorised layer: its break-even rank with a dense one, and what one conversion saved."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from distributed_kernels.errors import KernelError
 
-__all__ = ["CostlyError", "break_even_rank", "check_rank"]
+__all__ = ["CostlyError", "LayerReport", "break_even_rank", "check_rank"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Result of the factorization of one layer.
+
+    Attributes:
+        rank: rank of the factors.
+        break_even: largest rank that saves anything.
+        parameters_before, parameters_after: numbers in the weight, and in the factors.
+        flops_before, flops_after: forward, per row of a linear layer or output pixel of a convolution.
+        weight_error: ||W - W^|| / ||W||, Frobenius.
+        output_error: the same of the outputs over the calibration batches, without bias; None without.
+    """
+
+    rank: int
+    break_even: int
+    parameters_before: int
+    parameters_after: int
+    flops_before: int
+    flops_after: int
+    weight_error: float
+    output_error: float | None
 
 
 class CostlyError(KernelError):

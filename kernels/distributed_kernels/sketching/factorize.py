@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.conv import SKConv2d
-from distributed_kernels.sketching.costs import CostlyError, break_even_rank, check_rank
+from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank, check_rank
 from distributed_kernels.sketching.factorizations import balanced, truncated_svd
-from distributed_kernels.sketching.layer_report import LayerReport
 from distributed_kernels.sketching.linear import SKLinear
 
 __all__ = ["METHODS", "factorize_conv", "factorize_linear"]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
-from distributed_kernels.sketching.costs import break_even_rank, check_rank
+from distributed_kernels.sketching.costs import LayerReport, break_even_rank, check_rank
 from distributed_kernels.sketching.factorizations import least_squares, rescaled, spectral
 from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
 from distributed_kernels.sketching.fused import fused_linear, wants_fused
 from distributed_kernels.sketching.half_frozen import half_frozen_columns, half_frozen_rows
 from distributed_kernels.sketching.parallel_parts import assign, exchange, is_cut, local
-
-if TYPE_CHECKING:
-    from distributed_kernels.sketching.layer_report import LayerReport
 
 __all__ = ["SKLinear", "break_even_rank"]
 

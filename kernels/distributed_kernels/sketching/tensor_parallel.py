@@ -36,9 +36,14 @@ class _SKParallel(ParallelStyle):
     _inner_output: Placement
 
     def __init__(
-        self, *, input_layouts: Placement, output_layouts: Placement, use_local_output: bool
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
     ) -> None:
-        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+        self.input_layouts = input_layouts or self._inner_input
+        self.output_layouts = output_layouts or self._inner_output
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -86,19 +91,6 @@ class SKColwiseParallel(_SKParallel):
     _cut: ClassVar[dict[str, Placement]] = {"factor_out": Shard(0), "bias": Shard(0)}
     _inner_input, _inner_output = Replicate(), Shard(-1)
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts or Replicate(),
-            output_layouts=output_layouts or Shard(-1),
-            use_local_output=use_local_output,
-        )
-
     def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
         own = _own_range("out_features", layer.out_features, mesh)
         if layer.sketch is not None:
@@ -119,19 +111,6 @@ class SKRowwiseParallel(_SKParallel):
 
     _cut: ClassVar[dict[str, Placement]] = {"factor_in": Shard(1)}
     _inner_input, _inner_output = Shard(-1), Replicate()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts or Shard(-1),
-            output_layouts=output_layouts or Replicate(),
-            use_local_output=use_local_output,
-        )
 
     def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
         own = _own_range("in_features", layer.in_features, mesh)

@@ -92,7 +92,7 @@ class RayTune(SearchEngine):
             slots.check()
             print(slots.summary(), flush=True)
             results = _tuner(search, slots).fit()
-            ends = [_end(trial, results[i]) for i, trial in enumerate(_trials_of(results))]
+            ends = [_end(trial, results[i]) for i, trial in enumerate(results._experiment_analysis.trials)]
         _forget_checkpoints(search)
         return ends
 
@@ -258,10 +258,6 @@ class _TrialPrinter(tune.Callback):
 
 def _folder_name(trial: Any) -> str:
     return str(trial.trial_id)
-
-
-def _trials_of(results: Any) -> list[Any]:
-    return list(results._experiment_analysis.trials)
 
 
 def _end(trial: Any, result: Any) -> TrialEnd:
