@@ -208,7 +208,7 @@ class Elastic:
             except WorkerError as error:
                 self._count_failure(error)
                 continue
-            if supervisor.heard:
+            if supervisor.received_signal:
                 return  # this host is preempted; the others continue without it
             if not self._ended_for_newcomer():
                 self.members.finish()
@@ -220,14 +220,14 @@ class Elastic:
     def _round(self, plan: RunPlan) -> Supervisor:
         with self.members.store(plan.world_size) as (host, port):
             supervisor = self.supervise(plan, host, port)
-            with self.members.watch(supervisor.ask_to_go):
+            with self.members.watch(supervisor.request_stop):
                 try:
                     supervisor.run()
                 except WorkerError as error:
                     # Before leaving the rendezvous, which may take long if the network is down.
                     if self._failures < plan.config.max_restarts:
                         say(error.summary, sys.stdout)
-                    self._signal = supervisor.heard
+                    self._signal = supervisor.received_signal
                     raise
                 self._ended_well = True
         return supervisor

@@ -117,16 +117,6 @@ class HostHeartbeat:
         self._found.wait(seconds)
         return self.lost
 
-    def look(self) -> None:
-        """Call this about once a second.
-
-        Raises:
-            WorkerError: another host is lost; names it.
-        """
-        lost = self.lost
-        if lost is not None:
-            raise lost.error()
-
     def close(self) -> None:
         """Sign off, so that other hosts do not report this one as lost, and end the threads."""
         self._send({"lost": asdict(self._lost) if self._lost else None, "end": True})

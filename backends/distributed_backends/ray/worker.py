@@ -19,6 +19,7 @@ import torch.distributed as dist
 from distributed.communication.rendezvous import Rendezvous
 from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import forget_round
+from distributed.resilience.failure_reports import FailureReport
 from distributed.system.addresses import loopback_interface
 from distributed.system.private_files import write_private
 from distributed_backends.ray.output import OutputSender, forward_requests
@@ -54,8 +55,9 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
         os.environ.update({**order["env"], **place, "DISTRIBUTED_RUN_DIR": str(folder)})
         status = load_target(order["target"])(folder)
     if status:
-        report = (folder / f"error_{rank}.json").read_text(encoding="utf-8")
-        raise RuntimeError(f"{REPORT}{report}")
+        report = FailureReport.read(folder, rank)
+        assert report is not None
+        raise RuntimeError(f"{REPORT}{report.to_json()}")
     return None if shared or rank else pack(folder, without=("task.bin", "sys_path.json"))
 
 
