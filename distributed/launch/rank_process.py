@@ -97,7 +97,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
     """The failure board; None on a single node of our own, where the supervisor finds the cause."""
     store = getattr(backend, "store", None)
     watched = plan.mode != "join" and plan.num_nodes == 1
-    return None if watched or store is None else FailureBoard(store, backend.world.rank, backend.world.size)
+    return None if watched or store is None else FailureBoard(store, backend.world.rank)
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:

@@ -53,7 +53,7 @@ def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: b
     snapshot = culprits[0] if culprits else max(ranks, key=lambda one: one.age)
     parts = [
         _describe_stalled_rank(snapshot, diagnosis),
-        *_describe_others(culprits[1:], diagnosis),
+        *_describe_others(culprits[1:]),
         *_describe_waiting(ranks, diagnosis),
     ]
     parts += (
@@ -105,7 +105,7 @@ def _describe_worker(worker: LoaderWorker) -> str:
     return f"DataLoader worker pid {worker.pid}, which {does}{f', at {line}' if line else ''}"
 
 
-def _describe_others(others: Sequence[RankSnapshot], diagnosis: Diagnosis) -> list[str]:
+def _describe_others(others: Sequence[RankSnapshot]) -> list[str]:
     if not others:
         return []
     names = name_ranks([snapshot.rank for snapshot in others])

@@ -227,11 +227,10 @@ class FailureBoard:
     Args:
         store: the ranks' store.
         rank: rank of this process.
-        size: number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store, self.rank = store, rank
 
     def settle(self, error: BaseException, find: Callable[[], FailureReport | None]) -> BaseException:
         """The error that this rank should raise: `error` if it is a cause, otherwise the cause that
