@@ -88,15 +88,7 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
         env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
     rank = plan.node_rank * plan.local_size + local
     place = LauncherEnvironment(
-        "spawn",
-        rank,
-        plan.world_size,
-        local,
-        plan.local_size,
-        plan.node_rank,
-        plan.num_nodes,
-        host,
-        port,
+        "spawn", rank, plan.world_size, local, plan.local_size, plan.node_rank, plan.num_nodes, host, port
     )
     own = {"DISTRIBUTED_RUN_DIR": str(command.folder), "PYTHONUNBUFFERED": "1"}
     return {**env, **torchrun_variables(place), **own}
