@@ -140,7 +140,6 @@ RENAMED = {
     "distributed.resilience.host_heartbeat": {"HostWatch": "HostHeartbeat"},
     "distributed.resilience.monitor_process": {
         "Observed": "MonitoredRank",
-        "found_by_watcher": "read_monitor_report",
         "watch_beside": "run_monitor",
     },
     "distributed.resilience.phase_journal": {

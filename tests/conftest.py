@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.fork_request import ADDRESS
 from distributed.launch.fork_server import ForkServer
+from distributed.launch.forked import ADDRESS
 from tests.support.fast import Fast
 from tests.support.forking_python import PRELOAD, write_forking_python
 

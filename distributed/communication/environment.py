@@ -13,7 +13,7 @@ from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import free_port
 
-__all__ = ["detect", "expand_nodelist"]
+__all__ = ["detect", "expand_nodelist", "torchrun_variables"]
 
 
 def detect(env: Mapping[str, str]) -> LauncherEnvironment | None:
@@ -114,6 +114,22 @@ def _torchrun(env: Mapping[str, str]) -> LauncherEnvironment:
         env.get("MASTER_ADDR", "127.0.0.1"),
         _number(env, "MASTER_PORT", 0),
     )
+
+
+def torchrun_variables(place: LauncherEnvironment) -> dict[str, str]:
+    """torchrun's variables for the rank `place`, whose store is served by its launcher."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _check_unmixed(env: Mapping[str, str]) -> None:

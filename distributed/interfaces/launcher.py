@@ -39,15 +39,15 @@ class Supervisor(Protocol):
     """Runs this host's ranks once.
 
     Attributes:
-        heard: name of the signal that this process received; None without one.
+        received_signal: name of the signal that this process received; None without one.
     """
 
-    heard: str | None
+    received_signal: str | None
 
     def run(self) -> None:
         """As `Launcher.run`."""
 
-    def ask_to_go(self) -> None:
+    def request_stop(self) -> None:
         """Make all ranks save at the same step and end."""
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from distributed.launch.fork_request import ADDRESS, ForkRequest
 from distributed.launch.fork_server import status_of
+from distributed.launch.forked import ADDRESS, ForkRequest
 
 __all__ = ["ChildProcess", "ForkedProcess", "start"]
 

@@ -36,8 +36,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed.launch.fork_request import ADDRESS, ForkRequest, namespaces
-from distributed.launch.forked import run_forked
+from distributed.launch.forked import ADDRESS, ForkRequest, namespaces, run_forked
 
 __all__ = ["ForkServer", "status_of"]
 

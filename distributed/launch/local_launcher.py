@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from functools import partial
 
 from distributed.checkpoint.run_directory import claim_directory
+from distributed.communication.environment import torchrun_variables
 from distributed.communication.rendezvous import Rendezvous
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import RunPlan
 from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import rescale
@@ -84,20 +86,9 @@ def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: 
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
     if is_loopback(host):
         env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
-    env.update(
-        {
-            "RANK": str(plan.node_rank * plan.local_size + local),
-            "WORLD_SIZE": str(plan.world_size),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(plan.local_size),
-            "GROUP_RANK": str(plan.node_rank),
-            "GROUP_WORLD_SIZE": str(plan.num_nodes),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "DISTRIBUTED_RUN_DIR": str(command.folder),
-            "PYTHONUNBUFFERED": "1",
-        }
+    rank = plan.node_rank * plan.local_size + local
+    place = LauncherEnvironment(
+        "spawn", rank, plan.world_size, local, plan.local_size, plan.node_rank, plan.num_nodes, host, port
     )
-    return env
+    own = {"DISTRIBUTED_RUN_DIR": str(command.folder), "PYTHONUNBUFFERED": "1"}
+    return {**env, **torchrun_variables(place), **own}

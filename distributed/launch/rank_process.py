@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.interfaces.placement import World
-from distributed.resilience.failure_reports import FailureBoard, report_of
+from distributed.resilience.failure_reports import FailureBoard, FailureReport
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
 from distributed.resilience.preemption import install_handlers
@@ -78,7 +78,7 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
             _leave_result(loop, plan, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
         freeze_journal()
-        cause = board.settle(error, observed.cause) if board else error
+        cause = board.settle(error, observed.find_report) if board else error
         if cause is error:
             observed.tell(error)
         if plan.mode != "spawn":
@@ -97,7 +97,7 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
     """The failure board; None on a single node of our own, where the supervisor finds the cause."""
     store = getattr(backend, "store", None)
     watched = plan.mode != "join" and plan.num_nodes == 1
-    return None if watched or store is None else FailureBoard(store, backend.world.rank, backend.world.size)
+    return None if watched or store is None else FailureBoard(store, backend.world.rank)
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
@@ -177,10 +177,8 @@ def _caller_path(folder: Path) -> list[str]:
 
 def report_error(error: BaseException, folder: Path) -> None:
     """Write ``error_<rank>.json`` at once, because the launcher names the first failure."""
-    from distributed.system.private_files import write_private
-
     rank = int(os.environ.get("RANK", "0"))
-    write_private(folder / f"error_{rank}.json", json.dumps(report_of(error, rank)).encode())
+    FailureReport.from_error(error, rank).write(folder, rank)
 
 
 def watch_parent() -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from distributed.launch import child_process
 from distributed.launch.child_process import ChildProcess
-from distributed.resilience.failure_reports import GRACE, error_of
+from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
 from distributed.resilience.preemption import catch_signals, signals_blocked
 from distributed.resilience.rank_monitor import WATCHED, RankMonitor
 
@@ -50,11 +48,11 @@ class Supervisor:
         preload: modules that a fork server imports before it forks a rank.
 
     Attributes:
-        heard: name of the signal that this process received; None without one.
+        received_signal: name of the signal that this process received; None without one.
     """
 
-    heard: str | None = None
-    _asked: str | None = None
+    received_signal: str | None = None
+    _requested: str | None = None
 
     def __init__(
         self,
@@ -91,16 +89,16 @@ class Supervisor:
                 self.stop()
 
     def _on_signal(self, name: str) -> None:
-        self.heard = name
-        self.ask_to_go(name)
+        self.received_signal = name
+        self.request_stop(name)
 
-    def ask_to_go(self, name: str = "SIGUSR1") -> None:
-        """Ask every rank to save at its next step and end; `wait` returns when they have.
+    def request_stop(self, name: str = "SIGUSR1") -> None:
+        """Make every rank save at its next step and end; `wait` returns when they have.
 
         Args:
             name: signal to send; a rank also receives SIGTERM if its whole group was sent it.
         """
-        self._asked = name
+        self._requested = name
         for entry in self._ranks:
             if entry.status is None:
                 os.kill(entry.process.pid, signal.Signals[name])
@@ -122,8 +120,8 @@ class Supervisor:
                 )
             entry = _Rank(rank, process)
             self._ranks.append(entry)
-            if self._asked is not None:  # the signal arrived before this rank could receive it
-                os.kill(process.pid, signal.Signals[self._asked])
+            if self._requested is not None:  # the signal arrived before this rank could receive it
+                os.kill(process.pid, signal.Signals[self._requested])
             entry.watcher = _thread(self._watch, entry)
             if process.stdout is not None:
                 self._relays.append(_thread(_relay, process.stdout, f"[rank {rank}] " if rank else ""))
@@ -135,7 +133,7 @@ class Supervisor:
             entry = self._next_end()
             running -= 1
             if entry.status != 0:
-                self._collect_failures(running)
+                self._await_ends()
                 self._raise_first()
 
     def _next_end(self) -> _Rank:
@@ -150,15 +148,9 @@ class Supervisor:
     def stop(self) -> None:
         """End the remaining ranks and their children: SIGTERM, then SIGKILL; SIGKILL at once if ranks
         react to SIGTERM only at their next step."""
-        alive = [entry for entry in self._ranks if entry.status is None]
-        for entry in alive:
+        for entry in (entry for entry in self._ranks if entry.status is None):
             _signal_group(entry.process.pid, signal.SIGKILL if self.heeds_signals else signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        while any(entry.status is None for entry in alive) and (left := deadline - time.monotonic()) > 0:
-            try:
-                self.ended.get(timeout=left)
-            except queue.Empty:
-                break
+        self._await_ends()
         for entry in self._ranks:
             # The leader is not reaped yet, so its group id cannot be reused.
             _signal_group(entry.process.pid, signal.SIGKILL)
@@ -179,50 +171,35 @@ class Supervisor:
         entry.ended, entry.status = time.time(), status
         self.ended.put(entry)
 
-    def _collect_failures(self, running: int) -> None:
+    def _await_ends(self) -> None:
+        """Wait until every rank has ended, `GRACE` seconds at most."""
         deadline = time.monotonic() + GRACE
-        while running and (left := deadline - time.monotonic()) > 0:
-            try:
+        while (
+            any(entry.status is None for entry in self._ranks) and (left := deadline - time.monotonic()) > 0
+        ):
+            with suppress(queue.Empty):
                 self.ended.get(timeout=left)
-                running -= 1
-            except queue.Empty:
-                return
 
-    def _raise_first(self) -> None:
-        self.raise_reported([entry.rank for entry in self._ranks if entry.status not in (None, 0)])
-
-    def raise_reported(self, ranks: Sequence[int]) -> None:
-        """Raise the error of the first of these failed ranks.
-
-        Raises:
-            WorkerError, UserError: as `Launcher.run`.
-        """
-        failures = [self._failure(entry) for entry in self._ranks if entry.rank in ranks]
-        # A lost connection is second-hand if another rank has a cause.
-        first = min(failures, key=lambda f: (f["second_hand"], f["time"]))
+    def _raise_first(self) -> NoReturn:
+        """Raise the error of the first failed rank."""
+        reports = [self._report(entry) for entry in self._ranks if entry.status not in (None, 0)]
+        first, failed = find_cause(reports), [report.rank for report in reports]
         if self.watch is not None:
-            pids = {entry.rank: entry.process.pid for entry in self._ranks}
-            first = self.watch.explain(first, [f["rank"] for f in failures], pids)
-        raise error_of(first, sorted({f["rank"] for f in failures} - {first["rank"]}))
+            first = self.watch.explain(first, failed, {e.rank: e.process.pid for e in self._ranks})
+        raise first.to_error(failed)
 
-    def _failure(self, entry: _Rank) -> dict[str, Any]:
+    def _report(self, entry: _Rank) -> FailureReport:
         """The report of a failed rank: its own, or one made from its exit status."""
-        base = {
-            "rank": entry.rank,
-            "host": socket.gethostname(),
-            "pid": entry.process.pid,
-            "second_hand": False,
-            "time": entry.ended,
-        }
-        report = self.folder / f"error_{entry.rank}.json"
-        if report.exists():
-            return {**base, **json.loads(report.read_text(encoding="utf-8"))}
+        own = FailureReport.read(self.folder, entry.rank)
+        if own is not None:
+            return own
         status = entry.status or 0
+        exc_type, what = "SystemExit", f"exited with code {status} and left no report"
         if status < 0:
-            name = signal.Signals(-status).name
-            hint = "; the host may have run out of memory" if name == "SIGKILL" else ""
-            return {**base, "exc_type": name, "what": f"was ended by {name}{hint}"}
-        return {**base, "exc_type": "SystemExit", "what": f"exited with code {status} and left no report"}
+            exc_type = signal.Signals(-status).name
+            hint = "; the host may have run out of memory" if exc_type == "SIGKILL" else ""
+            what = f"was ended by {exc_type}{hint}"
+        return FailureReport(entry.rank, exc_type, what, pid=entry.process.pid, time=entry.ended)
 
 
 def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:

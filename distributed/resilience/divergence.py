@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.errors import WorkerError
+from distributed.resilience.hang_diagnosis import name_ranks
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -79,9 +80,8 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
     rank = odd[0]
     names = [name for name in reference if prints[rank][name].bits != reference[name].bits]
     off = max(_distance(prints[one], reference) for one in odd)
-    ranks = ", ".join(map(str, odd))
     what = (
-        f"rank{'s' if len(odd) > 1 else ''} {ranks} ({found[rank][0]}, pid {found[rank][1]})"
+        f"{name_ranks(odd)} ({found[rank][0]}, pid {found[rank][1]})"
         f" {'differ' if len(odd) > 1 else 'differs'} from the other ranks: after step {step},"
         f" {len(names)} of {len(reference)} parameters are different, the first of them {names[0]}"
     )

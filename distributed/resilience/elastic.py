@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from distributed.checkpoint.run_directory import newest_checkpoint
 from distributed.communication.rendezvous import Rendezvous
@@ -65,23 +66,26 @@ class HostSlot:
     local_size: int
 
 
-class Membership(Protocol):
-    """The hosts of a round.
+class Membership(ABC):
+    """The hosts of a round. Unless overridden, no other host joins or leaves.
 
     Attributes:
         has_others: whether other hosts may join and leave.
     """
 
-    has_others: bool
+    has_others = False
 
+    @abstractmethod
     def meet(self) -> HostSlot:
         """Wait for the hosts of the next round."""
 
+    @abstractmethod
     def store(self, size: int) -> AbstractContextManager[tuple[str, int]]:
         """Host and port of the rendezvous store of the round's `size` ranks."""
 
     def watch(self, newcomer: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `newcomer` when another host wants to join."""
+        return nullcontext()
 
     def stand_by(self) -> None:
         """Return when the round has ended, in which this host has no ranks.
@@ -89,22 +93,23 @@ class Membership(Protocol):
         Raises:
             SystemExit: the run has ended.
         """
+        raise AssertionError("a single host is in every round")
 
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
         """Record that a round failed; `checkpoint` is the newest good one."""
+        return
 
     def finish(self) -> None:
         """End the run: return when the other hosts no longer need this one."""
+        return
 
 
-class SingleHost:
+class SingleHost(Membership):
     """One host. The number of its ranks stays the same unless one rank keeps failing.
 
     Args:
         counts: numbers of ranks that keep the global batch, largest first.
     """
-
-    has_others = False
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
@@ -116,12 +121,6 @@ class SingleHost:
     def store(self, size: int) -> AbstractContextManager[tuple[str, int]]:
         return served("127.0.0.1", size)
 
-    def watch(self, newcomer: Callable[[], None]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def stand_by(self) -> None:
-        raise AssertionError("a single host is in every round")
-
     def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
         """Continue with fewer ranks if one fails twice without a step saved in between: it may have
         lost its device."""
@@ -130,9 +129,6 @@ class SingleHost:
             self._last = None
         else:
             self._last = (error.rank, checkpoint)
-
-    def finish(self) -> None:
-        return
 
 
 class Elastic:
@@ -208,7 +204,7 @@ class Elastic:
             except WorkerError as error:
                 self._count_failure(error)
                 continue
-            if supervisor.heard:
+            if supervisor.received_signal:
                 return  # this host is preempted; the others continue without it
             if not self._ended_for_newcomer():
                 self.members.finish()
@@ -220,14 +216,14 @@ class Elastic:
     def _round(self, plan: RunPlan) -> Supervisor:
         with self.members.store(plan.world_size) as (host, port):
             supervisor = self.supervise(plan, host, port)
-            with self.members.watch(supervisor.ask_to_go):
+            with self.members.watch(supervisor.request_stop):
                 try:
                     supervisor.run()
                 except WorkerError as error:
                     # Before leaving the rendezvous, which may take long if the network is down.
                     if self._failures < plan.config.max_restarts:
                         say(error.summary, sys.stdout)
-                    self._signal = supervisor.heard
+                    self._signal = supervisor.received_signal
                     raise
                 self._ended_well = True
         return supervisor

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from distributed.checkpoint.run_directory import claim_directory
 from distributed.communication.rendezvous import connect, listen, serve
 from distributed.errors import UserError, WorkerError
-from distributed.resilience.elastic import HostSlot, served
+from distributed.resilience.elastic import HostSlot, Membership, served
 from distributed.system.addresses import address_among, is_own_address
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _ANSWER = timedelta(seconds=60)
 """Timeout of the store, which responds at once unless its host is lost."""
 
 
-class ElasticHosts:
+class ElasticHosts(Membership):
     """This host among those of the rendezvous at ``rdzv_endpoint``.
 
     The first process on the host of that address serves the rendezvous; when it ends, the run ends.
@@ -167,9 +167,6 @@ class ElasticHosts:
                     raise _late_exit()
         except (RendezvousConnectionError, RendezvousStateError, dist.DistError) as error:
             raise self._rendezvous_lost(error) from None
-
-    def note_failure(self, error: WorkerError, checkpoint: str | None) -> None:
-        """Nothing to record: the hosts that remain join the next round."""
 
     def finish(self) -> None:
         """Report the end to the others; the host that serves the rendezvous leaves last."""

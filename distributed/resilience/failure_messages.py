@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from distributed.resilience import stack_dumps
+from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose, name_ranks
 
-__all__ = ["as_text", "describe_crash", "describe_stall"]
+__all__ = ["describe_crash", "describe_stall"]
 
 _FRAMES = 8
 _MEMORY = ("memoryerror", "outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
@@ -53,7 +53,7 @@ def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: b
     snapshot = culprits[0] if culprits else max(ranks, key=lambda one: one.age)
     parts = [
         _describe_stalled_rank(snapshot, diagnosis),
-        *_describe_others(culprits[1:], diagnosis),
+        *_describe_others(culprits[1:]),
         *_describe_waiting(ranks, diagnosis),
     ]
     parts += (
@@ -105,7 +105,7 @@ def _describe_worker(worker: LoaderWorker) -> str:
     return f"DataLoader worker pid {worker.pid}, which {does}{f', at {line}' if line else ''}"
 
 
-def _describe_others(others: Sequence[RankSnapshot], diagnosis: Diagnosis) -> list[str]:
+def _describe_others(others: Sequence[RankSnapshot]) -> list[str]:
     if not others:
         return []
     names = name_ranks([snapshot.rank for snapshot in others])
@@ -116,10 +116,7 @@ def _describe_waiting(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis) -> li
     """Where the culprit blocks other ranks, place by place."""
     if diagnosis.kind not in ("late", "apart"):
         return []
-    places: dict[str, list[int]] = {}
-    for snapshot in ranks:
-        if snapshot.rank in diagnosis.waiting:
-            places.setdefault(snapshot.place, []).append(snapshot.rank)
+    places = _group_by_place(snapshot for snapshot in ranks if snapshot.rank in diagnosis.waiting)
     word = f"for rank {diagnosis.culprits[0]} " if diagnosis.kind == "late" else ""
     clauses = [
         f"{name_ranks(who)} {'are' if len(who) > 1 else 'is'} waiting {word}in {place}"
@@ -158,97 +155,91 @@ def _stack_lines(name: str, stack: Sequence[stack_dumps.Frame]) -> list[str]:
 
 
 def describe_crash(
-    report: dict[str, Any], ranks: Sequence[RankSnapshot], failed: Iterable[int], folder: Path, oom: int
-) -> dict[str, Any]:
-    """Add ``account`` to `report`: where the rank was, what the others were doing, what to try.
+    report: FailureReport, ranks: Sequence[RankSnapshot], failed: Iterable[int], folder: Path, oom: int
+) -> FailureReport:
+    """Add `FailureReport.account` to `report`: where the rank was, what the others were doing, what to try.
 
     A report of a lost or mismatched peer becomes one of the rank to blame, if the positions of
     the ranks identify it.
 
     Args:
-        report: report made by `failure_reports.report_of`.
+        report: report of the rank that failed first.
         ranks: snapshots of all ranks of this host.
         failed: ranks that failed.
         folder: folder of the ranks' stack files.
         oom: number of processes that the kernel killed for lack of memory since the start.
     """
-    if report.get("summary"):
-        return {**report, "account": ""}  # complete already
-    by_rank = {snapshot.rank: snapshot for snapshot in ranks}
-    own = by_rank.get(report["rank"])
+    if report.summary:
+        return report  # complete already
+    cause = _as_sentence(_describe_cause(report, oom))
+    own = next((snapshot for snapshot in ranks if snapshot.rank == report.rank), None)
     if own is None or own.entry is None:
-        return {**report, "account": _as_sentence(_describe_cause(report, oom))}
+        return replace(report, account=cause)
     native = _read_native_stack(own, folder)
-    if native and not report.get("traceback"):
+    if native and not report.traceback:
         lines = stack_dumps.innermost(native, _FRAMES)
-        report["traceback"] = "\n".join(
-            ["Stack of the crash, most recent call last:", *(f"  {x}" for x in lines)]
-        )
-    if report["second_hand"] or report["exc_type"] == "SIGABRT":
+        shown = ["Stack of the crash, most recent call last:", *(f"  {line}" for line in lines)]
+        report = replace(report, traceback="\n".join(shown))
+    if report.second_hand or report.exc_type == "SIGABRT":
         blamed = _reassign_blame(report, ranks, set(failed), native)
         if blamed is not None:
             return blamed
-    places = _describe_positions(ranks, {own.rank})
+    places = _describe_positions(ranks, own.rank)
     text = f"Rank {own.rank} was in {own.place}{f', {places}' if places else ''}."
-    return {
-        **report,
-        "account": " ".join(filter(None, [text, _as_sentence(_describe_cause(report, oom))])),
-        "phase": own.entry.outer if own.entry.phase == "communication" else own.entry.phase,
-        "step": own.entry.step,
-    }
+    account = " ".join(filter(None, [text, cause]))
+    return replace(report, account=account, phase=own.entry.outer, step=own.entry.step)
 
 
 def _reassign_blame(
-    report: dict[str, Any],
+    report: FailureReport,
     ranks: Sequence[RankSnapshot],
     failed: set[int],
     native: Sequence[stack_dumps.Frame],
-) -> dict[str, Any] | None:
+) -> FailureReport | None:
     """The report of the rank that caused a failure in a collective; None if positions do not identify it."""
-    late = "timed out" in report["what"].lower() or "timeout" in report["what"].lower()
+    late = "timed out" in report.what.lower() or "timeout" in report.what.lower()
     known = [
         _restore_failure_state(snapshot, report, failed, native)
         for snapshot in ranks
         if snapshot.entry is not None
     ]
-    if report["exc_type"] == "SIGABRT" and next(s for s in known if s.rank == report["rank"]).does == "works":
+    if report.exc_type == "SIGABRT" and next(s for s in known if s.rank == report.rank).does == "works":
         return None  # it did not abort in a collective
     diagnosis = diagnose(known)
     if diagnosis.kind != "apart" and not (diagnosis.kind == "late" and late):
         return None
     culprit = next(snapshot for snapshot in known if snapshot.rank == diagnosis.culprits[0])
-    where = "; ".join(filter(None, [culprit.place, _describe_positions(known, {culprit.rank})]))
-    then = f"rank {report['rank']} then {report['what'].splitlines()[0]}"
+    where = "; ".join(filter(None, [culprit.place, _describe_positions(known, culprit.rank)]))
+    then = f"rank {report.rank} then {report.what.splitlines()[0]}"
     if diagnosis.kind == "apart":
         what = f"is out of step: it {diagnosis.story}; {then}"
     else:
         what = f"did not reach the collective for {culprit.age:.0f} s; {then}"
-    entry = culprit.entry
-    assert entry is not None
-    shown = f"rank {report['rank']}:\n{report['traceback']}" if report.get("traceback") else ""
-    if culprit.stack and culprit.rank != report["rank"]:
+    shown = f"rank {report.rank}:\n{report.traceback}" if report.traceback else ""
+    if culprit.stack and culprit.rank != report.rank:
         shown = "\n".join(_stack_lines(f"rank {culprit.rank}", culprit.stack))
-    return {
-        **report,
-        "rank": culprit.rank,
-        "host": culprit.host,
-        "pid": culprit.pid,
-        "what": what,
-        "exc_type": "OutOfStep" if diagnosis.kind == "apart" else "Hang",
-        "second_hand": False,
-        "blamed": True,
-        "traceback": shown,
-        "account": f"Rank {culprit.rank} was in {where}. {_suggest_fix(culprit, diagnosis)}",
-        "phase": entry.outer if entry.phase == "communication" else entry.phase,
-        "step": entry.step,
-    }
+    assert culprit.entry is not None
+    return replace(
+        report,
+        rank=culprit.rank,
+        host=culprit.host,
+        pid=culprit.pid,
+        what=what,
+        exc_type="OutOfStep" if diagnosis.kind == "apart" else "Hang",
+        second_hand=False,
+        blamed=True,
+        traceback=shown,
+        account=f"Rank {culprit.rank} was in {where}. {_suggest_fix(culprit, diagnosis)}",
+        phase=culprit.entry.outer,
+        step=culprit.entry.step,
+    )
 
 
 def _restore_failure_state(
-    snapshot: RankSnapshot, report: dict[str, Any], failed: set[int], native: Sequence[stack_dumps.Frame]
+    snapshot: RankSnapshot, report: FailureReport, failed: set[int], native: Sequence[stack_dumps.Frame]
 ) -> RankSnapshot:
     """`snapshot` at the failure: a rank that lost a peer was waiting, and an aborted one left its stack."""
-    if snapshot.rank == report["rank"] and report["exc_type"] == "SIGABRT":
+    if snapshot.rank == report.rank and report.exc_type == "SIGABRT":
         return replace(snapshot, stack=native)
     return replace(snapshot, waited=True) if snapshot.rank in failed else snapshot
 
@@ -263,19 +254,25 @@ def _read_native_stack(snapshot: RankSnapshot, folder: Path) -> list[stack_dumps
     return stack_dumps.parse(rest, snapshot.entry.thread if snapshot.entry else None) if fatal else []
 
 
-def _describe_positions(ranks: Sequence[RankSnapshot], but: set[int]) -> str:
+def _describe_positions(ranks: Sequence[RankSnapshot], but: int) -> str:
     """``rank 0 in backward of step 3 (epoch 0); ...`` of the other ranks."""
-    places: dict[str, list[int]] = {}
-    for snapshot in ranks:
-        if snapshot.rank not in but and snapshot.entry is not None:
-            places.setdefault(snapshot.place, []).append(snapshot.rank)
+    places = _group_by_place(
+        snapshot for snapshot in ranks if snapshot.rank != but and snapshot.entry is not None
+    )
     return "; ".join(f"{name_ranks(who)} in {place}" for place, who in places.items())
 
 
-def _describe_cause(report: dict[str, Any], oom: int) -> str:
+def _group_by_place(ranks: Iterable[RankSnapshot]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for snapshot in ranks:
+        places.setdefault(snapshot.place, []).append(snapshot.rank)
+    return places
+
+
+def _describe_cause(report: FailureReport, oom: int) -> str:
     """The cause, if known, and what to try; empty if the traceback is enough."""
-    text = f"{report['exc_type']} {report['what']}".lower()
-    if report["exc_type"] == "SIGKILL":
+    text = f"{report.exc_type} {report.what}".lower()
+    if report.exc_type == "SIGKILL":
         if oom > 0:
             return f"the kernel killed a process of this job for lack of memory. Try: {_TRY['memory']}"
         return (
@@ -283,14 +280,12 @@ def _describe_cause(report: dict[str, Any], oom: int) -> str:
             f" kernel's log (dmesg); then {_TRY['memory']}"
         )
     if any(word in text for word in _MEMORY):
-        limit = (
-            f" within its limit of {report['memory_limit']} (ulimit -v)" if report.get("memory_limit") else ""
-        )
+        limit = f" within its limit of {report.memory_limit} (ulimit -v)" if report.memory_limit else ""
         return f"the rank ran out of memory{limit}. Try: {_TRY['memory']}"
-    if worker := re.search(r"DataLoader worker \(pid[^)]*\) [^.\n]*", report["what"]):
+    if worker := re.search(r"DataLoader worker \(pid[^)]*\) [^.\n]*", report.what):
         ways = f"{_TRY['memory']}; for a bus error, {_TRY['SIGBUS']}"
         return f"a DataLoader worker died ({worker[0]}). Try: {ways}"
-    return f"try: {_TRY[report['exc_type']]}" if report["exc_type"] in ("SIGSEGV", "SIGBUS") else ""
+    return f"try: {_TRY[report.exc_type]}" if report.exc_type in ("SIGSEGV", "SIGBUS") else ""
 
 
 def _as_sentence(text: str) -> str:
@@ -299,10 +294,3 @@ def _as_sentence(text: str) -> str:
 
 def _name_rank(snapshot: RankSnapshot) -> str:
     return f"rank {snapshot.rank} ({snapshot.host}, pid {snapshot.pid})"
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The text of a failure report file."""
-    what = f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
-    head = f"{report.get('summary') or what}. {report['account']}".rstrip(". ") + "."
-    return "\n\n".join(part for part in (head, report.get("traceback", "")) if part)

@@ -1,4 +1,8 @@
-"""Reports of failed ranks, and which of several failures is the cause."""
+"""Reports of failed ranks, and which of several failures is the cause.
+
+A `FailureReport` travels in two ways: as a file in the run's private folder, and as a key of the ranks'
+store (`FailureBoard`).
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience.phase_journal import current
+from distributed.system.private_files import write_private
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["GRACE", "FailureBoard", "error_of", "is_second_hand", "report_of", "say"]
+__all__ = ["GRACE", "FailureBoard", "FailureReport", "find_cause", "is_second_hand", "say"]
 
 GRACE = 2.0
 """Seconds that ranks have to report their own failure after the first one."""
@@ -49,40 +56,142 @@ def say(text: str, stream: IO[str] | None = None) -> None:
         print(text, file=stream or sys.stderr, flush=True)
 
 
-def report_of(error: BaseException, rank: int) -> dict[str, Any]:
-    """`error` as plain values: rank, host, time, message, traceback."""
-    report: dict[str, Any] = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "exc_type": type(error).__name__,
-        "what": f"raised {type(error).__name__}: {error}",
-        "second_hand": is_second_hand(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        **_position(),
-    }
-    if isinstance(error, SystemExit):
-        report["what"] = f"called sys.exit({error.code!r})"
-    if isinstance(error, WorkerError):
-        report |= {
-            "rank": error.rank,
-            "host": error.host,
-            "exc_type": error.exc_type,
-            "summary": error.summary,
-            "traceback": error.worker_traceback,
-            "phase": error.phase,
-            "step": error.step,
-        }
-    if isinstance(error, UserError):
-        report["user_error"] = {
-            "message": error.message,
-            "field": error.field,
-            "allowed": error.allowed,
-            "got": _plain(error.got),
-            "remedy": error.remedy,
-        }
-    return report
+def is_second_hand(error: BaseException) -> bool:
+    """Whether `error` is only a lost connection to another rank."""
+    text = f"{type(error).__name__}: {error}".lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _SECOND_HAND)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The failure of one rank, in plain values.
+
+    Attributes:
+        rank: number of the failed rank; -1 when the launcher itself failed.
+        exc_type: name of the exception's class, or of the signal (``SIGKILL``).
+        what: clause that follows the rank's name in a message.
+        host: host of the rank.
+        pid: process id of the rank.
+        time: time of the failure, in seconds since the epoch.
+        second_hand: whether the rank only lost its connection to another one.
+        traceback: traceback or stack of the rank; empty without one.
+        phase: phase of the rank (`phase_journal.JOURNAL_PHASES`); None without a journal.
+        step: number of the rank's optimizer step, from 1; None without a journal.
+        place: phase and step as text; empty without a journal.
+        memory_limit: the process's limit of address space, as text; empty without a limit.
+        summary: complete message of a failure that was explained before; empty otherwise.
+        account: sentences on where the ranks were and what to try; empty before an explanation.
+        blamed: whether the report names another rank than the one that failed first.
+        user_error: arguments of the rank's `UserError`; None for other errors.
+    """
+
+    rank: int
+    exc_type: str
+    what: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+    second_hand: bool = False
+    traceback: str = ""
+    phase: str | None = None
+    step: int | None = None
+    place: str = ""
+    memory_limit: str = ""
+    summary: str = ""
+    account: str = ""
+    blamed: bool = False
+    user_error: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_error(cls, error: BaseException, rank: int) -> FailureReport:
+        """The report of `error`, which this process raised as `rank`."""
+        report = cls(
+            rank,
+            type(error).__name__,
+            f"raised {type(error).__name__}: {error}",
+            second_hand=is_second_hand(error),
+            traceback="".join(traceback.format_exception(error)),
+            **_position(),
+        )
+        if isinstance(error, SystemExit):
+            return replace(report, what=f"called sys.exit({error.code!r})")
+        if isinstance(error, WorkerError):
+            return replace(
+                report,
+                rank=error.rank,
+                host=error.host,
+                exc_type=error.exc_type,
+                summary=error.summary,
+                traceback=error.worker_traceback,
+                phase=error.phase,
+                step=error.step,
+            )
+        return replace(report, user_error=_arguments(error)) if isinstance(error, UserError) else report
+
+    @classmethod
+    def from_json(cls, text: str) -> FailureReport:
+        """Parse what `to_json` returned; text after it is ignored."""
+        return cls(**json.JSONDecoder().raw_decode(text)[0])
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int | None = None) -> FailureReport | None:
+        """The report that `rank`, or with None the monitor, left in `folder`; None without one."""
+        path = _path(folder, rank)
+        return cls.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def write(self, folder: Path, rank: int | None = None) -> None:
+        """Leave the report in `folder` as the one of `rank`, or with None of the monitor."""
+        write_private(_path(folder, rank), self.to_json().encode())
+
+    @property
+    def headline(self) -> str:
+        """The failure in one clause or more, with the rank's name."""
+        return self.summary or f"rank {self.rank} ({self.host}, pid {self.pid}) {self.what}"
+
+    def to_text(self) -> str:
+        """The text of a failure report file."""
+        head = f"{self.headline}. {self.account}".rstrip(". ") + "."
+        return "\n\n".join(part for part in (head, self.traceback) if part)
+
+    def to_error(self, failed: Iterable[int] = ()) -> UserError | WorkerError:
+        """The error that ends the run.
+
+        Args:
+            failed: all ranks that failed.
+        """
+        if self.user_error is not None:
+            return UserError(**self.user_error)
+        summary, others = self.headline, sorted({*failed} - {self.rank})
+        if self.second_hand:
+            summary += " - lost its connection to another rank; see that rank's output for the cause"
+        if others and not self.blamed:
+            summary += f" (then rank {', '.join(map(str, others))})"
+        if self.account:
+            summary += f". {self.account}"
+        elif self.place and not self.summary:
+            summary += f". The rank was in {self.place}."
+        return WorkerError(
+            summary,
+            rank=self.rank,
+            host=self.host,
+            exc_type=self.exc_type,
+            worker_traceback=self.traceback,
+            phase=self.phase,
+            step=self.step,
+        )
+
+
+def find_cause(reports: Iterable[FailureReport]) -> FailureReport:
+    """The first report of at least one; lost connections count only if no rank has another cause."""
+    return min(reports, key=lambda report: (report.second_hand, report.time))
+
+
+def _path(folder: Path, rank: int | None) -> Path:
+    return folder / ("verdict.json" if rank is None else f"error_{rank}.json")
 
 
 def _position() -> dict[str, Any]:
@@ -93,46 +202,20 @@ def _position() -> dict[str, Any]:
     entry = journal.entry() if journal else None
     found: dict[str, Any] = {} if limit == resource.RLIM_INFINITY else {"memory_limit": f"{limit >> 20} MiB"}
     if entry is not None:
-        phase = entry.outer if entry.phase == "communication" else entry.phase
-        found |= {"phase": phase, "step": entry.step, "place": entry.place()}
+        found |= {"phase": entry.outer, "step": entry.step, "place": entry.place()}
     return found
 
 
-def is_second_hand(error: BaseException) -> bool:
-    """Whether `error` is only a lost connection to another rank."""
-    text = f"{type(error).__name__}: {error}".lower()
-    return isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _SECOND_HAND)
-
-
-def error_of(report: Mapping[str, Any], others: Sequence[int] = ()) -> UserError | WorkerError:
-    """The error that `report` stands for.
-
-    Args:
-        report: report made by `report_of`.
-        others: ranks that failed afterwards.
-    """
-    if report.get("user_error") is not None:
-        return UserError(**report["user_error"])
-    summary = report.get("summary") or (
-        f"rank {report['rank']} ({report['host']}, pid {report['pid']}) {report['what']}"
-    )
-    if report["second_hand"]:
-        summary += " - lost its connection to another rank; see that rank's output for the cause"
-    if others and not report.get("blamed"):
-        summary += f" (then rank {', '.join(map(str, others))})"
-    if report.get("account"):
-        summary += f". {report['account']}"
-    elif report.get("place") and not report.get("summary"):
-        summary += f". The rank was in {report['place']}."
-    return WorkerError(
-        summary,
-        rank=report["rank"],
-        host=report["host"],
-        exc_type=report["exc_type"],
-        worker_traceback=report.get("traceback", ""),
-        phase=report.get("phase"),
-        step=report.get("step"),
-    )
+def _arguments(error: UserError) -> dict[str, Any]:
+    """The arguments of `error` as plain values."""
+    plain = error.got is None or isinstance(error.got, (bool, int, float, str))
+    return {
+        "message": error.message,
+        "field": error.field,
+        "allowed": error.allowed,
+        "got": error.got if plain else repr(error.got),
+        "remedy": error.remedy,
+    }
 
 
 class FailureBoard:
@@ -144,57 +227,47 @@ class FailureBoard:
     Args:
         store: the ranks' store.
         rank: rank of this process.
-        size: number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store, self.rank = store, rank
 
-    def settle(
-        self,
-        error: BaseException,
-        found: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None,
-    ) -> BaseException:
+    def settle(self, error: BaseException, find: Callable[[], FailureReport | None]) -> BaseException:
         """The error that this rank should raise: `error` if it is a cause, otherwise the cause that
         another rank, or the monitor of this host, reports within `GRACE` seconds.
 
         Args:
             error: error of this rank.
-            found: function that returns the monitor's report of a lost rank, or None.
+            find: function that returns the monitor's report of a lost rank, or None.
         """
         try:
             if not is_second_hand(error):
-                self.store.compare_set("failed/first", "", json.dumps(report_of(error, self.rank)))
+                self._publish(FailureReport.from_error(error, self.rank))
                 return error
             deadline = time.monotonic() + GRACE
             while not self.store.check(["failed/first"]):
-                if (seen := found(error)) is not None:
-                    self.store.compare_set("failed/first", "", json.dumps(seen))
+                if (found := find()) is not None:
+                    self._publish(found)
                 elif time.monotonic() > deadline:
                     return error
                 else:
                     time.sleep(_LOOK)
-            return error_of(json.loads(self.store.get("failed/first")))
+            return FailureReport.from_json(self.store.get("failed/first").decode()).to_error()
         except RuntimeError:
             return error  # the store went with the rank that served it
         finally:
             self._acknowledge()
 
+    def _publish(self, report: FailureReport) -> None:
+        self.store.compare_set("failed/first", "", report.to_json())
+
     def linger(self) -> None:
         """Wait until another rank has read the board, `GRACE` seconds at most: launchers kill
         all ranks soon after the first exit."""
         reader = 0 if self.rank else 1
-        try:
-            self.store.wait([f"failed/heard/{reader}"], timedelta(seconds=GRACE))
-        except RuntimeError:
-            return
+        with suppress(RuntimeError):
+            self.store.wait([f"failed/read/{reader}"], timedelta(seconds=GRACE))
 
     def _acknowledge(self) -> None:
-        try:
-            self.store.set(f"failed/heard/{self.rank}", "1")
-        except RuntimeError:
-            return
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+        with suppress(RuntimeError):
+            self.store.set(f"failed/read/{self.rank}", "1")

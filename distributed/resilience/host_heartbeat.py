@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributed.errors import WorkerError
+from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.system.addresses import is_loopback, own_addresses
 
 __all__ = ["HostHeartbeat", "LostHost"]
@@ -50,11 +51,10 @@ class LostHost:
 
     def error(self) -> WorkerError:
         """The loss as the error that ends the run, or the round of an elastic one."""
-        several = len(self.ranks) > 1
-        names = f"rank{'s' if several else ''} {', '.join(map(str, self.ranks))}"
         return WorkerError(
-            f"host {self.host} (node {self.node}, {names}) {self.how}. Try: check that the host runs and can"
-            " be reached from the others (`preflight` tests every pair); `elastic` runs continue without it",
+            f"host {self.host} (node {self.node}, {name_ranks(self.ranks)}) {self.how}. Try: check that the"
+            " host runs and can be reached from the others (`preflight` tests every pair); `elastic` runs"
+            " continue without it",
             rank=self.ranks[0] if self.ranks else -1,
             host=self.host,
             exc_type="HostLost",
@@ -116,16 +116,6 @@ class HostHeartbeat:
         """`lost`, after waiting for it: a rank detects a broken connection a moment earlier."""
         self._found.wait(seconds)
         return self.lost
-
-    def look(self) -> None:
-        """Call this about once a second.
-
-        Raises:
-            WorkerError: another host is lost; names it.
-        """
-        lost = self.lost
-        if lost is not None:
-            raise lost.error()
 
     def close(self) -> None:
         """Sign off, so that other hosts do not report this one as lost, and end the threads."""

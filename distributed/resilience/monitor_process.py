@@ -17,26 +17,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience import stack_dumps
-from distributed.resilience.failure_reports import GRACE, error_of, report_of, say
+from distributed.resilience.failure_reports import GRACE, FailureReport, say
 from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, instrument, open_journal
 from distributed.resilience.preemption import SIGNALS
 from distributed.resilience.rank_monitor import WATCHED, Limits, RankMonitor, write_report
 from distributed.system import processes
-from distributed.system.private_files import write_whole
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["MonitoredRank", "read_monitor_report", "run_monitor"]
+__all__ = ["MonitoredRank", "run_monitor"]
 
 _BOOT = (
     "import json, os, sys\n"
@@ -47,8 +46,6 @@ _BOOT = (
     "from distributed.resilience.monitor_process import run_monitor\n"
     "run_monitor(order)\n"
 )
-_VERDICT = "verdict.json"
-"""File with the monitor's report, for ranks that have only lost their connection to another rank."""
 
 
 class MonitoredRank:
@@ -132,18 +129,17 @@ class MonitoredRank:
         self._monitor.stdin.write(json.dumps(order).encode() + b"\n")
         self._monitor.stdin.flush()
 
-    def cause(self, error: BaseException) -> dict[str, Any] | None:
-        """The monitor's report of a lost rank, when `error` is only a lost connection; None if there is
-        none yet."""
+    def find_report(self) -> FailureReport | None:
+        """The monitor's report of a lost rank; None if there is none yet."""
         if self._folder is None or self.plan.mode == "spawn":
             return None
-        return read_monitor_report(self._folder)
+        return FailureReport.read(self._folder)
 
     def tell(self, error: BaseException) -> None:
         """Print one line with the rank and its position, because its traceback names no rank."""
         if self._rank is None or self.plan.mode == "spawn" or isinstance(error, (UserError, WorkerError)):
             return
-        named = error_of({**report_of(error, self._rank), "second_hand": False})
+        named = replace(FailureReport.from_error(error, self._rank), second_hand=False).to_error()
         write_report(self.plan.config.checkpoint_dir, str(named))
         say(named.args[0].partition("\n")[0])
 
@@ -176,13 +172,6 @@ def _folder() -> str | None:
         return os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
     except OSError:
         return None
-
-
-def read_monitor_report(folder: Path) -> dict[str, Any] | None:
-    """The report of the rank to blame that a monitor left in `folder`; None without one."""
-    path = folder / _VERDICT
-    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found
 
 
 # -- in the monitor's own process ------------------------------------------------------
@@ -232,14 +221,14 @@ def _monitor_ranks(watch: RankMonitor, pids: dict[int, int]) -> None:
         lost = [rank for rank in gone if _status(watch, rank) == RUNNING]
         if lost:
             report = _report_gone(watch, lost[0], pids)
-            _write_monitor_report(watch.folder, report)
-            print(error_of(report).args[0], file=sys.stderr, flush=True)
+            report.write(watch.folder)
+            print(report.to_error().args[0], file=sys.stderr, flush=True)
         if lost or closed or len(gone) == len(pids):
             return _wait_for_readers(watch, pids, closed)
         try:
             watch.look(pids)
         except WorkerError as error:
-            _write_monitor_report(watch.folder, report_of(error, error.rank))
+            FailureReport.from_error(error, error.rank).write(watch.folder)
             # Other ranks see a broken connection and read the cause from here. After the loss of a host,
             # kill all local ranks: they cannot finish.
             for rank in [error.rank] if error.rank in pids else pids:
@@ -266,18 +255,6 @@ def _status(watch: RankMonitor, rank: int) -> int:
     return ENDED if entry is None else entry.status
 
 
-def _report_gone(watch: RankMonitor, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
-    report = {
-        "rank": rank,
-        "host": watch.host,
-        "pid": pids[rank],
-        "time": time.time(),
-        "exc_type": "SIGKILL",
-        "what": "terminated without a report: it was killed, or called os._exit",
-        "second_hand": False,
-    }
-    return watch.explain(report, [rank], pids)
-
-
-def _write_monitor_report(folder: Path, report: Mapping[str, Any]) -> None:
-    write_whole(folder / _VERDICT, json.dumps(report).encode(), 0o666)
+def _report_gone(watch: RankMonitor, rank: int, pids: Mapping[int, int]) -> FailureReport:
+    what = "terminated without a report: it was killed, or called os._exit"
+    return watch.explain(FailureReport(rank, "SIGKILL", what, pid=pids[rank]), [rank], pids)

@@ -147,11 +147,8 @@ class Journal:
                 self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
-            self.marks = self.step = self.epoch = self.collectives = 0
-            self._status = RUNNING
-            _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
-            self.phase = "idle"
-            self.enter("idle")
+            self.marks, self.phase = 0, "idle"
+            self._reset("idle")
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:
@@ -160,10 +157,13 @@ class Journal:
 
     def begin(self) -> None:
         """Reset the journal for a run that begins in this thread."""
+        self._reset("setup")
+
+    def _reset(self, phase: str) -> None:
         self.step = self.epoch = self.collectives = 0
         self._status = RUNNING
         _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
-        self.enter("setup")
+        self.enter(phase)
 
     def enter(self, phase: str, step: int | None = None, epoch: int | None = None) -> str:
         """Record that `phase` begins, and the number of the current step; returns the previous phase."""
@@ -174,34 +174,21 @@ class Journal:
             self.step = step
         if epoch is not None:
             self.epoch = epoch
-        self.marks += 1
-        number = _NUMBER[phase]
-        _RECORD.pack_into(
-            self._memory,
-            0,
-            self.marks,
-            self.step,
-            self.epoch,
-            self.collectives,
-            perf_counter(),
-            number,
-            number,
-            0,
-            0,
-        )
+        self._record(_NUMBER[phase], _NUMBER[phase], 0)
         return before
 
     def enter_collective(self, name: str) -> str:
         """Record that the backend's collective `name` is entered; returns the previous phase."""
         if self._status:
             return self.phase
-        self.marks += 1
         self.collectives += 1
-        outer = _NUMBER[self.phase]
-        inside = _NUMBER["communication"]
-        numbers = self.marks, self.step, self.epoch, self.collectives, perf_counter()
-        _RECORD.pack_into(self._memory, 0, *numbers, inside, outer, _KIND[name], 0)
+        self._record(_NUMBER["communication"], _NUMBER[self.phase], _KIND[name])
         return self.phase
+
+    def _record(self, phase: int, outer: int, kind: int) -> None:
+        self.marks += 1
+        numbers = self.marks, self.step, self.epoch, self.collectives, perf_counter()
+        _RECORD.pack_into(self._memory, 0, *numbers, phase, outer, kind, RUNNING)
 
     def end(self, status: int) -> None:
         """Freeze the journal at the end of the run: later phases are not recorded."""

@@ -86,12 +86,12 @@ def catch_signals(on_signal: Callable[[str], None] = record_signal) -> Iterator[
 def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
-    owner, heard = os.getpid(), dict[int, float]()
+    owner, first = os.getpid(), dict[int, float]()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
             _handle_in_loader_worker(number)
-        elif time.monotonic() - heard.setdefault(number, time.monotonic()) > INSIST:
+        elif time.monotonic() - first.setdefault(number, time.monotonic()) > INSIST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(owner, number)
         else:

@@ -10,13 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import WorkerError
 from distributed.resilience import failure_messages, stack_dumps
-from distributed.resilience.failure_reports import report_of, say
+from distributed.resilience.failure_reports import FailureReport, say
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
 from distributed.system import processes
@@ -189,14 +189,11 @@ class RankMonitor:
         self._reported = (snapshot.rank, max(snapshot.age, self.limits.stall_report or 0.0))
         if hangs and _is_stuck(ranks, diagnosis, self.limits.num_nodes):
             text = failure_messages.describe_stall(ranks, diagnosis, ended=True)
-            where = write_report(self.limits.folder, text)
-            stack = "\n".join(stack_dumps.innermost(list(snapshot.stack)))
-            raise WorkerError(
-                text.partition("\n")[0] + (f" This report is in {where}." if where else ""),
+            raise self._error(
+                text,
                 rank=snapshot.rank,
                 host=snapshot.host,
                 exc_type="Hang",
-                worker_traceback=text.partition("\n")[2] or stack,
                 phase=snapshot.entry.phase if snapshot.entry else None,
                 step=snapshot.entry.step if snapshot.entry else None,
             )
@@ -204,19 +201,20 @@ class RankMonitor:
         write_report(self.limits.folder, text)
         say(text)
 
+    def _error(self, text: str, **about: Any) -> WorkerError:
+        """The error with the message and the stacks of `text`, which is also written to a report file."""
+        where = write_report(self.limits.folder, text)
+        message, _, stacks = text.partition("\n")
+        return WorkerError(
+            message + (f" This report is in {where}." if where else ""), worker_traceback=stacks, **about
+        )
+
     def _lost(self, lost: LostHost, pids: Mapping[int, int]) -> WorkerError:
-        error = lost.error()
         entries = [entry for rank in pids if (entry := Entry.read(Journal.path(self.folder, rank)))]
         place = max(entries, key=lambda entry: entry.step, default=None)
+        error, step = lost.error(), place.step if place else None
         text = error.summary + (f". The ranks on this host were in {place.place()}" if place else "") + "."
-        where = write_report(self.limits.folder, text)
-        return WorkerError(
-            text + (f" This report is in {where}." if where else ""),
-            rank=error.rank,
-            host=error.host,
-            exc_type=error.exc_type,
-            step=place.step if place else None,
-        )
+        return self._error(text, rank=error.rank, host=error.host, exc_type=error.exc_type, step=step)
 
     def _report_progress(self, ages: Mapping[int, float]) -> None:
         if self._reported is None or ages.get(self._reported[0], 0.0) >= self._reported[1]:
@@ -225,32 +223,26 @@ class RankMonitor:
         self._reported = None
         say(f"rank {rank} ({self.host}) is making progress again after a stall of more than {before:.0f} s")
 
-    def explain(
-        self, report: Mapping[str, Any], failed: Iterable[int], pids: Mapping[int, int]
-    ) -> dict[str, Any]:
+    def explain(self, report: FailureReport, failed: Iterable[int], pids: Mapping[int, int]) -> FailureReport:
         """Add to `report` where the failed rank was, what the others were doing, and what to try.
 
         Args:
-            report: report made by `failure_reports.report_of`.
+            report: report of the rank that failed first.
             failed: all ranks that failed.
             pids: rank -> process id of all ranks of this host.
         """
-        if report.get("user_error") is not None:
-            return dict(report)
-        if report["second_hand"] and self.hosts is not None and (lost := self.hosts.lost_within(_HEARSAY)):
+        if report.user_error is not None:
+            return report
+        if report.second_hand and self.hosts is not None and (lost := self.hosts.lost_within(_HEARSAY)):
             error = self._lost(lost, pids)
-            return {**report, **report_of(error, error.rank), "blamed": True, "account": ""}
-        gone = set(failed)
+            return replace(FailureReport.from_error(error, error.rank), blamed=True)
         # A rank that lost its connection does not know the culprit; the ranks' stacks show it.
-        unsure = bool(report["second_hand"]) or report["exc_type"] == "SIGABRT"
-        ranks = self.see(pids, ask=unsure)
-        explained = failure_messages.describe_crash(
-            dict(report), ranks, gone, self.folder, processes.oom_kills() - self._kills
-        )
-        written = write_report(self.limits.folder, failure_messages.as_text(explained))
-        if written:
-            explained["account"] = f"{explained['account']} This report is in {written}.".lstrip()
-        return explained
+        ranks = self.see(pids, ask=report.second_hand or report.exc_type == "SIGABRT")
+        kills = processes.oom_kills() - self._kills
+        explained = failure_messages.describe_crash(report, ranks, failed, self.folder, kills)
+        where = write_report(self.limits.folder, explained.to_text())
+        remark = f" This report is in {where}." if where else ""
+        return replace(explained, account=f"{explained.account}{remark}".lstrip())
 
 
 def _counts(entry: Entry | None) -> bool:

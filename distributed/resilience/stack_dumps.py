@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from distributed.system.processes import handles_signal
+
 __all__ = ["Frame", "enable_dumps", "innermost", "own_line", "parse", "request_dump", "stack_path"]
 
 # Not SIGUSR2, which batch systems and scripts use.
@@ -59,7 +61,7 @@ def enable_dumps(folder: Path, rank: int) -> None:
 
 def request_dump(pid: int, path: Path) -> str:
     """Request the stacks of `pid`: the text that it writes to `path`; empty if it writes none."""
-    if not _handles_signal(pid, _SIGNAL):
+    if not handles_signal(pid, _SIGNAL):
         return ""
     start = path.stat().st_size
     try:
@@ -75,20 +77,6 @@ def request_dump(pid: int, path: Path) -> str:
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
-
-
-def _handles_signal(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would kill it otherwise."""
-    caught = _read_status(pid).get("SigCgt", "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
-def _read_status(pid: int) -> dict[str, str]:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def parse(text: str, thread: int | None = None) -> list[Frame]:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "children", "filtered_stderr", "oom_kills", "process_info"]
-
+__all__ = ["Process", "children", "filtered_stderr", "handles_signal", "oom_kills", "process_info"]
 
 _CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -42,9 +41,8 @@ class Process:
 
 def process_info(pid: int) -> Process:
     """State, CPU time and age of a process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
         return Process("", 0.0)
     fields = text.rpartition(")")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _CLOCK
@@ -58,6 +56,12 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, task.read_text(encoding="ascii").split())
         except OSError:
             continue  # a thread that has just ended
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, which would end it otherwise."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def oom_kills() -> int:
@@ -79,7 +83,7 @@ def _read_count(path: str) -> int:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ from distributed.errors import WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.launch.rank_process import leave, run_folder, watch_parent
 from distributed.registry.catalog import load_target
-from distributed.resilience.failure_reports import GRACE, error_of
+from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
@@ -170,7 +170,7 @@ class _Ranks:
         for connection in self._ranks:
             connection.send(str(folder))
         waiting, deadline = dict(self._ranks), time.monotonic() + timeout
-        failed: dict[int, dict[str, Any] | None] = {}
+        failed: dict[int, FailureReport | None] = {}
         while waiting and not any(map(_explains, failed.values())):
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -179,7 +179,7 @@ class _Ranks:
                 assert isinstance(ended, Connection)
                 rank = waiting.pop(ended)
                 if not _succeeded(ended):
-                    failed[rank] = _report(folder, rank)
+                    failed[rank] = FailureReport.read(folder, rank)
                     # It may have lost another rank, whose report has the cause.
                     deadline = min(deadline, time.monotonic() + GRACE)
         self.refused = len(failed) == len(self._ranks) and _is_one_refusal(list(failed.values()))
@@ -194,16 +194,16 @@ class _Ranks:
                 exc_type="Timeout",
             )
 
-    def _cause(self, failed: dict[int, dict[str, Any] | None]) -> BaseException:
+    def _cause(self, failed: dict[int, FailureReport | None]) -> BaseException:
         """The first rank's own failure; else the launcher's report about a rank that is gone."""
         reports = [report for report in failed.values() if report]
-        first = min(reports, key=lambda r: (r["second_hand"], r["time"]), default=None)
-        if first is None or (first["second_hand"] and None in failed.values()):
+        first = find_cause(reports) if reports else None
+        if first is None or (first.second_hand and None in failed.values()):
             self._thread.join(_END)
             if self._error is not None:
                 return self._error
         assert first is not None
-        return error_of(first, sorted(set(failed) - {first["rank"]}))
+        return first.to_error(failed)
 
     def dismiss(self) -> None:
         """Send the ranks an end message: a process forked meanwhile may hold the sockets open."""
@@ -230,20 +230,14 @@ def _succeeded(connection: Connection) -> bool:
         return False
 
 
-def _explains(report: dict[str, Any] | None) -> bool:
+def _explains(report: FailureReport | None) -> bool:
     """Whether the report is final: what one rank refuses, the others may be about to refuse, too."""
-    return report is not None and not report["second_hand"] and report.get("user_error") is None
+    return report is not None and not report.second_hand and report.user_error is None
 
 
-def _is_one_refusal(reports: list[dict[str, Any] | None]) -> bool:
-    refusals = [report and report.get("user_error") for report in reports]
+def _is_one_refusal(reports: list[FailureReport | None]) -> bool:
+    refusals = [report and report.user_error for report in reports]
     return refusals[0] is not None and all(refusal == refusals[0] for refusal in refusals)
-
-
-def _report(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Report of a rank; None for one that is gone."""
-    path = folder / f"error_{rank}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def serve(home: Path) -> int:

@@ -15,8 +15,8 @@ import pytest
 
 from distributed.launch import child_process
 from distributed.launch.child_process import ForkedProcess
-from distributed.launch.fork_request import ADDRESS, ForkRequest
 from distributed.launch.fork_server import ForkServer
+from distributed.launch.forked import ADDRESS, ForkRequest
 from tests.support import commands
 
 pytestmark = pytest.mark.starts_processes

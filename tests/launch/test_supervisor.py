@@ -16,7 +16,7 @@ import pytest
 
 from distributed.errors import UserError, WorkerError
 from distributed.launch.supervisor import Supervisor
-from distributed.resilience.failure_reports import error_of, is_second_hand, report_of
+from distributed.resilience.failure_reports import FailureReport, is_second_hand
 
 pytestmark = pytest.mark.starts_processes
 
@@ -172,8 +172,8 @@ def test_only_losing_a_peer_is_second_hand() -> None:
 
 
 def test_a_report_of_a_report_keeps_the_rank() -> None:
-    first = error_of(report_of(ValueError("bad"), 3))
-    again = error_of(report_of(first, 0))
+    first = FailureReport.from_error(ValueError("bad"), 3).to_error()
+    again = FailureReport.from_error(first, 0).to_error()
     assert isinstance(again, WorkerError)
     assert (again.rank, again.exc_type) == (3, "ValueError")
     assert str(again) == str(first)

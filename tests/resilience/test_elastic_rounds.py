@@ -42,7 +42,7 @@ def elastic(folder: Path, rounds: list[Callable[[Any], None]], members: Any = No
     left = iter(rounds)
 
     def supervise(plan: RunPlan, host: str, port: int) -> Any:
-        supervisor = SimpleNamespace(heard=None, ask_to_go=None)
+        supervisor = SimpleNamespace(received_signal=None, request_stop=None)
         supervisor.run = lambda: next(left)(supervisor)
         return supervisor
 
@@ -106,7 +106,7 @@ def test_who_was_told_to_go_starts_no_further_round(
     """What could not be saved is told; that another host went first is no failure of this one's."""
 
     def told_and_dies(supervisor: Any) -> None:
-        supervisor.heard = "SIGTERM"
+        supervisor.received_signal = "SIGTERM"
         raise WorkerError("no space left", rank=0, host="h", exc_type=kind)
 
     with pytest.raises(raised):
@@ -164,7 +164,7 @@ def test_a_rank_that_was_being_started_is_told_as_well(
         heeds_signals=True,
     )
     supervisor.run()
-    assert supervisor.heard == "SIGUSR1"
+    assert supervisor.received_signal == "SIGUSR1"
 
 
 def test_a_report_that_nobody_hears_ends_nothing() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from distributed import WorkerError
 from distributed.communication.rendezvous import Rendezvous
 from distributed.resilience.host_heartbeat import HostHeartbeat
+from distributed.resilience.rank_monitor import Limits, RankMonitor
 
 Join = Callable[..., HostHeartbeat]
 
@@ -66,10 +68,9 @@ def test_hosts_that_live_lose_nobody(join: Join) -> None:
     heard = first._peers[1].last_heartbeat
     until(lambda: first._peers[1].last_heartbeat - heard > 5.0, "heartbeats came for longer than that")
     assert (first.lost, second.lost) == (None, None)
-    first.look()
 
 
-def test_a_silent_host_is_named_by_all(join: Join, place: tuple[str, int]) -> None:
+def test_a_silent_host_is_named_by_all(join: Join, place: tuple[str, int], tmp_path: Path) -> None:
     first, third = join(0), join(2, timeout=None)
     with call(place):
         until(lambda: len(first._peers) == 2, "both reported")
@@ -80,7 +81,7 @@ def test_a_silent_host_is_named_by_all(join: Join, place: tuple[str, int]) -> No
     with pytest.raises(
         WorkerError, match=r"host other \(node 1, ranks 2, 3\) sent no heartbeat for"
     ) as error:
-        third.look()
+        RankMonitor(tmp_path, Limits(), third).look({})
     assert (error.value.rank, error.value.host, error.value.exc_type) == (2, "other", "HostLost")
 
 

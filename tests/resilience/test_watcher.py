@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from distributed import WorkerError
-from distributed.resilience.monitor_process import _BOOT, _monitor_ranks, _nodes, read_monitor_report
+from distributed.resilience.failure_reports import FailureReport
+from distributed.resilience.monitor_process import _BOOT, _monitor_ranks, _nodes
 from distributed.resilience.phase_journal import ENDED, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor
 from tests.support import commands
@@ -137,7 +138,7 @@ def test_the_verdict_and_the_end_come_before_the_word(
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             assert hung.wait(timeout=20) == -signal.SIGKILL
-            assert read_monitor_report(tmp_path) is not None
+            assert FailureReport.read(tmp_path) is not None
             raise BrokenPipeError
 
     monkeypatch.setattr("select.select", lambda *_: ([], [], []))

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import IO, Any
 
 from distributed.launch.child_process import ForkedProcess
-from distributed.launch.fork_request import ADDRESS, ForkRequest
+from distributed.launch.forked import ADDRESS, ForkRequest
 
 __all__ = ["run", "start"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distributed.launch.fork_request import ADDRESS
+from distributed.launch.forked import ADDRESS
 
 __all__ = ["Fast"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.launch.child_process import ForkedProcess
-from distributed.launch.fork_request import ADDRESS, ForkRequest
+from distributed.launch.forked import ADDRESS, ForkRequest
 
 __all__ = ["PRELOAD", "write_forking_python"]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,8 +21,7 @@ from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.operations.tuning.trial_channel import TRIAL
 from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import write_restarts
-from distributed.resilience.failure_reports import error_of, is_second_hand
-from distributed.resilience.monitor_process import read_monitor_report
+from distributed.resilience.failure_reports import FailureReport, find_cause, is_second_hand
 from distributed.resilience.preemption import catch_signals
 from distributed_backends.ray.cluster import (
     address_of,
@@ -110,8 +107,9 @@ def _run_here(command: RankCommand) -> None:
     finally:
         sys.path[:] = path
     if status:
-        report = json.loads((command.folder / "error_0.json").read_text(encoding="utf-8"))
-        raise error_of(report)
+        report = FailureReport.read(command.folder, 0)
+        assert report is not None
+        raise report.to_error()
 
 
 def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]) -> None:
@@ -137,9 +135,9 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
             result = trainer.fit()
     except TrainingFailedError as error:
         relay.close()
-        found = read_monitor_report(command.folder)
+        found = FailureReport.read(command.folder)
         if found is not None:
-            raise error_of(found) from None
+            raise found.to_error() from None
         _raise(error, plan, relay)
     unpack(result.return_value or {}, command.folder)
 
@@ -253,28 +251,20 @@ def _raise(error: Any, plan: RunPlan, relay: Relay) -> NoReturn:
     if not failures:
         raise _not_started(error, plan) from None
     reports = [_report(rank, failure, relay) for rank, failure in failures.items()]
-    first = min(reports, key=lambda r: (r["second_hand"], r["time"]))
-    raise error_of(first, sorted({r["rank"] for r in reports} - {first["rank"]})) from None
+    raise find_cause(reports).to_error(report.rank for report in reports) from None
 
 
-def _report(rank: int, failure: Exception, relay: Relay) -> dict[str, Any]:
+def _report(rank: int, failure: Exception, relay: Relay) -> FailureReport:
     _, found, text = str(failure).partition(REPORT)
     if found:
-        report: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
-        return report
+        return FailureReport.from_json(text)
     host, pid = relay.places.get(rank, ("unknown host", 0))
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
     reason, guessed, _ = lines[-1].partition(" Some common causes")
     hint = "; it was killed, or the host ran out of memory" if guessed else ""
-    return {
-        "rank": rank,
-        "host": host,
-        "pid": pid,
-        "time": time.time(),
-        "exc_type": type(failure).__name__,
-        "what": f"is lost: {reason.rstrip('. ')}{hint}",
-        "second_hand": is_second_hand(failure),
-    }
+    what = f"is lost: {reason.rstrip('. ')}{hint}"
+    second_hand = is_second_hand(failure)
+    return FailureReport(rank, type(failure).__name__, what, host, pid, second_hand=second_hand)
 
 
 def _not_started(error: Any, plan: RunPlan) -> Exception:

@@ -16,9 +16,12 @@ import ray.train
 import ray.train.collective
 import torch.distributed as dist
 
+from distributed.communication.environment import torchrun_variables
 from distributed.communication.rendezvous import Rendezvous
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import forget_round
+from distributed.resilience.failure_reports import FailureReport
 from distributed.system.addresses import loopback_interface
 from distributed.system.private_files import write_private
 from distributed_backends.ray.output import OutputSender, forward_requests
@@ -54,8 +57,9 @@ def run_rank(order: Mapping[str, Any]) -> dict[str, bytes] | None:
         os.environ.update({**order["env"], **place, "DISTRIBUTED_RUN_DIR": str(folder)})
         status = load_target(order["target"])(folder)
     if status:
-        report = (folder / f"error_{rank}.json").read_text(encoding="utf-8")
-        raise RuntimeError(f"{REPORT}{report}")
+        report = FailureReport.read(folder, rank)
+        assert report is not None
+        raise RuntimeError(f"{REPORT}{report.to_json()}")
     return None if shared or rank else pack(folder, without=("task.bin", "sys_path.json"))
 
 
@@ -99,20 +103,13 @@ def _place() -> dict[str, str]:
     if size > 1:
         host, port = ray.train.collective.broadcast_from_rank_zero((host, port))
     nodes = _nodes_of_ranks(host, port, rank, size)
+    local_rank, local_size = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+    unique = list(dict.fromkeys(nodes))
+    place = LauncherEnvironment(
+        "ray", rank, size, local_rank, local_size, unique.index(nodes[rank]), len(unique), host, port
+    )
     variables = {"GLOO_SOCKET_IFNAME": loopback_interface()} if same_address else {}
-    return {
-        **variables,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
-        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
-        "GROUP_RANK": str(list(dict.fromkeys(nodes)).index(nodes[rank])),
-        "GROUP_WORLD_SIZE": str(len(set(nodes))),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    return {**variables, **torchrun_variables(place)}
 
 
 def _nodes_of_ranks(host: str, port: int, rank: int, size: int) -> list[str]:
