@@ -83,7 +83,7 @@ class MLflowTracker(Tracker):
             return {}
         return {
             "run_id": run.info.run_id,
-            "tracking_uri": mlflow.get_tracking_uri(),
+            "tracking_uri": _absolute(mlflow.get_tracking_uri()),
             "experiment_id": run.info.experiment_id,
         }
 
@@ -98,7 +98,9 @@ class MLflowTracker(Tracker):
 
         uri = self._tracking_uri()
         parent = self.context.get("parent_run_id")
-        joined = self.context.get("run_id") if uri == self.context.get("tracking_uri") else None
+        joined = (
+            self.context.get("run_id") if uri == _absolute(self.context.get("tracking_uri", "")) else None
+        )
         joined = None if parent else joined
         _prepare_local(uri)
         self._client = MlflowClient(uri)
@@ -167,7 +169,7 @@ class MLflowTracker(Tracker):
     def _tracking_uri(self) -> str:
         explicit = self.config.tracking.mlflow_tracking_uri
         captured = self.context.get("tracking_uri")
-        return explicit or captured or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_STORE
+        return _absolute(explicit or captured or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_STORE)
 
     def _create_run(self, uri: str, parent: str | None) -> str:
         experiment_id = self.context["experiment_id"] if parent else self._experiment_id(uri)
@@ -219,6 +221,15 @@ class MLflowTracker(Tracker):
 def _key(name: str) -> str:
     """A name that MLflow takes: ``accuracy@5`` becomes ``accuracy_5``."""
     return re.sub(r"[^\w\-./ :]", "_", name)[:250]
+
+
+def _absolute(uri: str) -> str:
+    """`uri` with the absolute path of a SQLite file: MLflow keeps connections by URI, so that a relative one
+    would name the first directory's file in every other directory that the process or a trial works in."""
+    database = _local_database(uri)
+    if database is None:
+        return uri
+    return f"sqlite:///{database}{''.join(uri.partition('?')[1:])}"
 
 
 def _local_database(uri: str) -> Path | None:

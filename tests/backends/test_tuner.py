@@ -86,7 +86,7 @@ def test_a_search_as_its_users_write_it_with_both_trackers(
 def _check_mlflow(search: DistributedTuner) -> None:
     from mlflow import MlflowClient
 
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(f"sqlite:///{Path('mlflow.db').absolute()}")
     experiment = client.get_experiment_by_name("digits")
     assert experiment is not None
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}

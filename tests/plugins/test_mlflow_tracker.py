@@ -143,6 +143,22 @@ def test_an_explicit_other_store_is_not_left_for_the_callers_run(store):
     assert run.run_id != "0" * 32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("uri", [None, "sqlite:///runs.db"])
+def test_a_relative_store_is_that_of_the_directory(uri, tmp_path, monkeypatch):
+    """Also the second one in a process: MLflow keeps the connections of the first under the same URI."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        run = tracker(uri)
+        run.start({})
+        child = run.child_context()
+        run.finish("finished")
+        store = tmp_path / name / (uri or "mlflow.db").removeprefix("sqlite:///")
+        assert child["tracking_uri"] == f"sqlite:///{store}"
+        assert MlflowClient(child["tracking_uri"]).get_run(run.run_id).info.status == "FINISHED"
+
+
 def test_mlflows_own_variables_are_followed(store, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from the environment")
