@@ -35,10 +35,10 @@ HOST = os.uname().nodename
 
 
 @pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders go; empty again when the test is over."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
+def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders go; empty again when the test is over. Its path is short, because that of a Unix
+    socket has at most 107 characters."""
+    folder = tmp_path_factory.mktemp("t")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
