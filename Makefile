@@ -32,8 +32,8 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
-# One process waits half of its time for ranks to meet and for time limits; two keep two cores busy.
-TEST_PROCESSES ?= 2
+# TEST_PROCESSES=2 takes less time: one process waits half of its time. Some tests of failures fail so.
+TEST_PROCESSES ?= 0
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_FLAGS)
 
