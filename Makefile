@@ -32,7 +32,7 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
-# TEST_PROCESSES=2 takes less time: one process waits half of its time. Some tests of failures fail so.
+# TEST_PROCESSES=2 takes less time, for one process waits half of its time. Not the default before whole runs are green.
 TEST_PROCESSES ?= 0
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_FLAGS)
