@@ -168,7 +168,7 @@ def _actor(order: dict[str, Any]) -> type[Any]:
             super().cleanup()
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            # Ray waits for 2 s, then fails the next trial, and the search blocks for ever.
+            # Ray waits 2 s, then fails the next trial without a report to the search, which never returns.
             self._join(None)
             return bool(super().reset_config(new_config))
 
