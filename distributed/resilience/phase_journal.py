@@ -17,19 +17,6 @@ from typing import Any
 
 from distributed.system.private_files import draft_of
 
-__all__ = [
-    "ENDED",
-    "FAILED",
-    "JOURNAL_PHASES",
-    "RUNNING",
-    "Entry",
-    "Journal",
-    "current",
-    "instrument",
-    "no_op",
-    "open_journal",
-]
-
 JOURNAL_PHASES = (
     "setup",
     "prepare",
@@ -54,6 +41,15 @@ RUNNING, ENDED, FAILED = range(3)
 
 _AFTER = ("record", "callback", "save", "epoch end", "validation", "finish")
 
+_PLACES = {
+    "data": "phase 'data' (loading samples)",
+    "forward": "forward",
+    "backward": "backward",
+    "callback": "a callback",
+    "validation": "validation",
+}
+"""How a message names a phase; any other one is quoted."""
+
 _NUMBER = {name: index for index, name in enumerate(JOURNAL_PHASES)}
 _KIND = {name: index for index, name in enumerate(COLLECTIVES)}
 _RECORD = struct.Struct("=qqqqdBBBB")  # marks, step, epoch, collectives, since, phase, outer, kind, status
@@ -70,12 +66,10 @@ class Entry:
         outer: phase from which a collective was called; otherwise `phase`.
         collective: name of the backend's collective that the rank is in; otherwise empty.
         step: number of the current step, from 1; 0 before the first.
-        epoch: index of the epoch.
         marks: number of phases entered so far; it grows while the rank makes progress.
         collectives: number of the backend's collectives entered so far.
         since: time when the phase was entered, by this host's monotonic clock, in seconds.
         status: `RUNNING`, `ENDED` or `FAILED`.
-        pid: process id of the rank.
         thread: id of the training loop's thread.
     """
 
@@ -113,17 +107,21 @@ class Entry:
         """Phase and step as text: ``forward of step 13 (epoch 0)``."""
         if self.phase == "communication":
             return (
-                f"{self.collective} (its collective {self.collectives}), called in {self._where(self.outer)}"
+                f"{self.collective} (collective number {self.collectives} of this rank), called in"
+                f" {self.outer_place()}"
             )
-        return self._where(self.phase)
+        return self._describe_phase(self.phase)
 
-    def _where(self, phase: str) -> str:
+    def outer_place(self) -> str:
+        """`place` without the collective: phase and step from which it was called."""
+        return self._describe_phase(self.outer)
+
+    def _describe_phase(self, phase: str) -> str:
+        name = _PLACES.get(phase, f"phase '{phase}'")
         if self.step == 0:
-            return f"{phase}, before the first step"
-        if phase in _AFTER:
-            name = "a callback" if phase == "callback" else phase
-            return f"{name} after step {self.step} (epoch {self.epoch})"
-        return f"{phase} of step {self.step} (epoch {self.epoch})"
+            return f"{name}, before the first step"
+        word = "after" if phase in _AFTER else "of"
+        return f"{name} {word} step {self.step} (epoch {self.epoch})"
 
 
 class Journal:
@@ -131,15 +129,14 @@ class Journal:
 
     Args:
         folder: private folder of the file ``journal_<rank>``.
-        rank: rank of this process.
     """
 
     __slots__ = ("_memory", "_status", "collectives", "epoch", "folder", "marks", "phase", "rank", "step")
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        # Half a first record would read as no progress since the host started. In half a later one, the
-        # time and the phase still belong together, because they are written in this order.
+        # An empty record would read as no progress since the host started. In half a later one, each value
+        # is that of one of the two records.
         with draft_of(self.path(folder, rank)) as draft:
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
@@ -162,7 +159,8 @@ class Journal:
     def _reset(self, phase: str) -> None:
         self.step = self.epoch = self.collectives = 0
         self._status = RUNNING
-        _OWNER.pack_into(self._memory, _OWNER_AT, os.getpid(), threading.get_ident())
+        owner = _OWNER.pack(os.getpid(), threading.get_ident())
+        self._memory[_OWNER_AT : _OWNER_AT + _OWNER.size] = owner
         self.enter(phase)
 
     def enter(self, phase: str, step: int | None = None, epoch: int | None = None) -> str:
@@ -188,7 +186,8 @@ class Journal:
     def _record(self, phase: int, outer: int, kind: int) -> None:
         self.marks += 1
         numbers = self.marks, self.step, self.epoch, self.collectives, perf_counter()
-        _RECORD.pack_into(self._memory, 0, *numbers, phase, outer, kind, RUNNING)
+        # Not `pack_into`: it writes zeros first, which would read as no progress since the host started.
+        self._memory[: _RECORD.size] = _RECORD.pack(*numbers, phase, outer, kind, RUNNING)
 
     def end(self, status: int) -> None:
         """Freeze the journal at the end of the run: later phases are not recorded."""
