@@ -10,24 +10,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
+from ray.train import ScalingConfig, TrainingFailedError
 
 from distributed.checkpoint.run_directory import claim_directory
+from distributed.config import DistributedConfig
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.plan import RunPlan
 from distributed.operations.tuning.trial_channel import TRIAL
 from distributed.registry.catalog import load_target
 from distributed.resilience.elastic import write_restarts
 from distributed.resilience.failure_reports import FailureReport, find_cause, is_second_hand
 from distributed.resilience.preemption import catch_signals
+from distributed.system.processes import environment
 from distributed_backends.ray.cluster import (
     address_of,
     check_resources,
     connected,
-    environment,
     is_local,
     needs_of,
     num_gpus,
@@ -38,20 +41,14 @@ from distributed_backends.ray.run_files import names_in, pack, remove_everywhere
 from distributed_backends.ray.section import RaySection
 from distributed_backends.ray.worker import REPORT
 
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["RayLauncher"]
-
 _POLL = "0.2"
 """Seconds between Ray Train's polls of its workers. A worker's next report waits for the poll."""
 _SECOND_LOOK = 30.0
 """Longer than the 20 s for which Ray Train's reservations are kept as they are."""
-_IDLE = frozenset({"DatasetsCallback"})
-"""Callbacks of Ray Train that start a process of their own, here for datasets that no rank reads."""
-_IDLE_ON_OWN = _IDLE | {"PlacementGroupCleanerCallback"}
-"""A cluster that ends with the run needs no process that releases the run's resources."""
+_DATASETS, _CLEANER = "DatasetsCallback", "PlacementGroupCleanerCallback"
+"""Callbacks of Ray Train that start a process of their own: for datasets that no rank reads, and to release
+the resources of a killed controller. Outside a trial, they are released with the driver, and the cleaner asks
+the cluster that was started last on this host: with two clusters, it ends a healthy run of the other."""
 
 
 class RayLauncher(Launcher):
@@ -80,14 +77,14 @@ class RayLauncher(Launcher):
             local.run(plan, command)
             return
         num_cpus = math.ceil(plan.world_size * RaySection.of(plan.config).num_cpus_per_rank)
-        with connected(RaySection.of(plan.config), num_cpus) as own:
+        with connected(RaySection.of(plan.config), num_cpus):
             check_resources(plan)
             if plan.counts:
                 claim_directory(plan)
             heeds = plan.config.heeds_signals
             try:
                 with Relay(heeds) as relay, catch_signals(relay.ask) if heeds else nullcontext():
-                    _fit(plan, command, relay, _IDLE_ON_OWN if own else _IDLE)
+                    _fit(plan, command, relay)
                     write_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
             finally:
                 remove_everywhere(command.folder.name)
@@ -112,11 +109,9 @@ def _run_here(command: RankCommand) -> None:
         raise report.to_error()
 
 
-def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]) -> None:
-    from ray.train import TrainingFailedError
-
+def _fit(plan: RunPlan, command: RankCommand, relay: Relay) -> None:
     trainer = _trainer(plan, command, relay)
-    callbacks = trainer._create_default_callbacks
+    callbacks, idle = trainer._create_default_callbacks, {_DATASETS} if in_trial() else {_DATASETS, _CLEANER}
     trainer._create_default_callbacks = lambda: [c for c in callbacks() if type(c).__name__ not in idle]
     variables = {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -143,7 +138,6 @@ def _fit(plan: RunPlan, command: RankCommand, relay: Relay, idle: frozenset[str]
 
 
 def _trainer(plan: RunPlan, command: RankCommand, relay: Relay) -> Any:
-    from ray.train import ScalingConfig
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -234,12 +228,9 @@ def _interruptible(trainer: Any) -> Iterator[None]:
                 ray.get(found[0].abort.remote(), timeout=10.0)
         raise
     finally:
-        if signal.getsignal(signal.SIGINT) != before and _is_main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) != before:
             signal.signal(signal.SIGINT, before)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 # -- failures ------------------------------------------------------------------------
