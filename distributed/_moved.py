@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MODULES", "NAMES", "RENAMED", "install", "moved_names"]
-
 
 def _moves(old: str, new: str, modules: str) -> dict[str, str]:
     """``{old.a: new.b}`` for each word ``a=b`` of `modules`; a word alone keeps its name."""
@@ -158,6 +156,7 @@ RENAMED = {
     "distributed.resilience.rank_monitor": {"Watch": "RankMonitor"},
     "distributed.resilience.stack_dumps": {"answer": "enable_dumps", "ask": "request_dump"},
     "distributed.system.processes": {"look_at": "process_info"},
+    "distributed.training.torch_backend": {"alike": "group_by_dtype"},
 }
 """Module -> old name -> new name, for names used through an old module path."""
 

@@ -10,8 +10,6 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Band, Callback, Context
 from distributed.interfaces.metric import larger_is_better
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Callback):
     """Stops when a validation metric no longer improves.

@@ -13,8 +13,11 @@ from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.load import as_layers
 from distributed.config.script_overlay import active
 from distributed.errors import Preempted, UserError
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.callback import Callback
+from distributed.interfaces.framework import Framework
 from distributed.interfaces.history import History
+from distributed.interfaces.launcher import Launcher
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
@@ -25,12 +28,7 @@ from distributed.system.garbage_collection import collect_as_usual
 
 if TYPE_CHECKING:
     from distributed.data import Source
-    from distributed.interfaces.backend_spec import BackendSpec
-    from distributed.interfaces.framework import Framework
-    from distributed.interfaces.launcher import Launcher
     from distributed.launch.run import RunResult
-
-__all__ = ["Trainer"]
 
 
 class Trainer:

@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.config.load import top_fields
 from distributed.errors import UserError
-from distributed.registry.catalog import get_catalog
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.registry.catalog import Catalog, get_catalog
 from distributed.trainer import Trainer
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
-    from distributed.registry.catalog import Catalog
-
-__all__ = [
-    "DeepSpeedTrainer",
-    "FSDPTrainer",
-    "HorovodTrainer",
-    "PyTorchDDPTrainer",
-    "RayTrainer",
-    "TensorFlowDistributedTrainer",
-]
 
 _ALIASES = {"lr": "learning_rate"}
 """What samples of Ray Tune call our fields."""

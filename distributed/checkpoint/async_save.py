@@ -37,13 +37,7 @@ class PendingSave:
     Args:
         path: where the checkpoint will be.
         staging: the directory that is written.
-        rank: of this process.
-        size: number of ranks.
         files: the operations that write.
-
-    Attributes:
-        path: as given.
-        staging: as given.
     """
 
     def __init__(self, path: str, staging: str, rank: int, size: int, files: FileLayer) -> None:

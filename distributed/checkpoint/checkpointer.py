@@ -29,8 +29,6 @@ from distributed.interfaces.backend import Backend
 from distributed.interfaces.checkpointer import Checkpointer
 from distributed.interfaces.state import BackendState
 
-__all__ = ["PortableCheckpointer"]
-
 logger = logging.getLogger("distributed")
 
 

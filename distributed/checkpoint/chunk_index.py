@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ITEM_SIZES", "ChunkEntry", "tiling_problems"]
-
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -27,7 +25,6 @@ class ChunkEntry:
 
     Attributes:
         key: ``model``, ``optimizer.<slot>`` or another namespace.
-        name: the tensor's name.
         shape: of the whole tensor.
         dtype: torch's name for it, e.g. ``bfloat16``.
         offsets: where the piece starts: one number in the flattened tensor (view ``flat``), or

@@ -32,7 +32,6 @@ def encode(value: Any, name: str = "state") -> Any:
     tensors (they come back on the CPU), NumPy arrays and scalars.
 
     Args:
-        value: what to encode.
         name: what to call it in an error, e.g. ``scheduler``.
 
     Raises:

@@ -26,12 +26,7 @@ _ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
 
 class Commits(ABC):
-    """Commits and removes the checkpoints of one directory. Every method raises OSError.
-
-    Args:
-        files: the file system.
-        directory: where the checkpoints are.
-    """
+    """Commits and removes the checkpoints of one directory. Every method raises OSError."""
 
     def __init__(self, files: FileLayer, directory: str) -> None:
         self.files, self.directory = files, directory

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distributed.checkpoint.random_state import same_rng
-
-if TYPE_CHECKING:
-    from distributed.checkpoint.reader import PortableReader
-
-__all__ = ["differences"]
+from distributed.checkpoint.reader import PortableReader
 
 
 def differences(one: PortableReader, other: PortableReader) -> Iterator[str]:

@@ -12,8 +12,6 @@ from torch import Tensor
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
-__all__ = ["Shard", "cut_like", "is_sharded", "local_part", "own_elements", "read_part", "whole", "wrap_like"]
-
 
 class Shard(NamedTuple):
     """One rank's elements of a tensor.

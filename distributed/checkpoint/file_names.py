@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "BEST",
-    "FORMAT",
-    "LEFTOVER",
-    "MANIFEST",
-    "STEP",
-    "VERSION",
-    "rank_file",
-    "shard_file",
-    "step_name",
-]
-
 FORMAT = "distributed-trainer portable checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"

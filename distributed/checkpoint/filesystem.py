@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO, ClassVar
 
-__all__ = ["FileLayer", "Ranges", "seal", "unseal"]
-
 _SEAL = b'{"sha256":"'
 _BLOCK = 1 << 20
 
@@ -84,8 +82,6 @@ class FileLayer:
         """A file with `data` that appears whole or not at all, in the place of an old one.
 
         Args:
-            path: its name.
-            data: its content.
             staging: a name in the same file system that is free until then.
         """
         self.write_file(staging, data)

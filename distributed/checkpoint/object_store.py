@@ -148,8 +148,6 @@ class ObjectLayer(FileLayer):
         """One object at once, in the place of an old one.
 
         Args:
-            path: its URL.
-            data: its content.
             exclusive: only where there is none, decided by the store if it can.
 
         Raises:

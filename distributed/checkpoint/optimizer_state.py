@@ -14,15 +14,6 @@ from distributed.checkpoint.dtensor import is_sharded, local_part, read_part, wr
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 
-__all__ = [
-    "IMPLEMENTATION",
-    "check_groups",
-    "export_groups",
-    "import_optimizer",
-    "parameter_slots",
-    "restore_group",
-]
-
 NAMES = "names"
 _LIVE = ("params", "param_names")
 SCALAR_DTYPES = "scalar_dtypes"
@@ -42,7 +33,6 @@ def export_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[s
     `BackendState.scalars` holds plain numbers.
 
     Args:
-        optimizer: what to describe.
         names: ``id(parameter) -> canonical name``.
 
     Raises:
@@ -81,8 +71,6 @@ def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, 
     """Match the optimizer's groups with the saved ones by their parameters' names.
 
     Args:
-        reader: the saved state.
-        optimizer: what will be filled.
         names: ``id(parameter) -> name in the checkpoint``.
 
     Returns:
@@ -129,10 +117,7 @@ def import_optimizer(
     as float32 moments of a bfloat16 parameter, keeps its own.
 
     Args:
-        reader: the saved state.
-        optimizer: what to fill.
         names: ``id(parameter) -> name in the checkpoint``.
-        pairs: (group of the optimizer, saved group).
         dtypes: saved dtype of each parameter by its name in the checkpoint. Parameters left out
             get no state: another rank holds them.
         starts: name in the checkpoint -> first element, where the optimizer holds a flat piece.

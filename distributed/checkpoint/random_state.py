@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture_rng", "restore_rng", "same_rng"]
-
 
 def capture_rng() -> dict[str, Any]:
     """Generators of Python, NumPy (when imported), torch on the CPU and on this rank's CUDA device.

@@ -151,9 +151,6 @@ def _bare(name: str) -> str:
 class PortableReader(StateReader):
     """A committed checkpoint, opened.
 
-    Args:
-        path: its directory, or a URL.
-
     Attributes:
         path: its directory, absolute, or its URL.
         step: optimizer steps taken when it was saved.

@@ -7,8 +7,6 @@ import os
 from distributed.errors import UserError
 from distributed.interfaces.plan import RunPlan
 
-__all__ = ["claim_directory", "newest_checkpoint"]
-
 
 def newest_checkpoint(plan: RunPlan) -> str | None:
     """The checkpoint from which the next round resumes."""

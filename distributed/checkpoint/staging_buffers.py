@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["HostBuffers", "to_host"]
-
 
 class HostBuffers:
     """Buffers that are lent to one export at a time, in the order in which it copies.

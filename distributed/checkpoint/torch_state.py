@@ -176,7 +176,6 @@ def import_replicated(
     of the optimizer (``fused``, ``foreach``...) stay as they are.
 
     Args:
-        reader: the saved state.
         model: filled whole, except for what `held` leaves out.
         optimizer: filled likewise; None fills the model alone.
         pieces: as in `export_replicated`; only these ranges of optimizer state are read.

@@ -18,8 +18,6 @@ from distributed.checkpoint.filesystem import FileLayer, seal
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 
-__all__ = ["manifest_of", "merge_scalars", "write_rank"]
-
 _PIECE = 64 << 20
 """Bytes under one checksum at most, so that who needs a part of a large tensor reads little more."""
 

@@ -35,17 +35,23 @@ class Verb(NamedTuple):
 
 VERBS = (
     Verb("train", "distributed.commands.train", "Train a script's model, or the bundled example."),
-    Verb("backends", "distributed.commands.backends", "List backends, what they can do and what they miss."),
+    Verb(
+        "backends", "distributed.commands.backends", "List backends, their capabilities and missing packages."
+    ),
     Verb("checkpoint", "distributed.commands.checkpoint", "List, show, verify, export or prune checkpoints."),
     Verb("config", "distributed.commands.config", "Explain, list or show configuration values."),
-    Verb("parity", "distributed.commands.parity", "Train two backends alike and name the first divergence."),
+    Verb(
+        "parity",
+        "distributed.commands.parity",
+        "Train on two backends and report the first divergence.",
+    ),
     Verb(
         "preflight",
         "distributed.commands.preflight",
-        "Let the hosts of a run test each other before it starts.",
+        "Test the hosts of a run and their network before it starts.",
     ),
-    Verb("runs", "distributed.commands.runs", "List the runs below a folder: status, progress, best figure."),
-    Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known trouble."),
+    Verb("runs", "distributed.commands.runs", "List the runs below a folder: status, progress, best metric."),
+    Verb("doctor", "distributed.commands.doctor", "Check this machine and installation for known problems."),
 )
 
 

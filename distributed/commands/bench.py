@@ -19,33 +19,41 @@ if TYPE_CHECKING:
     from distributed.operations.bench.scaling import Figure, Plan, Result
     from distributed.operations.report.html import Panel
 
-__all__ = ["add_arguments", "run"]
-
 _HEADS = ["backend", "scaling", "ranks", "batch/rank", "samples/s", "min to max", "efficiency", "min to max"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``bench`` and their flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    summary = "Throughput and efficiency by the number of ranks, strong and weak."
+    summary = "Measure throughput and efficiency for several numbers of ranks (strong and weak scaling)."
     scaling = actions.add_parser("scaling", help=summary, description=summary)
     flags = scaling.add_argument
-    flags("--backends", default="pytorch-ddp", metavar="A,B", help="Default: pytorch-ddp.")
-    flags("--ranks", default="1,2", metavar="N,N", help="Default: 1,2. Efficiency is against the fewest.")
+    flags(
+        "--backends", default="pytorch-ddp", metavar="A,B", help="Backends to measure. Default: pytorch-ddp."
+    )
+    flags(
+        "--ranks",
+        default="1,2",
+        metavar="N,N",
+        help="Numbers of ranks. Default: 1,2. Efficiency is relative to the smallest.",
+    )
     flags(
         "--mode",
         choices=["strong", "weak", "both"],
         default="both",
-        help="strong: the global batch stays; weak: each rank's batch stays. Default: both.",
+        help="strong: constant global batch size; weak: constant batch size per rank. Default: both.",
     )
     flags(
-        "--batch-size", default="64", metavar="N", help="Samples per rank on the fewest ranks. Default: 64."
+        "--batch-size",
+        default="64",
+        metavar="N",
+        help="Samples per rank at the smallest number of ranks. Default: 64.",
     )
     flags("--steps", default="120", metavar="N", help="Optimizer steps per run. Default: 120.")
     flags("--repeats", default="3", metavar="N", help="Runs of each setting, interleaved. Default: 3.")
     flags("--width", default="256", metavar="N", help="Width of the bundled network. Default: 256.")
     flags("--depth", default="4", metavar="N", help="Hidden layers of the bundled network. Default: 4.")
-    flags("--script", metavar="FILE", help="Train a script of your own instead of the bundled network.")
+    flags("--script", metavar="FILE", help="Script to train instead of the bundled network.")
     flags(
         "--set",
         action="append",
@@ -53,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="Any configuration field, as for train. Repeatable.",
     )
-    flags("--json", action="store_true", help="Print JSON, every repeat in it.")
+    flags("--json", action="store_true", help="Print JSON with every repeat.")
     flags("--output", metavar="FILE", help="Also write an HTML page with plots.")
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from distributed.checkpoint.checkpointer import PortableCheckpointer
     from distributed.checkpoint.reader import PortableReader
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``checkpoint`` and their flags."""
@@ -26,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder = "a checkpoint_dir, or its URL"
     one = "a checkpoint (step_NNNNNNNN), or a directory of them: its newest good one"
     ls = _action(actions, "ls", _ls, folder, "List the checkpoints of a directory, newest first.")
-    ls.add_argument("--json", action="store_true", help="As JSON.")
+    ls.add_argument("--json", action="store_true", help="Print JSON.")
     show = _action(actions, "show", _show, one, "Progress, configuration and tensors of a checkpoint.")
-    show.add_argument("--json", action="store_true", help="As JSON.")
+    show.add_argument("--json", action="store_true", help="Print JSON.")
     _action(
         actions, "verify", _verify, "a checkpoint (step_NNNNNNNN), or a directory of them: all",
         "Read checkpoints through and compare every checksum; exit code 1 when one is damaged.",
@@ -41,12 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("other", metavar="OTHER", help=one)
     export = _action(actions, "export", _export, one, "Write the weights as safetensors.")
     export.add_argument(
-        "--output", metavar="DIR", required=True, help="Output directory; created when missing."
+        "--output", metavar="DIR", required=True, help="Output directory; created if missing."
     )
     export.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], help="Convert floating-point weights; default: as saved."
+        "--dtype", choices=["fp32", "bf16", "fp16"], help="Convert floating-point weights. Default: as saved."
     )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes a file; default 5GB.")
+    export.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="Maximum size of a file. Default: 5GB."
+    )
     prune = _action(actions, "prune", _prune, folder, "Remove old checkpoints; the best one stays.")
     prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="Keep the newest N.")
     prune.add_argument("--keep-every", type=int, metavar="N", help="Also keep steps divisible by N.")

@@ -12,8 +12,6 @@ from distributed.config.load import all_fields
 from distributed.config.validation_errors import allowed_values
 from distributed.errors import UserError
 
-__all__ = ["add_arguments", "run", "to_yaml"]
-
 _FIELD_COLUMNS = ["field", "values", "default", "description"]
 
 
@@ -23,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=actions,
-        help="explain: every value and who set it; fields: every field; show: YAML that loads back.",
+        help="explain: every value and its source; fields: every field; show: YAML that can be loaded again.",
     )
     parser.add_argument("--markdown", action="store_true", help="fields: as a Markdown table.")
     parser.set_defaults(actions=actions)
@@ -46,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def to_yaml(config: DistributedConfig) -> str:
-    """YAML that loads back to `config`.
+    """YAML from which `config` can be loaded.
 
     Only explicitly set values are live; defaults are comments, because an explicit value
     may conflict with others where a default gives way.

@@ -12,8 +12,6 @@ from distributed.commands.parser import refuse_unknown
 from distributed.commands.script import find_script
 from distributed.errors import UserError
 
-__all__ = ["TARGETS", "Target", "add_arguments", "run"]
-
 
 class Target(NamedTuple):
     """One kind of cluster.
@@ -33,20 +31,23 @@ class Target(NamedTuple):
 
 TARGETS = {
     "slurm": Target(
-        "distributed.operations.deploy.slurm", "SlurmSettings", "A batch script that requeues itself."
+        "distributed.operations.deploy.slurm", "SlurmSettings", "Write a batch script that requeues itself."
     ),
     "kubernetes": Target(
         "distributed.operations.deploy.kubernetes.render",
         "KubernetesSettings",
-        "Manifests for kubectl apply -k.",
+        "Write manifests for kubectl apply -k.",
     ),
     "docker": Target(
-        "distributed.operations.deploy.docker", "DockerSettings", "What builds an image for it.", False
+        "distributed.operations.deploy.docker",
+        "DockerSettings",
+        "Write the files that build an image.",
+        False,
     ),
     "ray": Target(
         "distributed.operations.deploy.ray_cluster",
         "RaySettings",
-        "A Ray cluster by ssh, and a job for it or another.",
+        "Write a Ray job, for an existing cluster or a new one over ssh.",
     ),
 }
 
@@ -60,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         own = targets.add_parser(name, help=target.summary, description=target.summary, epilog=_EPILOG)
         own.set_defaults(parser=own, passes_arguments_on=True)
         own.add_argument(
-            "--output", metavar="DIR", required=True, help="Output directory; created when missing."
+            "--output", metavar="DIR", required=True, help="Output directory; created if missing."
         )
+        own.add_argument("--script", metavar="FILE", help="Script to train. Default: the bundled digits.py.")
+        own.add_argument("--force", action="store_true", help="Overwrite existing files.")
         own.add_argument(
-            "--script", metavar="FILE", help="Script to train; without it, the bundled digits.py."
+            "--settings", metavar="FILE", help="YAML file with the settings below; flags override it."
         )
-        own.add_argument("--force", action="store_true", help="Overwrite files that exist.")
-        own.add_argument("--settings", metavar="FILE", help="YAML file with the settings below; flags win.")
         group = own.add_argument_group(f"settings of {name}")
         add_model_flags(group, getattr(import_module(target.module), target.settings))
         add_config_flags(own)

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from distributed.commands.tables import print_json, print_table
 from distributed.operations.doctor import Finding
 
-__all__ = ["Check", "add_arguments", "checks", "examine", "print_findings", "run"]
-
 Check = Callable[[], Iterable[Finding]]
 
 _STYLES = {"ok": "", "warn": "yellow", "error": "bold red"}
@@ -20,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``doctor``."""
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument(
-        "--no-allreduce", action="store_true", help="Leave out the all-reduce between two real ranks."
+        "--no-allreduce", action="store_true", help="Skip the test of an all-reduce between two ranks."
     )
 
 

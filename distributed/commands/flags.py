@@ -11,8 +11,6 @@ from pydantic import BaseModel
 from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
 from distributed.config.load import all_fields, top_fields
 
-__all__ = ["add_config_flags", "add_model_flags", "collect_layers", "collect_model", "schema_of"]
-
 # Short names that a tired person types, beside the field's own.
 _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
 _PREFIX = "field:"
@@ -31,7 +29,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="Set any field, sections included (data.per_sample_rng=true); stronger than flags. Repeatable.",
+        help="Set any field, also in a section (data.per_sample_rng=true); overrides flags. Repeatable.",
     )
     group = parser.add_argument_group("configuration fields")
     for name in top_fields():
@@ -48,7 +46,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         "--nnodes",
         action=_NumNodes,
         metavar="N|MIN:MAX",
-        help="Hosts, in torchrun's words: MIN:MAX is --num-nodes MAX with elastic.min_nodes=MIN.",
+        help="Number of hosts, as for torchrun: MIN:MAX is --num-nodes MAX with elastic.min_nodes=MIN.",
     )
 
 

@@ -14,9 +14,13 @@ OPERATIONS = (
     Verb(
         "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
     ),
-    Verb("deploy", "distributed.commands.deploy", "Write the files with which a cluster runs it."),
+    Verb("deploy", "distributed.commands.deploy", "Write the files that run the training on a cluster."),
     Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
-    Verb("report", "distributed.commands.report", "Write an HTML page about a run, or several compared."),
+    Verb(
+        "report",
+        "distributed.commands.report",
+        "Write an HTML page about one run, or a comparison of several.",
+    ),
 )
 
 

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from distributed.testing.parity.diagnosis import Divergence, Row
     from distributed.testing.parity.measure import Exercise, Record
 
-__all__ = ["add_arguments", "run"]
-
 _DTYPES = ("float64", "float32", "bf16")
 _OPTIMIZERS = ("sgd", "momentum", "adamw")
 _EPILOG = """
-A backend may carry its own configuration: deepspeed:zero_stage=2,seed=3. A single-process backend runs on one
-rank, whatever --ranks. Exit code: 0 within tolerance, 1 not, 2 a wrong argument.
+A backend name can be followed by configuration fields: deepspeed:zero_stage=2,seed=3. A single-process
+backend runs on one rank, whatever --ranks is. Exit code: 0 within the tolerance, 1 outside it, 2 for an
+invalid argument.
 """
 
 
@@ -32,15 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} A B [flags], or {parser.prog} --table [BACKEND ...] [flags]"
     parser.epilog = _EPILOG
     parser.add_argument("backends", nargs="*", metavar="BACKEND", help="Backends to compare.")
-    parser.add_argument("--ranks", default=None, metavar="N", help="Ranks of both. Default: 2.")
-    parser.add_argument("--ranks-a", default=None, metavar="N", help="Ranks of A.")
-    parser.add_argument("--ranks-b", default=None, metavar="N", help="Ranks of B.")
-    parser.add_argument("--steps", default="20", metavar="N", help="Optimizer steps. Default: 20.")
-    parser.add_argument("--accumulation", default="1", metavar="N", help="Micro-batches a step. Default: 1.")
     parser.add_argument(
-        "--global-batch-size", default="24", metavar="N", help="Samples a step over all ranks. Default: 24."
+        "--ranks", default=None, metavar="N", help="Number of ranks of both backends. Default: 2."
     )
-    parser.add_argument("--samples", default="101", metavar="N", help="Length of the data. Default: 101.")
+    parser.add_argument("--ranks-a", default=None, metavar="N", help="Number of ranks of the first backend.")
+    parser.add_argument("--ranks-b", default=None, metavar="N", help="Number of ranks of the second backend.")
+    parser.add_argument("--steps", default="20", metavar="N", help="Optimizer steps. Default: 20.")
+    parser.add_argument(
+        "--accumulation", default="1", metavar="N", help="Micro-batches per step. Default: 1."
+    )
+    parser.add_argument(
+        "--global-batch-size", default="24", metavar="N", help="Samples per step over all ranks. Default: 24."
+    )
+    parser.add_argument(
+        "--samples", default="101", metavar="N", help="Number of samples in the dataset. Default: 101."
+    )
     parser.add_argument(
         "--dtype",
         default="float64",
@@ -48,25 +53,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Dtype of weights and data; bf16 computes in bfloat16 over float32 weights. Default: float64.",
     )
     parser.add_argument(
-        "--optimizer", default="sgd", metavar="{sgd,momentum,adamw}", help="Default: sgd; adamw has eps=1e-4."
+        "--optimizer",
+        default="sgd",
+        metavar="{sgd,momentum,adamw}",
+        help="Optimizer. Default: sgd; adamw uses eps=1e-4.",
     )
-    parser.add_argument("--learning-rate", default="0.1", metavar="X", help="Default: 0.1.")
+    parser.add_argument("--learning-rate", default="0.1", metavar="X", help="Learning rate. Default: 0.1.")
     parser.add_argument(
-        "--tolerance", default=None, metavar="X", help="Largest difference. Default: by dtype and optimizer."
+        "--tolerance",
+        default=None,
+        metavar="X",
+        help="Largest allowed difference of a weight. Default: depends on dtype and optimizer.",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="Configuration of both. Repeatable."
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Configuration field of both runs. Repeatable.",
     )
     parser.add_argument(
         "--final-weights",
         action="store_true",
-        help="Compare weights at the end alone, without a checkpoint of every step.",
+        help="Compare only the final weights, without a checkpoint of every step.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument(
         "--table",
         action="store_true",
-        help="Print a Markdown table of how far each backend ends from serial, on --ranks 1,2,4.",
+        help="Print a Markdown table of the final difference of each backend from serial, on --ranks 1,2,4.",
     )
 
 

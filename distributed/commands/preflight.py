@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from distributed.operations.doctor.preflight_facts import Facts
     from distributed.operations.doctor.preflight_measure import Survey
 
-__all__ = ["add_arguments", "run"]
-
 _EPILOG = """
 Start it on every host as you start the run, with one process per host: by hand with --num-nodes, --node-rank
 and --rdzv-endpoint; under srun with --ntasks-per-node=1; under torchrun with --nproc-per-node=1. Node 0
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="How long to wait for late hosts. Default: 120.",
+        help="Time to wait for all hosts. Default: 120.",
     )
     add_config_flags(parser)
 

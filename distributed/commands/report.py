@@ -7,8 +7,6 @@ from pathlib import Path
 
 from distributed.errors import UserError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``report``."""
@@ -16,13 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="A run's folder: its checkpoint_dir or tracking.record_dir. Several are compared.",
+        help="Folder of a run: its checkpoint_dir or tracking.record_dir. Several runs are compared.",
     )
-    parser.add_argument("--output", metavar="FILE", default="report.html", help="Default: report.html.")
-    parser.add_argument("--title", metavar="TEXT", help="Heading of the page; default: the run's name.")
     parser.add_argument(
-        "--all", action="store_true", help="Also the earlier runs of a folder that was used again."
+        "--output", metavar="FILE", default="report.html", help="Output file. Default: report.html."
     )
+    parser.add_argument("--title", metavar="TEXT", help="Heading of the page. Default: the name of the run.")
+    parser.add_argument("--all", action="store_true", help="Include earlier runs in the same folder.")
 
 
 def run(args: argparse.Namespace) -> int:

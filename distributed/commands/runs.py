@@ -13,15 +13,19 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.operations.report.runs import Run
 
-__all__ = ["add_arguments", "run"]
-
 _STYLES = {"failed": "red", "interrupted": "yellow", "stopped": "yellow", "running": "blue"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``runs``."""
-    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help="Where to look; default: here.")
-    parser.add_argument("--json", action="store_true", help="As JSON.")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default=".",
+        metavar="DIR",
+        help="Folder to search. Default: the current directory.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
 def run(args: argparse.Namespace) -> int:

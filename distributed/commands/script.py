@@ -12,8 +12,6 @@ from types import TracebackType
 
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["bundled_script", "execute", "find_script", "script_traceback"]
-
 
 def bundled_script() -> Path:
     """The example that ``train`` runs without ``--script``."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["print_json", "print_table"]
-
 # Into a pipe or file there is no terminal to measure; wide lines keep a row on one line for grep.
 _PIPE_WIDTH = 240
 
@@ -18,8 +16,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], styles: S
     """Print `rows` under `columns`; the first column is never wrapped.
 
     Args:
-        columns: headings.
-        rows: one text per column.
         styles: a rich style per row, empty for none.
     """
     from rich.box import SIMPLE_HEAD

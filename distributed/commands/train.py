@@ -13,8 +13,6 @@ from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
-__all__ = ["add_arguments", "run"]
-
 _EPILOG = """
 Flags override the script's own configuration. Unknown arguments go to the script; everything after `--` goes
 to it unchanged.
@@ -41,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``train``."""
     parser.usage = f"{parser.prog} [--script FILE] [flags] [script's arguments] [-- script's arguments]"
     parser.epilog = _EPILOG
-    parser.add_argument("--script", metavar="FILE", help="Python script to run; without it, digits.py.")
+    parser.add_argument(
+        "--script", metavar="FILE", help="Python script to run. Default: the bundled digits.py."
+    )
     parser.add_argument("--dry-run", action="store_true", help="Print the plan instead of training.")
     parser.set_defaults(passes_arguments_on=True)
     add_config_flags(parser)

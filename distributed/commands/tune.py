@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from distributed.commands.parser import PROG, flags_of, nearly
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
-from distributed.config.load import as_layers, native_names, top_fields
+from distributed.config.load import as_layers, native_names, nested, top_fields
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.report.formats import cell
@@ -55,16 +56,19 @@ _OPTIONS = (
 """Keys of `tune:` besides `search_space`."""
 
 _FLAGS = {
-    "num_samples": ("N", "Times to sample the search space; a grid multiplies it. Default: 10."),
+    "num_samples": ("N", "Number of samples of the search space; grids multiply it. Default: 10."),
     "metric": ("NAME", "Metric to optimize. Default: val_accuracy, else val_loss."),
     "mode": ("{auto,max,min}", "Whether more is better. Default: auto, by the name."),
     "scheduler": (
         "{asha,pbt}",
-        "asha: stop poor trials early; pbt: continue them from good ones. Default: neither.",
+        "asha: stop poor trials early; pbt: continue them from good trials. Default: no scheduler.",
     ),
     "grace_period": ("N", "Epochs before asha stops a trial, and between changes of pbt. Default: 1."),
     "max_epochs": ("N", "Maximum epochs per trial."),
-    "num_gpus": ("N", "GPUs for all trials together; without a GPU, CPU slots. Default: all there are."),
+    "num_gpus": (
+        "N",
+        "GPUs for all trials together; without a GPU, CPU slots. Default: all that are available.",
+    ),
     "trials_per_gpu": ("N", "Trials that share a GPU. Default: 1."),
     "ranks_per_trial": ("N", "Ranks of each trial. Default: the configuration's, else 1."),
     "max_concurrent": ("N", "Maximum number of concurrent trials."),
@@ -85,14 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} --config FILE [--script FILE] [flags] [-- script's arguments]"
     parser.epilog = _EPILOG
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with a section `tune:`.")
-    parser.add_argument("--script", metavar="FILE", help="Python script to run; without it, digits.py.")
+    parser.add_argument(
+        "--script", metavar="FILE", help="Python script to run. Default: the bundled digits.py."
+    )
     parser.add_argument("--resume", action="store_true", help="Resume the search in --output-dir.")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="Set any configuration field of the trials; stronger than the file. Repeatable.",
+        help="Set any configuration field of the trials; overrides the file. Repeatable.",
     )
     parser.add_argument("--json", action="store_true", help="Print the trials as JSON.")
     for name, (metavar, text) in _FLAGS.items():
@@ -222,16 +228,9 @@ def _number(name: str, text: str) -> int | float:
 
 def _explicit(config: DistributedConfig) -> dict[str, Any]:
     """Explicitly set values, as in a file."""
-    tree: dict[str, Any] = {}
-    for layer in as_layers(config):
-        # What a native configuration repeats is in that itself.
-        for name, value in layer.values.items() if layer.origin not in native_names() else ():
-            *path, leaf = name.split(".")
-            place = tree
-            for part in path:
-                place = place.setdefault(part, {})
-            place[leaf] = value
-    return tree
+    # What a native configuration repeats is in that itself.
+    layers = [layer for layer in as_layers(config) if layer.origin not in native_names()]
+    return nested({name: value for layer in layers for name, value in layer.values.items()})
 
 
 # -- what came of it -----------------------------------------------------------------
@@ -290,8 +289,6 @@ def _how_to_train(
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    import json
-
     plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
     return plain
 

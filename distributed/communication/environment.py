@@ -13,8 +13,6 @@ from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import free_port
 
-__all__ = ["detect", "expand_nodelist", "torchrun_variables"]
-
 
 def detect(env: Mapping[str, str]) -> LauncherEnvironment | None:
     """The rank that a launcher gave this process; None without a launcher.

@@ -7,19 +7,15 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distributed.communication.rendezvous import await_ranks, meeting_place, open_store
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.system.addresses import is_loopback, loopback_interface
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["GroupMixin", "local_rank_of"]
 
 _SETTLE = 0.1
 """Seconds to wait for gloo's threads after the group is destroyed."""
@@ -43,9 +39,7 @@ class GroupMixin:
         """Join the other ranks and return this rank's world. Collective.
 
         Args:
-            plan: plan of the run.
             kind: torch's name of the group's backend.
-            device: device of this rank.
 
         Raises:
             UserError: ranks are missing, or the store cannot be reached.

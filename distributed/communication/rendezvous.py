@@ -7,25 +7,12 @@ import socket
 import time
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from distributed.errors import UserError
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import is_loopback
-
-if TYPE_CHECKING:
-    from distributed.interfaces.placement import LauncherEnvironment
-
-__all__ = [
-    "Rendezvous",
-    "await_ranks",
-    "connect",
-    "listen",
-    "meeting_place",
-    "open_store",
-    "serve",
-]
 
 _REMIND = 10.0
 _SOON = timedelta(seconds=1)
@@ -43,7 +30,6 @@ class Rendezvous:
     Args:
         host: address of this host for the ranks.
         port: port number; 0 takes a free one.
-        world_size: number of ranks.
 
     Raises:
         UserError: the port is in use; on entering, `host` is the address of another host.

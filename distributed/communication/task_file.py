@@ -9,8 +9,6 @@ from typing import Any
 import cloudpickle
 import torch
 
-__all__ = ["load_task", "save_task"]
-
 _LARGE = 1 << 16
 
 

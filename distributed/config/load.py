@@ -22,6 +22,7 @@ __all__ = [
     "load",
     "load_layers",
     "native_names",
+    "nested",
     "override",
     "parse_assignments",
     "read_file",
@@ -62,7 +63,7 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
         if layer.origin in native_names():  # its native configuration sets them again, if it is still there
             continue
         for name, value in _leaves(layer.values):
-            _assign(merged, name, value, layer.origin)
+            _assign(merged, name, value)
             origins[name] = layer.origin
     config = DistributedConfig(**merged)
     config._origins |= origins
@@ -163,6 +164,14 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     return values
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"data.verify": False}`` as ``{"data": {"verify": False}}``, as a file has it."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        _assign(tree, name, value)
+    return tree
+
+
 def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
     """Every leaf as (dotted name, value, origin), in the order of the schema."""
     return [(name, value_of(config, name), config.origin(name)) for name in all_fields()]
@@ -179,7 +188,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield name, value
 
 
-def _assign(tree: dict[str, Any], name: str, value: Any, origin: str) -> None:
+def _assign(tree: dict[str, Any], name: str, value: Any) -> None:
     *path, leaf = name.split(".")
     for part in path:
         child = tree.setdefault(part, {})

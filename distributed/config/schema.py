@@ -57,134 +57,168 @@ class DistributedConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     # Resources
-    backend: str = Field("pytorch-ddp", description="How ranks cooperate; see `backends`.")
+    backend: str = Field(
+        "pytorch-ddp", description="Backend that trains the model; the command `backends` lists them."
+    )
     num_gpus: PositiveInt | None = Field(
-        None, description="Ranks over all nodes. Without a GPU they run as CPU processes over gloo."
+        None,
+        description="Number of ranks over all nodes. Without a GPU, ranks run as CPU processes over gloo.",
     )
     num_processes: PositiveInt | None = Field(
         None, description="Number of ranks over all nodes (alternative to num_gpus)."
     )
-    num_nodes: PositiveInt = Field(1, description="Hosts.")
-    gpus_per_node: PositiveInt | None = Field(None, description="Ranks per host.")
+    num_nodes: PositiveInt = Field(1, description="Number of hosts.")
+    gpus_per_node: PositiveInt | None = Field(None, description="Number of ranks per host.")
     node_rank: NonNegativeInt | None = Field(
-        None, description="Index of this host when `fit` starts ranks on several; rank 0 is on node 0."
+        None, description="Index of this host when `fit` starts ranks on several hosts; rank 0 is on node 0."
     )
     rdzv_endpoint: str | None = Field(
-        None, description="host:port on node 0 where the ranks of several nodes meet."
+        None, description="Rendezvous address for several nodes: host:port on node 0."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where ranks compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device type of the ranks.")
     launch: Literal["auto", "join", "spawn", "per-rank"] = Field(
         "auto",
-        description="auto joins a launcher's ranks or starts its own; per-rank starts a script on each.",
+        description="join: use the ranks of a launcher; spawn: start ranks; auto: join if there is a"
+        " launcher, else spawn; per-rank: run the script on each rank.",
     )
 
     # Batch (C1)
     batch_size: PositiveInt | None = Field(
-        None, description="Samples per rank and micro-batch. None takes the DataLoader's own."
+        None, description="Samples per rank and micro-batch. None: the DataLoader's batch size."
     )
     global_batch_size: PositiveInt | None = Field(
-        None, description="batch_size x gradient_accumulation_steps x data_parallel_size."
+        None,
+        description="Samples per optimizer step: batch_size x gradient_accumulation_steps x number of"
+        " data-parallel ranks.",
     )
     gradient_accumulation_steps: PositiveInt | None = Field(
-        None, description="Micro-batches per optimizer step. None is 1, or what `global_batch_size` asks."
+        None,
+        description="Micro-batches per optimizer step. None: 1, or the value that `global_batch_size`"
+        " requires.",
     )
 
     # Training
-    epochs: NonNegativeInt = Field(1, description="Passes over the training data.")
-    max_steps: PositiveInt | None = Field(None, description="Stop after this many optimizer steps.")
-    learning_rate: PositiveFloat = Field(1e-3, description="Learning rate of an optimizer built here.")
+    epochs: NonNegativeInt = Field(1, description="Number of passes over the training data.")
+    max_steps: PositiveInt | None = Field(None, description="Maximum number of optimizer steps.")
+    learning_rate: PositiveFloat = Field(
+        1e-3, description="Learning rate of the optimizer that is built if none is passed to the trainer."
+    )
     optimizer: Literal["adamw", "adam", "sgd"] = Field(
-        "adamw", description="Optimizer to build when none is given."
+        "adamw", description="Optimizer to build if none is passed to the trainer."
     )
-    weight_decay: NonNegativeFloat = Field(0.0, description="Of an optimizer built here.")
-    momentum: NonNegativeFloat = Field(0.0, description="Of an SGD built here.")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="Weight decay of the optimizer that is built if none is passed to the trainer."
+    )
+    momentum: NonNegativeFloat = Field(
+        0.0, description="Momentum of the SGD optimizer that is built if none is passed to the trainer."
+    )
     scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Built-in schedule over optimizer steps, when no scheduler is given."
+        "constant",
+        description="Built-in learning rate schedule per optimizer step, if no scheduler is passed.",
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Optimizer steps of linear warm-up from 0.")
+    warmup_steps: NonNegativeInt = Field(0, description="Number of optimizer steps of linear warm-up from 0.")
     min_lr_ratio: float = Field(
-        0.0, ge=0.0, le=1.0, description="Where linear and cosine end, as a share of the learning rate."
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Final learning rate as a fraction of learning_rate (linear, cosine).",
     )
     scheduler_interval: Literal["epoch", "step"] = Field(
-        "epoch", description="How often a user's scheduler object steps."
+        "epoch", description="Interval at which a scheduler passed to the trainer steps."
     )
-    seed: NonNegativeInt = Field(0, description="Seeds data order, model factories and random streams.")
-    deterministic: bool = Field(False, description="Only deterministic kernels; slower, same bits again.")
+    seed: NonNegativeInt = Field(
+        0, description="Seed of the data order, model factories and random generators."
+    )
+    deterministic: bool = Field(
+        False, description="Use only deterministic kernels: slower, and bit-identical when repeated."
+    )
     on_nan: Literal["stop", "skip", "ignore"] = Field(
-        "stop", description="A loss or gradient that is not finite: stop, skip the step, or continue."
+        "stop",
+        description="Action if a loss or gradient is not finite: stop the run, skip the step, or continue.",
     )
 
     # Optimisation
     mixed_precision: bool | Precision = Field(
-        False, description="True is fp16 on CUDA and bf16 on CPU; or bf16, fp16, fp32 by name."
+        False, description="Precision: fp32, bf16 or fp16; true is fp16 on CUDA and bf16 on CPU."
     )
-    scaler_init_scale: PositiveFloat = Field(2.0**16, description="First loss scale under fp16.")
-    scaler_growth_interval: PositiveInt = Field(2000, description="Good steps before the loss scale doubles.")
+    scaler_init_scale: PositiveFloat = Field(2.0**16, description="Initial loss scale under fp16.")
+    scaler_growth_interval: PositiveInt = Field(
+        2000, description="Consecutive steps without overflow after which the loss scale doubles."
+    )
     gradient_clipping: PositiveFloat | None = Field(
-        None, description="Largest global L2 norm of the gradient; None does not clip."
+        None, description="Maximum global L2 norm of the gradient; None disables clipping."
     )
 
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
-        "auto", description="Transport of the collectives; auto is nccl on CUDA, gloo on CPU."
+        "auto", description="Transport of the collectives; auto is nccl on CUDA and gloo on CPU."
     )
     find_unused_parameters: bool = Field(
-        False, description="Some parameters take no part in some forward passes."
+        False, description="Allow parameters that are not used in every forward pass."
     )
-    gradient_as_bucket_view: bool = Field(True, description="Gradients live in the reduction buckets.")
+    gradient_as_bucket_view: bool = Field(
+        True, description="Store gradients as views of the reduction buckets."
+    )
     bucket_cap_mb: PositiveFloat = Field(25.0, description="Size of a gradient bucket, in MiB.")
-    collective_timeout: PositiveFloat = Field(600.0, description="Seconds a collective may take.")
+    collective_timeout: PositiveFloat = Field(600.0, description="Timeout of a collective, in seconds.")
     stall_report: PositiveFloat | None = Field(
         30.0,
-        description="Seconds without a move after which a rank is reported, with phase, step and stack, and"
-        " waited for; None never.",
+        description="Seconds without progress after which a rank is reported, with phase, step and stack;"
+        " the run continues. None disables.",
     )
     hang_timeout: PositiveFloat | None = Field(
         600.0,
-        description="Seconds after which a run that hangs is ended, with that report as its error; None"
-        " never.",
+        description="Seconds without progress after which the run is terminated; the error contains the same"
+        " report as `stall_report`. None disables.",
     )
     host_timeout: PositiveFloat | None = Field(
         10.0,
-        description="Seconds without a heartbeat after which another host counts as lost; None disables.",
+        description="Seconds without a heartbeat after which another host is treated as lost; None disables.",
     )
     divergence_check_steps: PositiveInt | None = Field(
         100,
-        description="Optimizer steps after which a log step compares replicated parameters over the ranks;"
-        " None never.",
+        description="Minimum number of optimizer steps between comparisons of replicated parameters, which"
+        " run at log steps; None disables.",
     )
-    sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks.")
+    sync_batchnorm: bool = Field(False, description="Compute BatchNorm statistics over all ranks.")
 
     # ZeRO
     zero_stage: int | None = Field(
         None,
         ge=0,
         le=3,
-        description="ZeRO stage: shard nothing, the optimizer, gradients too, parameters too. None is 2 under"
-        " `deepspeed`. Moves a default backend to one that has it.",
+        description="ZeRO stage. 0: no sharding; 1: shard the optimizer; 2: also gradients; 3: also"
+        " parameters. None means stage 2 under `deepspeed`. If `zero_stage` is set and `backend` is not, a"
+        " backend that supports it is selected.",
     )
 
     # Checkpointing
     checkpoint_dir: str | None = Field(
-        None, description="Where checkpoints go: a path, or a URL such as s3://bucket/run; None saves none."
+        None,
+        description="Directory of the checkpoints: a path, or a URL such as s3://bucket/run; None disables"
+        " saving.",
     )
-    checkpoint_frequency: PositiveInt = Field(1, description="Epochs between checkpoints.")
+    checkpoint_frequency: PositiveInt = Field(1, description="Number of epochs between checkpoints.")
     resume_from_checkpoint: bool | str = Field(
-        False, description="True: newest good checkpoint in `checkpoint_dir`, if any; or a path or URL."
+        False,
+        description="True: resume from the newest intact checkpoint in `checkpoint_dir`, if any. Text: path"
+        " or URL.",
     )
     return_weights: Literal["auto", "full", "none"] = Field(
-        "auto", description="Whether `fit` puts the trained weights into the caller's model."
+        "auto", description="Whether `fit` copies the trained weights into the caller's model."
     )
 
     # Monitoring
     mlflow_tracking: bool = Field(False, description="Record the run in MLflow.")
-    tensorboard: bool = Field(False, description="TensorBoard events, to `tensorboard_dir` or ./runs.")
-    tensorboard_dir: str | None = Field(None, description="Folder for the events; implies `tensorboard`.")
-    log_every_n_steps: PositiveInt = Field(50, description="Optimizer steps between log records.")
+    tensorboard: bool = Field(False, description="Write TensorBoard events to `tensorboard_dir` or ./runs.")
+    tensorboard_dir: str | None = Field(
+        None, description="Folder for TensorBoard events; implies `tensorboard`."
+    )
+    log_every_n_steps: PositiveInt = Field(50, description="Number of optimizer steps between log records.")
 
     # Sections
     lr_scaling: LrScaling = Field(default_factory=LrScaling, description="Learning rate by batch size.")
-    data: DataSection = Field(default_factory=DataSection, description="How data reaches the ranks.")
+    data: DataSection = Field(default_factory=DataSection, description="Data order, randomness and checks.")
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="When to save and what to keep."
     )
@@ -352,4 +386,4 @@ def _check_elastic(config: DistributedConfig) -> None:
     if section.min_nodes is not None and section.min_nodes > config.num_nodes:
         raise ValueError(f"elastic.min_nodes={section.min_nodes} is above num_nodes={config.num_nodes}")
     if config.is_elastic and config.checkpoint_dir is None:
-        raise ValueError("elastic needs checkpoint_dir: without checkpoints there is nothing to go on from")
+        raise ValueError("elastic needs checkpoint_dir: without checkpoints there is nothing to resume from")

@@ -9,8 +9,6 @@ from typing import Any
 from distributed.config.load import Layer
 from distributed.config.schema import DistributedConfig
 
-__all__ = ["ScriptRun", "active", "command_line"]
-
 
 class ScriptRun:
     """One script under ``train --script``, or one trial of a search.

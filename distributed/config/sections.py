@@ -18,19 +18,6 @@ from pydantic import (
 
 from distributed._moved import moved_names
 
-__all__ = [
-    "CheckpointSection",
-    "DataSection",
-    "ElasticSection",
-    "LrScaling",
-    "NativeField",
-    "ProfileSection",
-    "Section",
-    "TrackingSection",
-    "is_object_store",
-    "local_path",
-]
-
 __getattr__ = moved_names(__name__)
 
 
@@ -91,14 +78,14 @@ class Section(BaseModel):
 
 
 class LrScaling(Section):
-    """Rescale the learning rate with the global batch size. Off unless asked for (C7)."""
+    """Rescale the learning rate with the global batch size. Off by default (C7)."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
         "none",
         description="linear: lr x k; sqrt: lr x sqrt(k), where k = global_batch_size / base_batch_size.",
     )
     base_batch_size: PositiveInt | None = Field(
-        None, description="Global batch size that `learning_rate` was tuned for; needed by a rule."
+        None, description="Global batch size that `learning_rate` was tuned for; required by a rule."
     )
 
 
@@ -108,20 +95,20 @@ class DataSection(Section):
     per_sample_rng: bool = Field(
         False,
         description="Seed random, NumPy and torch from (seed, epoch, global index) before every"
-        " sample, so that augmentation does not depend on ranks or workers.",
+        " sample, so that augmentation is independent of the number of ranks and workers.",
     )
     drop_last: bool | None = Field(
         None,
-        description="Drop the last, smaller global batch of an epoch. None follows the DataLoader.",
+        description="Drop the last, smaller global batch of an epoch. None: as the DataLoader.",
     )
     shuffle: bool | None = Field(
         None,
-        description="Shuffle training samples. None follows the DataLoader; a bare dataset or tensors"
-        " are shuffled.",
+        description="Shuffle training samples. None: as the DataLoader; a dataset or tensors without a"
+        " DataLoader are shuffled.",
     )
     verify: bool = Field(
         True,
-        description="Joined ranks compare dataset length and a fingerprint of its first samples.",
+        description="Compare the dataset length and its first samples between ranks that a launcher started.",
     )
 
 
@@ -129,80 +116,90 @@ class CheckpointSection(Section):
     """When to save, what to keep, what counts as best."""
 
     every_n_steps: PositiveInt | None = Field(
-        None, description="Also save every n optimizer steps. None saves by `checkpoint_frequency` alone."
+        None,
+        description="Also save after every n optimizer steps. None: only after epochs"
+        " (`checkpoint_frequency`).",
     )
-    keep_last: PositiveInt | None = Field(3, description="Newest checkpoints to keep; None keeps all.")
+    keep_last: PositiveInt | None = Field(
+        3, description="Number of newest checkpoints to keep; None keeps all."
+    )
     keep_every_n_steps: PositiveInt | None = Field(
-        None, description="Keep also the checkpoints of steps that n divides; None keeps none of them."
+        None, description="Also keep checkpoints of steps divisible by n; None: no additional ones."
     )
-    keep_best: bool = Field(True, description="Keep the best checkpoint beside the newest.")
+    keep_best: bool = Field(True, description="Also keep the best checkpoint.")
     asynchronous: bool = Field(
         True,
-        description="Training waits only until the state is copied; a thread writes it, one save at a time.",
+        description="Block training only while the state is copied; a thread writes it, one save at a time.",
     )
     max_failures: PositiveInt = Field(
-        3, description="Saves that may fail in a row before the run is stopped; 1 stops at the first."
+        3, description="Number of consecutive failed saves after which the run ends; 1 ends it at the first."
     )
     on_signal: bool = Field(
         True,
-        description="SIGTERM and SIGUSR1 save at the same step on every rank and end the run with exit code"
-        " 75; false, and a run without `checkpoint_dir`, leave them their usual meaning.",
+        description="On SIGTERM and SIGUSR1, save at the same step on every rank and exit with code 75. If"
+        " false, or without `checkpoint_dir`, the signals have their default effect.",
     )
     hyperparameters: Literal["saved", "given"] = Field(
         "saved",
-        description="Learning rate, weight decay and the like of a resumed run: as they were saved, or as"
-        " they are given now, a schedule going on with the given rate.",
+        description="Source of learning rate, weight decay and other optimizer hyperparameters in a resumed"
+        " run. saved: the checkpoint; given: the current configuration, and the schedule continues with the"
+        " given rate.",
     )
     metric: str | None = Field(
         None,
-        description="Metric that decides `best`: the name of a validation metric. None takes"
-        " val_accuracy where there is one, else val_loss.",
+        description="Validation metric that selects the best checkpoint. None: val_accuracy if it is"
+        " reported, else val_loss.",
     )
     mode: Literal["auto", "max", "min"] = Field(
-        "auto", description="Whether more is better; auto minimises names with 'loss' or 'error'."
+        "auto",
+        description="Whether the metric is maximised or minimised; auto minimises names with 'loss' or"
+        " 'error'.",
     )
 
 
 class ElasticSection(Section):
     """Restarts of the ranks after a failure, with fewer or more of them if necessary. The global
-    batch stays: what each rank takes of it, and accumulation, follow the number of ranks."""
+    batch size does not change; the samples per rank and the accumulation depend on the number of ranks."""
 
     max_restarts: NonNegativeInt | None = Field(
         None,
-        description="Number of failures after which all ranks restart from the newest checkpoint. None is"
-        " 3 with `min_ranks` or `min_nodes`, and otherwise 0.",
+        description="Maximum number of restarts: after a failure, all ranks restart from the newest"
+        " checkpoint at most this many times. None is 3 with `min_ranks` or `min_nodes`, otherwise 0.",
         json_schema_extra={"flag": "--max-restarts"},
     )
     min_ranks: PositiveInt | None = Field(
         None,
-        description="Fewest ranks with which the run continues. None: as many as at the start.",
+        description="Minimum number of ranks with which the run continues. None: the number at the start.",
         json_schema_extra={"flag": "--min-ranks"},
     )
     max_ranks: PositiveInt | None = Field(
-        None, description="Most ranks, which is what a run starts with: another word for `num_gpus`."
+        None,
+        description="Maximum number of ranks. The run starts with this number. Alias of `num_gpus`.",
     )
-    min_nodes: PositiveInt | None = Field(None, description="`min_ranks`, counted in hosts.")
+    min_nodes: PositiveInt | None = Field(
+        None, description="Minimum number of hosts with which the run continues (alternative to min_ranks)."
+    )
     last_call: PositiveFloat = Field(
-        10.0, description="Seconds to wait for more hosts once there are enough to start."
+        10.0, description="Seconds to wait for further hosts after the minimum number has joined."
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.min_ranks is not None and self.min_nodes is not None:
-            raise ValueError("min_ranks and min_nodes say the same thing: give one of them")
+            raise ValueError("min_ranks and min_nodes set the same limit: give one of them")
         if self.max_ranks is not None and (self.min_ranks or 1) > self.max_ranks:
             raise ValueError(f"min_ranks={self.min_ranks} is above max_ranks={self.max_ranks}")
         return self
 
 
 class TrackingSection(Section):
-    """What is written about a run besides the flat switches."""
+    """Progress bar, trackers and the run record."""
 
     progress: Literal["auto", "on", "off"] = Field(
-        "auto", description="Progress bar; auto shows it on a terminal and stays quiet elsewhere."
+        "auto", description="Progress bar; auto shows it only on a terminal."
     )
     mlflow_tracking_uri: str | None = Field(
-        None, description="MLflow store. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db."
+        None, description="MLflow tracking URI. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db."
     )
     mlflow_experiment: str | None = Field(
         None,
@@ -212,17 +209,19 @@ class TrackingSection(Section):
     run_name: str | None = Field(None, description="Name of the run in the trackers.")
     record_dir: str | None = Field(
         None,
-        description="Folder for the run's record, which `report` reads. None is `checkpoint_dir` where that"
-        " is a path of this host; without either, nothing is written.",
+        description="Folder for the run record, which `report` reads. None: `checkpoint_dir`, if it is a"
+        " local path; otherwise no record is written.",
         json_schema_extra={"flag": "--record-dir"},
     )
-    phase_timers: bool = Field(True, description="Log the share of time per phase, and stragglers.")
+    phase_timers: bool = Field(
+        True, description="Log the fraction of time spent in each phase, and stragglers."
+    )
 
 
 class ProfileSection(Section):
     """torch.profiler around a few steps: a chrome trace per rank and a table."""
 
     enabled: bool = Field(False, description="Profile this run.", json_schema_extra={"flag": "--profile"})
-    output_dir: str = Field("profile", description="Folder for the traces and tables.")
-    skip_steps: NonNegativeInt = Field(2, description="Optimizer steps to pass over first.")
-    steps: PositiveInt = Field(5, description="Optimizer steps to record.")
+    output_dir: str = Field("profile", description="Folder for traces and tables.")
+    skip_steps: NonNegativeInt = Field(2, description="Number of optimizer steps to skip before profiling.")
+    steps: PositiveInt = Field(5, description="Number of optimizer steps to profile.")

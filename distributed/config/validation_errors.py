@@ -9,8 +9,6 @@ from pydantic_core import ErrorDetails
 
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["allowed_values", "field_names", "user_error"]
-
 
 def field_names(model: type[BaseModel]) -> list[str]:
     """Dotted names of every leaf field of a config model."""

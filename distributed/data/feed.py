@@ -17,19 +17,15 @@ from distributed.data.stream import DealtStream, SelfShardedStream, same
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 
-__all__ = ["Feed"]
-
 
 class Feed:
     """One rank's view of a source.
 
     Args:
-        source: the data.
         batch_size: samples per micro-batch.
         accumulation: micro-batches per full window.
         rank: data-parallel rank.
         size: data-parallel size.
-        seed: of the run.
         broadcast: rank 0's object on every rank; used once an epoch for a user's sampler.
         total: sum of a number over the ranks; used per window for self-sharded streams.
         drop_last: overrides the source's own.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from itertools import pairwise
 
-__all__ = ["epoch_seed", "mix", "share", "split_window"]
-
 
 def mix(*numbers: int) -> int:
     """A 63-bit seed that depends on every one of `numbers` and their order."""

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset
 
 from distributed.data.order import mix
 
-__all__ = ["PerSampleRng", "RandomStreams"]
-
 
 class RandomStreams:
     """Lends `random`, NumPy's global generator and torch's CPU generator to a piece of work.

@@ -65,7 +65,6 @@ class Source:
         """Read a DataLoader, a Dataset, tensors, or a sequence of samples.
 
         Args:
-            data: what the user gave.
             argument: its name, for messages.
             shuffle: None follows the DataLoader, and shuffles a bare dataset or tensors
                 given for training.

@@ -45,7 +45,6 @@ class DealtStream(IterableDataset[Any]):
     ``shards_itself = True``.
 
     Args:
-        source: the data.
         batch_size: samples per micro-batch.
         accumulation: micro-batches per full window.
         rank: data-parallel rank.

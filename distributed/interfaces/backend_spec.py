@@ -58,7 +58,7 @@ class BackendSpec:
         inner: for a backend that only starts ranks: the dotted config field that names the
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
-            process, and this host's GPUs and the caller's place among nodes say nothing.
+            process, and this host's GPUs and the caller's place among nodes do not matter.
         cluster_address: for a backend that connects to a cluster: the dotted config field that holds its
             address, which `deploy` leaves out of a job that starts a cluster of its own.
         runs: the inner backend's name, in the spec that a plan holds.

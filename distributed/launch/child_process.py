@@ -17,8 +17,6 @@ from typing import IO, Any, Protocol
 from distributed.launch.fork_server import status_of
 from distributed.launch.forked import ADDRESS, ForkRequest
 
-__all__ = ["ChildProcess", "ForkedProcess", "start"]
-
 
 class ChildProcess(Protocol):
     """A process that was started. Its pid stays its own until `reap`.

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
-__all__ = ["ADDRESS", "ForkRequest", "namespaces", "run_forked"]
-
 ADDRESS = "DISTRIBUTED_FORK_SERVER"
 """Environment variable: path of the socket of the server that starts this process's ranks."""
 

@@ -21,8 +21,6 @@ from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.system.addresses import is_loopback, loopback_interface
 
-__all__ = ["LocalLauncher", "rank_envs"]
-
 
 class LocalLauncher(Launcher):
     """Starts this node's ranks as processes that meet in a store which it serves, and again when the

@@ -17,17 +17,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from distributed.interfaces.backend import Backend
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
 from distributed.resilience.failure_reports import FailureBoard, FailureReport
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
 from distributed.resilience.preemption import install_handlers
 from distributed.system.garbage_collection import collect_as_usual, spare_imports
+from distributed.system.private_files import write_private
 
 if TYPE_CHECKING:
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
     from distributed.training.loop import TrainingLoop
 
 __all__ = ["RankPayload", "main", "report_error", "run_folder", "run_here", "watch_parent"]
@@ -43,8 +44,6 @@ class RankPayload:
     """The plan and task of a rank, pickled once to a private file.
 
     Attributes:
-        plan: plan of the run.
-        task: the user's objects.
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
     """
 
@@ -57,7 +56,6 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
     """Run one rank: set up the backend, train and return the loop.
 
     Args:
-        job: plan and task.
         result_dir: folder for the final state and ``result.json``; None writes neither.
     """
     from distributed.registry.catalog import get_catalog
@@ -101,8 +99,6 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
-    from distributed.system.private_files import write_private
-
     if plan.config.return_weights != "none" and not loop.history.preempted:
         if plan.num_nodes == 1:
             loop.export_to(str(folder / "state"))

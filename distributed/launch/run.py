@@ -10,25 +10,25 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.communication.rendezvous import Rendezvous
 from distributed.communication.task_file import save_task
+from distributed.config import DistributedConfig
 from distributed.config.load import override
 from distributed.errors import UserError
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Progress, Task
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RankPayload, run_here
-from distributed.registry.catalog import load_target
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
+from distributed.system.devices import visible_gpus
 from distributed.system.private_files import write_private
 from distributed.training.seeding import isolated_rng
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["RunResult", "Rendezvous", "run", "run_script"]
 
@@ -47,7 +47,6 @@ class RunResult:
     """The result of a run for the caller.
 
     Attributes:
-        history: record of the run.
         progress: position from which the next `fit` continues.
         state: folder of the final state when ranks were started; None when it is in this
             process's own objects.
@@ -68,8 +67,6 @@ def run(
     """Run `task` by `plan`: in this process, as one of a launcher's ranks, or in new ranks.
 
     Args:
-        plan: plan of the run.
-        task: the user's objects.
         tracker_contexts: tracker name -> what its `capture` returned here.
         launcher: starts the ranks instead of the backend's own launcher.
 
@@ -105,11 +102,6 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     Raises:
         WorkerError: a rank failed.
     """
-    from distributed.interfaces.plan import Facts, Resources
-    from distributed.planner.resolve import resolve
-    from distributed.registry.catalog import get_catalog
-    from distributed.system.devices import visible_gpus
-
     plan = resolve(
         # What such a script does about checkpoints and signals is its own.
         override(config, {"launch": "spawn", "checkpoint_dir": None}, "per-rank"),

@@ -20,8 +20,6 @@ from distributed.resilience.failure_reports import GRACE, FailureReport, find_ca
 from distributed.resilience.preemption import catch_signals, signals_blocked
 from distributed.resilience.rank_monitor import WATCHED, RankMonitor
 
-__all__ = ["Supervisor"]
-
 
 @dataclass
 class _Rank:
@@ -198,7 +196,7 @@ class Supervisor:
         if status < 0:
             exc_type = signal.Signals(-status).name
             hint = "; the host may have run out of memory" if exc_type == "SIGKILL" else ""
-            what = f"was ended by {exc_type}{hint}"
+            what = f"was terminated by {exc_type}{hint}"
         return FailureReport(entry.rank, exc_type, what, pid=entry.process.pid, time=entry.ended)
 
 

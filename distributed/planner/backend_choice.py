@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distributed.config import DistributedConfig
 from distributed.config.load import override, value_of
 from distributed.errors import UserError
-from distributed.registry.catalog import require
+from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.registry.catalog import Catalog, require
 
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.backend_spec import BackendSpec, Capabilities
-    from distributed.registry.catalog import Catalog
-
-    _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
-
-__all__ = [
-    "BackendChoice",
-    "check_accumulation",
-    "check_capabilities",
-    "choose_backend",
-    "chosen_backend",
-    "move_to_zero",
-]
+_Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def resolve_batch(
     if loader_batch_size is not None:
         if batch_size is not None and batch_size != loader_batch_size:
             raise UserError(
-                f"the config says {batch_size} samples per rank and {argument} yields batches of"
+                f"the config sets {batch_size} samples per rank and {argument} yields batches of"
                 f" {loader_batch_size}",
                 field="batch_size",
                 got=batch_size,

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from distributed.config import DistributedConfig
 from distributed.config.load import override
 from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.backend_spec import BackendSpec
-
-__all__ = ["as_host", "check_nodes", "meeting_notes", "place_of"]
 
 
 def as_host(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import LauncherEnvironment, RankPlacement
 from distributed.interfaces.plan import Resources
 from distributed.planner.hosts import place_of
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-
-__all__ = ["data_parallel_size", "place_ranks"]
 
 
 def place_ranks(
@@ -22,9 +16,6 @@ def place_ranks(
     """Decide where the ranks run, how many there are, and over what they communicate.
 
     Args:
-        config: the configuration.
-        spec: the chosen backend.
-        resources: what this host offers.
         joined: this process's position, if a launcher started it.
 
     Raises:
@@ -78,7 +69,7 @@ def _choose_device(
             field="num_gpus",
             got=config.num_ranks,
             allowed=f"at most {resources.num_gpus} {per}",
-            remedy="Use fewer ranks, or say device=cpu to run them as CPU processes;"
+            remedy="Use fewer ranks, or set device=cpu to run them as CPU processes;"
             " CUDA_VISIBLE_DEVICES may hide some; device=cuda with communication_backend=gloo lets ranks"
             " share a GPU",
         )
@@ -146,7 +137,7 @@ def _choose_precision(config: DistributedConfig, device: str, notes: list[str]) 
         return "fp32"
     if asked is True:
         if device == "cpu":
-            notes.append("mixed_precision=True means bf16 on CPU; say 'fp16' for fp16 with a scaler")
+            notes.append("mixed_precision=True means bf16 on CPU; set 'fp16' for fp16 with a scaler")
             return "bf16"
         return "fp16"
     return asked

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
@@ -22,12 +22,7 @@ from distributed.planner.backend_choice import (
 from distributed.planner.batch import rescale_batch, resolve_batch
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
 from distributed.planner.placement import data_parallel_size, place_ranks
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.registry.catalog import Catalog
-
-__all__ = ["rescale", "resolve"]
+from distributed.registry.catalog import Catalog
 
 
 def resolve(
@@ -41,10 +36,6 @@ def resolve(
     """Decide everything that can be decided before a process starts.
 
     Args:
-        config: the configuration.
-        catalog: what is installed.
-        facts: about the user's objects.
-        resources: what this host offers.
         joined: this process's position, if a launcher started it.
         choice: the backend, if `choose_backend` was called before.
 

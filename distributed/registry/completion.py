@@ -8,8 +8,6 @@ from distributed.config.schema import DistributedConfig
 from distributed.registry.catalog import get_catalog, is_loading
 from distributed.registry.sections import add_sections
 
-__all__ = ["complete"]
-
 _LOCK = RLock()
 _done = False
 

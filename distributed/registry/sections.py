@@ -11,8 +11,6 @@ from pydantic import Field, create_model
 from distributed.config.schema import DistributedConfig
 from distributed.config.sections import Section
 
-__all__ = ["add_sections", "load_section"]
-
 
 def load_section(name: str, target: str, taken: Container[str]) -> type[Section]:
     """Import the class of the section `name` and check that the tree can hold it.

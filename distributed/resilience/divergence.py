@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distributed.errors import WorkerError
+from distributed.interfaces.backend import Backend
 from distributed.resilience.hang_diagnosis import name_ranks
-
-if TYPE_CHECKING:
-    from distributed.interfaces.backend import Backend
-
-__all__ = ["checksum", "explain_divergence", "trained"]
 
 _ROUNDING = 1e-6
 """Relative difference of a parameter's sum that rounding alone explains: hosts with other processors
@@ -83,10 +79,11 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
     what = (
         f"{name_ranks(odd)} ({found[rank][0]}, pid {found[rank][1]})"
         f" {'differ' if len(odd) > 1 else 'differs'} from the other ranks: after step {step},"
-        f" {len(names)} of {len(reference)} parameters are different, the first of them {names[0]}"
+        f" {len(names)} of {len(reference)} parameters {'differ' if len(names) > 1 else 'differs'};"
+        f" the first parameter that differs is '{names[0]}'"
     )
     if off <= _ROUNDING:
-        return f"{what}, by a relative {off:.0e}: rounding, if the hosts' processors differ"
+        return f"{what}; the relative difference is {off:.0e}: rounding, if the hosts' processors differ"
     tie = " With two ranks it is impossible to determine which one is correct." if world.size == 2 else ""
     return WorkerError(
         f"{what}.{tie} Try: change parameters in a callback, a hook or a custom optimizer in the same way on"

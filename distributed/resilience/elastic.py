@@ -21,29 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distributed.checkpoint.run_directory import newest_checkpoint
 from distributed.communication.rendezvous import Rendezvous
 from distributed.errors import Preempted, WorkerError
+from distributed.interfaces.launcher import RankCommand, Supervisor
+from distributed.interfaces.plan import RunPlan
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.failure_reports import say
 from distributed.resilience.preemption import catch_signals
-
-if TYPE_CHECKING:
-    from distributed.interfaces.launcher import RankCommand, Supervisor
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = [
-    "SingleHost",
-    "Elastic",
-    "Membership",
-    "HostSlot",
-    "forget_round",
-    "write_restarts",
-    "read_restarts",
-    "served",
-]
 
 Supervise = Callable[["RunPlan", str, int], "Supervisor"]
 """``(plan, host, port) -> Supervisor`` of this host's ranks, whose rendezvous is at that address."""
@@ -136,9 +122,7 @@ class Elastic:
 
     Args:
         plan: plan for the largest number of ranks.
-        command: command of every rank.
         supervise: function that makes a round's supervisor.
-        members: hosts of the run.
         rescale: function ``(plan, num_nodes, local_size, node_rank) -> plan`` of a round.
     """
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -27,13 +27,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from distributed.checkpoint.run_directory import claim_directory
 from distributed.communication.rendezvous import connect, listen, serve
 from distributed.errors import UserError, WorkerError
+from distributed.interfaces.plan import RunPlan
 from distributed.resilience.elastic import HostSlot, Membership, served
 from distributed.system.addresses import address_among, is_own_address
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["ElasticHosts"]
 
 _LOOK = 0.5
 """Seconds between checks for another host."""

@@ -12,8 +12,6 @@ from distributed.resilience import stack_dumps
 from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose, name_ranks
 
-__all__ = ["describe_crash", "describe_stall"]
-
 _FRAMES = 8
 _MEMORY = ("memoryerror", "outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 _TRY = {
@@ -46,7 +44,6 @@ def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: b
 
     Args:
         ranks: current snapshots, with stacks.
-        diagnosis: diagnosis of these snapshots.
         ended: whether the run is stopped.
     """
     culprits = [snapshot for rank in diagnosis.culprits for snapshot in ranks if snapshot.rank == rank]
@@ -86,15 +83,15 @@ def _describe_stalled_rank(snapshot: RankSnapshot, diagnosis: Diagnosis) -> str:
             " no rank is lagging."
         )
     if diagnosis.kind == "apart":
-        where = f"it has been blocked in {snapshot.place} {age} (since {since})"
-        return f"The ranks are out of step: {name} {diagnosis.story}; {where}."
+        where = f"Rank {snapshot.rank} has been blocked in {snapshot.place} {age} (since {since})"
+        return f"The ranks are out of step: {name} {diagnosis.story}. {where}."
     how = {"T": "stopped by a signal (SIGSTOP)", "D": "waiting for a device or disk"}.get(snapshot.state)
     how = how or ("computing" if snapshot.busy else "idle")
     first = snapshot.busy and (snapshot.entry is None or snapshot.entry.step <= 1)
     remark = "; loading, compiling and a first step may take that long" if first else ""
     line = stack_dumps.own_line(snapshot.stack)
-    where = f"{snapshot.place}{f', at {line},' if line else ''}"
-    return f"{name} has made no progress {age}: {how} in {where} since {since}{remark}."
+    where = f"{snapshot.place}{f', at {line}' if line else ''}"
+    return f"{name} has made no progress {age} (since {since}). It is {how} in {where}{remark}."
 
 
 def _describe_worker(worker: LoaderWorker) -> str:
@@ -165,7 +162,6 @@ def describe_crash(
     Args:
         report: report of the rank that failed first.
         ranks: snapshots of all ranks of this host.
-        failed: ranks that failed.
         folder: folder of the ranks' stack files.
         oom: number of processes that the kernel killed for lack of memory since the start.
     """
@@ -210,11 +206,11 @@ def _reassign_blame(
         return None
     culprit = next(snapshot for snapshot in known if snapshot.rank == diagnosis.culprits[0])
     where = "; ".join(filter(None, [culprit.place, _describe_positions(known, culprit.rank)]))
-    then = f"rank {report.rank} then {report.what.splitlines()[0]}"
+    then = f"As a consequence, rank {report.rank} {report.what.splitlines()[0]}"
     if diagnosis.kind == "apart":
-        what = f"is out of step: it {diagnosis.story}; {then}"
+        what = f"is out of step: it {diagnosis.story}. {then}"
     else:
-        what = f"did not reach the collective for {culprit.age:.0f} s; {then}"
+        what = f"did not reach the collective for {culprit.age:.0f} s. {then}"
     shown = f"rank {report.rank}:\n{report.traceback}" if report.traceback else ""
     if culprit.stack and culprit.rank != report.rank:
         shown = "\n".join(_stack_lines(f"rank {culprit.rank}", culprit.stack))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
+from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.phase_journal import current
 from distributed.system.private_files import write_private
 
@@ -70,8 +71,6 @@ class FailureReport:
         rank: number of the failed rank; -1 when the launcher itself failed.
         exc_type: name of the exception's class, or of the signal (``SIGKILL``).
         what: clause that follows the rank's name in a message.
-        host: host of the rank.
-        pid: process id of the rank.
         time: time of the failure, in seconds since the epoch.
         second_hand: whether the rank only lost its connection to another one.
         traceback: traceback or stack of the rank; empty without one.
@@ -108,7 +107,7 @@ class FailureReport:
         report = cls(
             rank,
             type(error).__name__,
-            f"raised {type(error).__name__}: {error}",
+            f"raised {type(error).__name__}: {error}".removesuffix(": "),
             second_hand=is_second_hand(error),
             traceback="".join(traceback.format_exception(error)),
             **_position(),
@@ -158,18 +157,14 @@ class FailureReport:
         return "\n\n".join(part for part in (head, self.traceback) if part)
 
     def to_error(self, failed: Iterable[int] = ()) -> UserError | WorkerError:
-        """The error that ends the run.
-
-        Args:
-            failed: all ranks that failed.
-        """
+        """The error that ends the run."""
         if self.user_error is not None:
             return UserError(**self.user_error)
         summary, others = self.headline, sorted({*failed} - {self.rank})
         if self.second_hand:
             summary += " - lost its connection to another rank; see that rank's output for the cause"
         if others and not self.blamed:
-            summary += f" (then rank {', '.join(map(str, others))})"
+            summary += f" ({name_ranks(others)} failed afterwards)"
         if self.account:
             summary += f". {self.account}"
         elif self.place and not self.summary:
@@ -223,10 +218,6 @@ class FailureBoard:
 
     A thread that waits on the store would be faster, but a thread blocked in the store aborts the
     user's process when it leaves the interpreter.
-
-    Args:
-        store: the ranks' store.
-        rank: rank of this process.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -237,7 +228,6 @@ class FailureBoard:
         another rank, or the monitor of this host, reports within `GRACE` seconds.
 
         Args:
-            error: error of this rank.
             find: function that returns the monitor's report of a lost rank, or None.
         """
         try:

@@ -12,8 +12,6 @@ from typing import Literal
 from distributed.resilience.phase_journal import JOURNAL_PHASES, Entry
 from distributed.resilience.stack_dumps import Frame
 
-__all__ = ["RankSnapshot", "Diagnosis", "LoaderWorker", "diagnose", "name_ranks"]
-
 _OUR_COLLECTIVES = (
     "distributed.communication.process_group",
     "distributed.communication.rendezvous",
@@ -38,9 +36,6 @@ class RankSnapshot:
     """State of one rank, observed from outside its process.
 
     Attributes:
-        rank: its number.
-        host: where it runs.
-        pid: its process.
         entry: its journal; None when it keeps none.
         age: seconds since the last journal entry.
         state: the kernel's letter for its process; empty when it is gone.
@@ -179,7 +174,7 @@ def _describe_split(odd: RankSnapshot, other: RankSnapshot) -> str:
             f" of batches after step {odd.entry.step - 1}"
         )
     if odd.position > other.position:
-        return f"skipped the collective in which the others are waiting ({other.place})"
+        return f"skipped the collective that the other ranks called in {other.entry.outer_place()}"
     return "entered a collective that the others did not enter"
 
 

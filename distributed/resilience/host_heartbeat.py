@@ -26,8 +26,6 @@ from distributed.errors import WorkerError
 from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.system.addresses import is_loopback, own_addresses
 
-__all__ = ["HostHeartbeat", "LostHost"]
-
 _BEAT = 1.0
 """Seconds between heartbeats."""
 _KEY = "host watch"
@@ -38,9 +36,7 @@ class LostHost:
     """A host that is lost.
 
     Attributes:
-        node: node number.
         host: host name; empty without any heartbeat.
-        ranks: ranks of the host.
         how: clause that follows the name in a message.
     """
 
@@ -78,7 +74,6 @@ class HostHeartbeat:
     Args:
         place: host and port of the ranks' store.
         node: number of this host; all others report to node 0.
-        ranks: ranks of this host.
         timeout: seconds without a heartbeat after which a host is lost; None disables.
         run: key of this run among those that use the same store.
     """

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["MonitoredRank", "run_monitor"]
-
 _BOOT = (
     "import json, os, sys\n"
     "line = b''\n"
@@ -49,11 +47,7 @@ _BOOT = (
 
 
 class MonitoredRank:
-    """Monitoring in one rank, from before `Backend.setup` to the end of the run.
-
-    Args:
-        plan: plan of the run.
-    """
+    """Monitoring in one rank, from before `Backend.setup` to the end of the run."""
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan

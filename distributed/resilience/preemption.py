@@ -15,15 +15,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "SIGNALS",
-    "catch_signals",
-    "install_handlers",
-    "received_signal",
-    "record_signal",
-    "signals_blocked",
-]
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that Slurm, Kubernetes and cloud providers send before they take a machine."""
 

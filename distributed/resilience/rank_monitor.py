@@ -12,21 +12,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.errors import WorkerError
+from distributed.interfaces.plan import RunPlan
 from distributed.resilience import failure_messages, stack_dumps
 from distributed.resilience.failure_reports import FailureReport, say
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
+from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
 from distributed.system import processes
 from distributed.system.private_files import write_private
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-    from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
-
-__all__ = ["WATCHED", "Limits", "RankMonitor", "write_report"]
 
 WATCHED = "DISTRIBUTED_WATCHED"
 """Environment variable: 1 in a rank that its launcher monitors."""
@@ -80,7 +76,6 @@ class RankMonitor:
 
     Args:
         folder: private folder of the ranks' journals and stacks.
-        limits: when to report, and when to stop the run.
         hosts: monitor of the other hosts; None on one host.
     """
 
@@ -228,7 +223,6 @@ class RankMonitor:
 
         Args:
             report: report of the rank that failed first.
-            failed: all ranks that failed.
             pids: rank -> process id of all ranks of this host.
         """
         if report.user_error is not None:

@@ -15,8 +15,6 @@ from typing import IO
 
 from distributed.system.processes import handles_signal
 
-__all__ = ["Frame", "enable_dumps", "innermost", "own_line", "parse", "request_dump", "stack_path"]
-
 # Not SIGUSR2, which batch systems and scripts use.
 _SIGNAL = signal.SIGRTMIN + 5
 _PATIENCE = 1.0

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import socket
 
-__all__ = [
-    "address_among",
-    "address_for_others",
-    "address_towards",
-    "free_port",
-    "is_loopback",
-    "is_own_address",
-    "loopback_interface",
-    "own_addresses",
-]
-
-
 _ELSEWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737)."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["visible_gpus"]
-
 
 def visible_gpus() -> int:
     """CUDA devices this process may use, without creating a context."""

@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collect_as_usual", "frozen_heap", "spare_imports"]
-
 _RARELY = 100_000
 """New objects between two collections. With Python's 700, they take a fifth of ``import torch``."""
 _usual: tuple[int, int, int] | None = None

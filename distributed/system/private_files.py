@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["draft_of", "private_folder", "write_private", "write_whole"]
-
 
 def private_folder(prefix: str) -> Path:
     """A new temporary folder that only this user may enter."""

@@ -1,5 +1,5 @@
 """Processes as the kernel reports them (state, CPU time, children, kills for lack of memory), and the
-standard error of this one."""
+environment and standard error of this one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["Process", "children", "filtered_stderr", "handles_signal", "oom_kills", "process_info"]
 
 _CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -86,6 +84,20 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """`os.environ` with `variables`, and as it was afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

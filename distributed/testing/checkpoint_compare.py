@@ -13,8 +13,6 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Callback, Context
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 
-__all__ = ["ExportOnLoad", "state_differences"]
-
 
 class ExportOnLoad(Callback):
     """Export the ranks' state after loading and before the first step, as a checkpoint.
@@ -40,10 +38,6 @@ def state_differences(first: str, second: str) -> list[str]:
     hyper-parameters, its scalars, the gradient scaler, the scheduler and the progress. How they are
     sharded over ranks and files does not count, nor which implementation of a step a group selects
     (``fused``, ``foreach``...), nor which of a tied tensor's names holds it.
-
-    Args:
-        first: directory of a checkpoint.
-        second: directory of the other.
 
     Raises:
         UserError: one of them is missing or damaged.

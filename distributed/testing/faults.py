@@ -10,8 +10,6 @@ from typing import Any, BinaryIO, ClassVar
 from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.object_store import ObjectLayer
 
-__all__ = ["CountedLayer", "FaultyLayer", "FaultyObjects", "UnsyncedLayer", "end_process", "no_space"]
-
 
 def no_space(path: str) -> None:
     """The fault of a full disk. Raises OSError."""

@@ -60,7 +60,6 @@ class Switch:
 
     Args:
         job: see `JOB`.
-        rank: this rank.
     """
 
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
@@ -121,14 +120,15 @@ def _job() -> dict[str, Any]:
     return job
 
 
-def _around(owner: type, name: str, before: str | None, after: str) -> None:
+def _around(owner: Any, name: str, before: str | None, after: str) -> None:
+    """Points before and after a method of a class, or of one object."""
     method = getattr(owner, name)
 
     @wraps(method)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             _reach(before)
-        result = method(self, *args, **kwargs)
+        result = method(*args, **kwargs)
         _reach(after)
         return result
 
@@ -139,7 +139,7 @@ def _around(owner: type, name: str, before: str | None, after: str) -> None:
 
 _NAMES = {
     r"\.tmp-probe-.*": "start probe",
-    r"best\.json|\.tmp-best-.*": "save best's mark",
+    r"best\.json|\.tmp-best-.*": "save best.json",
     r"shard_.*": "save shard",
     r"rank_.*": "save index",
     r"manifest\.json": "save manifest",
@@ -273,9 +273,8 @@ class Witness(Callback):
             return run_window(window)
 
         backend.run_window = recorded
-        _around_each(backend, "run_window", "step")
-        _around_each(backend, "optimizer_step", "step")
-        _around_each(backend, "evaluate_window", "evaluate")
+        for point in ("step run_window", "step optimizer_step", "evaluate evaluate_window"):
+            _around(backend, point.split()[1], f"{point}: begin", f"{point}: end")
         switch.reach("start: ready")
 
     def on_step_end(self, context: Context) -> None:
@@ -291,23 +290,11 @@ class Witness(Callback):
         _reach("epoch end")
 
     def on_checkpoint(self, context: Context, path: str) -> None:
-        _reach("save told")
+        _reach("save reported")
 
     def on_run_end(self, context: Context, status: str) -> None:
         _reach("end run")
         arm().record(census=dict(arm().counts))  # Ray ends its workers without their exit functions.
-
-
-def _around_each(owner: Any, name: str, kind: str) -> None:
-    method = getattr(owner, name)
-
-    def watched(*args: Any) -> Any:
-        _reach(f"{kind} {name}: begin")
-        result = method(*args)
-        _reach(f"{kind} {name}: end")
-        return result
-
-    setattr(owner, name, watched)
 
 
 def train() -> None:

@@ -84,8 +84,6 @@ class Scenario:
     """A run and its kills, one for each of its first starts; after them it runs to its end.
 
     Attributes:
-        case: the backend.
-        ranks: number of ranks.
         kills: kill of each start.
         asynchronous: whether checkpoints are written asynchronously.
         epochs: number of epochs, of four steps each.

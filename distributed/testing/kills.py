@@ -153,7 +153,7 @@ def _line(number: int, scenario: Scenario, outcome: Outcome) -> str:
     missed = len(scenario.kills) - outcome.reached
     rest = f" ({missed} not reached: the run ended first)" if missed else ""
     found = "; ".join(outcome.problems) or "same bits, samples exact, nothing lost"
-    back = f"; trains again after {seconds}" if seconds else ""
+    back = f"; training resumed after {seconds}" if seconds else ""
     return f"{number:3} {scenario.case.name} x {scenario.ranks}{how}: {kills}{rest}: {found}{back}"
 
 
@@ -186,12 +186,14 @@ def _summary(results: Sequence[tuple[Scenario, Outcome]]) -> str:
     left = sum(bool(outcome.left) for _, outcome in results)
     misreported = sum(bool(outcome.misreported) for _, outcome in results)
     unstarted = sum(outcome.unstarted for _, outcome in results)
-    took = f"median {median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else "never"
+    took = f"median {median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else "not measured"
+    counted = f"{len(seconds)} restart{'' if len(seconds) == 1 else 's'}"
     return (
-        f"From a kill to the next trained step, the restart included: {took} ({len(seconds)} restarts)."
+        f"Time from a kill to the next trained step, including the restart: {took}."
+        f" This counts the {counted} that trained at least one step."
         f"\nRuns that left files or processes behind: {left}. Exits that did not name the failure:"
         f" {misreported}."
-        f"\nStarts that failed before a rank was there, and were tried again: {unstarted}."
+        f"\nStarts that failed before any rank was running, and were repeated: {unstarted}."
     )
 
 

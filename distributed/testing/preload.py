@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib import import_module
 
-__all__ = ["torch_ranks"]
-
 _MODULES = (
     "distributed.commands.train",
     "distributed.launch",

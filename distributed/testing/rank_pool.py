@@ -21,18 +21,16 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from distributed.errors import WorkerError
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.plan import RunPlan
 from distributed.launch.rank_process import leave, run_folder, watch_parent
 from distributed.registry.catalog import load_target
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["RankPool", "serve"]
 
@@ -92,8 +90,9 @@ class RankPool(Launcher):
 class _Ranks:
     """The live ranks of one world size, each at the other end of a private socket.
 
-    Ranks of torch are stopped between runs: threads of Horovod poll a thousand times a second. TensorFlow's
-    have to answer the heartbeats of its coordination service.
+    Ranks of torch that a local launcher started are stopped between runs: threads of Horovod poll a thousand
+    times a second. Others have to answer: Ray Train polls its workers, and TensorFlow's coordination service
+    ends a task without heartbeats.
 
     Attributes:
         refused: whether all ranks ended the last run with the same `UserError`.
@@ -107,7 +106,7 @@ class _Ranks:
         self._ended = time.monotonic()
         self._ranks: dict[Connection, int] = {}
         self._pids: list[int] = []
-        self._stops = plan.spec.framework == "torch"
+        self._stops = (plan.spec.framework, plan.spec.launcher) == ("torch", BackendSpec.launcher)
         home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
         (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
         command = RankCommand(

@@ -17,8 +17,6 @@ from distributed.registry.catalog import get_catalog, require
 from distributed.testing.conformance import BackendConformance
 from distributed.testing.rank_pool import RankPool
 
-__all__ = ["Settings", "TestNamedBackend", "settings"]
-
 
 class Settings(NamedTuple):
     """Values of the options: see `Suite` for the names."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from distributed.testing.parity.diagnosis import TOLERANCES
 
-__all__ = ["BASE", "VARIANTS", "Case", "OddModel", "words"]
-
 _WORDS, _WIDTH = 11, 7
 
 
@@ -96,7 +94,6 @@ class Case:
         name: name in the table.
         optimizer: function from the model to its optimizer.
         tolerance: largest distance from the weights of the uninterrupted run.
-        dtype: dtype of the weights.
         tied, frozen: arguments of `OddModel`.
         options: configuration fields for every backend.
         own: further fields for single backends, by name.

@@ -33,21 +33,6 @@ from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import distance
 from distributed.testing.transfer_cases import BASE, VARIANTS, Case, words
 
-__all__ = [
-    "PLACES",
-    "SIZES",
-    "Found",
-    "Place",
-    "Transfers",
-    "every_place",
-    "go_round",
-    "installed",
-    "main",
-    "render_pairs",
-    "render_variants",
-    "ring",
-]
-
 PLACES: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
     "pytorch-ddp": {"backend": "pytorch-ddp"},
@@ -98,12 +83,7 @@ class Found(NamedTuple):
 
 
 class Transfers:
-    """Save once per case and place, and load any number of times.
-
-    Args:
-        pool: pool of the ranks.
-        folder: folder of the checkpoints.
-    """
+    """Save once per case and place, and load any number of times."""
 
     def __init__(self, pool: RankPool, folder: str) -> None:
         self.pool, self.folder = pool, folder
@@ -295,8 +275,9 @@ def _conclude(tables: Sequence[Mapping[tuple[Place, Place], Found]]) -> int:
             for difference in result.differences:
                 _log(f"{saver} to {loader}: {difference}")
     worst = max(result.distance for result in tables[0].values())
-    print(f"\n{sum(map(len, tables))} transfers, {wrong} of them wrong.")
-    print(f"The largest distance among the first table's {len(tables[0])} is {worst:.1e}.")
+    print(f"\n{sum(map(len, tables))} transfers, {wrong} of them failed.")
+    first = len(tables[0])
+    print(f"The largest difference in the {first} transfers of the first table is {worst:.1e}.")
     return int(wrong > 0)
 
 

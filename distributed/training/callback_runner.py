@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distributed.interfaces.callback import Callback
-
-if TYPE_CHECKING:
-    from distributed.interfaces.callback import Context
-    from distributed.registry.catalog import Catalog
-
-__all__ = ["CallbackRunner"]
+from distributed.interfaces.callback import Callback, Context
+from distributed.registry.catalog import Catalog
 
 
 class CallbackRunner:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.data import Feed
-
-if TYPE_CHECKING:
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
-
-__all__ = ["train_feed", "val_feed"]
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
 
 
 def train_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:

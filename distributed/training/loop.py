@@ -36,13 +36,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.data import mix
 from distributed.errors import UserError
+from distributed.interfaces.backend import Backend, Window
 from distributed.interfaces.callback import Context
 from distributed.interfaces.history import History
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Progress, Task
+from distributed.registry.catalog import Catalog
 from distributed.resilience.phase_journal import freeze_journal
 from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
@@ -61,19 +64,11 @@ from distributed.training.stop_consensus import Goal, StopConsensus
 from distributed.training.trackers import Trackers, run_position
 from distributed.training.validation import Validator, check_same_data
 
-if TYPE_CHECKING:
-    from distributed.interfaces.backend import Backend, Window
-    from distributed.interfaces.plan import RunPlan
-    from distributed.registry.catalog import Catalog
-
-__all__ = ["TrainingLoop"]
-
 
 class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     """One rank's training. Also the `Context` that callbacks get.
 
     Args:
-        plan: the resolved plan of the run.
         task: the user's objects; without data when the caller brings each batch to `steps`.
         backend: already set up.
         catalog: where trackers and callbacks are registered.
@@ -368,5 +363,5 @@ def _check_slices(plan: RunPlan, backend: Backend) -> None:
     if slices != plan.batch.data_parallel_size:
         raise ValueError(
             f"backend '{plan.spec.name}' cuts a global batch into {slices} slices"
-            f" and its spec says {plan.batch.data_parallel_size}"
+            f" and its spec states {plan.batch.data_parallel_size}"
         )

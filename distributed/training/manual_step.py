@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import atexit
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.data.order import share
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.registry.catalog import Catalog
 from distributed.training.loop import TrainingLoop
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
-    from distributed.registry.catalog import Catalog
-
-__all__ = ["Stepper"]
 
 
 class Stepper:
     """A training loop without data, set up in this process and kept until it ends.
 
     Args:
-        plan: the resolved plan of the run.
         task: the user's objects, without data.
-        catalog: where the backend is registered.
 
     Raises:
         UserError: the plan would have to start ranks.

@@ -197,7 +197,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     raise UserError(
-        "cannot tell inputs from target in a batch",
+        "cannot separate inputs and target of a batch",
         field="train_loader",
         got=f"a batch of type {type(batch).__name__}",
         allowed="(input, ..., target)",

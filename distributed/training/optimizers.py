@@ -5,29 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-
-__all__ = [
-    "build_model",
-    "build_optimizer",
-    "build_scheduler",
-    "check_optimizer",
-    "check_trainable",
-    "follow_parameters",
-    "hyperparameters",
-    "take_hyperparameters",
-]
 
 
 def build_model(model: Any, seed: int) -> nn.Module:
@@ -221,7 +208,6 @@ def take_hyperparameters(optimizer: Any, scheduler: Any, given: list[dict[str, A
 
     Args:
         optimizer: its state was just loaded.
-        scheduler: its scheduler, or None.
         given: the result of `hyperparameters` before, with the rates that no schedule has changed yet.
     """
     for group, values in zip(optimizer.param_groups, given, strict=True):

@@ -12,14 +12,6 @@ from distributed.resilience.phase_journal import no_op
 if TYPE_CHECKING:
     import psutil
 
-__all__ = [
-    "PHASES",
-    "PhaseTimers",
-    "find_straggler",
-    "gpu_utilisation",
-    "memory_metrics",
-    "name_stragglers",
-]
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "validation")
 OWN_WORK = ("data", "forward", "backward", "optimizer")

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Precision"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,7 +40,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self._autocast is None:
-            return _NOTHING
+            return nullcontext()
         device_type, dtype = self._autocast
         return torch.autocast(device_type, dtype=dtype)
 

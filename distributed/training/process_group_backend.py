@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,8 @@ from torch import Tensor
 from distributed.communication.process_group import GroupMixin, local_rank_of
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.training.torch_backend import TorchBackend
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
 
 __all__ = ["ProcessGroupBackend", "claim_device"]
 

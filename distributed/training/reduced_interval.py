@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from distributed.training.phase_timers import PHASES
 
-__all__ = ["TIMED", "ReducedInterval"]
-
 TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 """Phases that do not overlap; with ``other`` they make up a rank's time."""
 

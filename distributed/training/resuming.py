@@ -16,8 +16,6 @@ from distributed.errors import UserError
 from distributed.training.saving import Saver, log_on_rank_zero
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["Resumer"]
-
 
 class Resumer:
     """Loads what a `Saver` saved, and what an earlier `fit` left. All methods are collective: every rank

@@ -6,22 +6,18 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.collective_errors import on_rank_zero
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.history import History
 from distributed.interfaces.metric import larger_is_better, metric_name
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.history import History
-    from distributed.training.state import TrainState
-
-__all__ = ["Saver", "log_on_rank_zero"]
+from distributed.training.state import TrainState
 
 logger = logging.getLogger("distributed")
 
@@ -31,7 +27,6 @@ class Saver:
     all return or raise the same.
 
     Args:
-        config: the run's configuration.
         backend: the ranks, set up; prepared before the first save.
         state: what a checkpoint holds besides model and optimizer.
         history: its ``checkpoint`` and ``best_checkpoint`` are kept up to date.
@@ -204,7 +199,6 @@ class Saver:
         """Write the state as a portable checkpoint into `directory`, which is made when missing.
 
         Args:
-            directory: where to.
             backend: the ranks that write, if these are not all: a single one that holds the whole state.
 
         Returns:
@@ -271,8 +265,6 @@ class Saver:
         """The run continues from the checkpoint `path` of optimizer step `step`.
 
         Args:
-            path: where it is.
-            step: its step.
             best: it was saved as the best of its run.
         """
         self._origin_step, self._claimed = step, False

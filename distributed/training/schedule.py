@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distributed.config import DistributedConfig
 from distributed.training.optimizers import build_scheduler
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-
-__all__ = ["Schedule"]
 
 
 class Schedule:

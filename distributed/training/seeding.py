@@ -12,8 +12,6 @@ import torch
 
 from distributed.checkpoint.random_state import capture_rng, restore_rng
 
-__all__ = ["isolated_rng", "seed_streams"]
-
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:

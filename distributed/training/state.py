@@ -5,20 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distributed.checkpoint.random_state import capture_rng, restore_rng
+from distributed.data import Feed
+from distributed.interfaces.backend import Backend
 from distributed.interfaces.task import Progress
-
-if TYPE_CHECKING:
-    from distributed.data import Feed
-    from distributed.interfaces.backend import Backend
-    from distributed.training.callback_runner import CallbackRunner
-    from distributed.training.schedule import Schedule
-
-__all__ = ["OpenEpoch", "Snapshot", "TrainState", "as_floats", "mean"]
+from distributed.training.callback_runner import CallbackRunner
+from distributed.training.schedule import Schedule
 
 
 def as_floats(values: list[Any]) -> list[float]:
@@ -94,8 +90,6 @@ class TrainState:
 
     Args:
         progress: cursor and counters; `restore` overwrites it in place.
-        schedule: the learning-rate schedule.
-        callbacks: the callbacks of this rank.
         feed: the training data, None when the caller brings each batch.
 
     Attributes:
@@ -132,7 +126,6 @@ class TrainState:
         """Load both halves of a `Snapshot`, except for records. What is missing stays as it is.
 
         Args:
-            common: `Snapshot.common`.
             rank: `Snapshot.rank`; without ``rng`` when another number of ranks saved it.
         """
         saved = common.get("progress", {})

@@ -6,21 +6,16 @@ import logging
 import math
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError, WorkerError
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.history import History
 from distributed.resilience.divergence import checksum, explain_divergence
 from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilisation, memory_metrics
 from distributed.training.reduced_interval import TIMED, ReducedInterval
-from distributed.training.state import as_floats, mean
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.history import History
-    from distributed.training.state import TrainState
-
-__all__ = ["StepRecord", "StepRecords", "not_finite"]
+from distributed.training.state import TrainState, as_floats, mean
 
 logger = logging.getLogger("distributed")
 
@@ -59,8 +54,6 @@ class StepRecords:
     every rank and the flags that ranks exchange.
 
     Args:
-        config: the run's configuration.
-        backend: the ranks.
         state: its cursor and open epoch.
         history: receives series and log records.
     """

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from distributed.config import DistributedConfig
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.history import History
+from distributed.interfaces.task import Progress
 from distributed.resilience.preemption import received_signal
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.history import History
-    from distributed.interfaces.task import Progress
-
-__all__ = ["Goal", "StopConsensus"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class StopConsensus:
 
     Args:
         backend: for the collectives.
-        progress: the current step.
         history: `stop_reason` and `preempted` are set once the ranks agree.
         goal: a run that has reached it is not preempted.
 

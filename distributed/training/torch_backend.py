@@ -10,14 +10,18 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.config import DistributedConfig
 from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.state import BackendState, StateReader
+from distributed.interfaces.task import Task
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.objective import Objective
@@ -30,13 +34,7 @@ from distributed.training.optimizers import (
 )
 from distributed.training.phase_timers import PhaseTimers
 
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.state import BackendState, StateReader
-    from distributed.interfaces.task import Task
-
-__all__ = ["StepModule", "TorchBackend", "alike"]
+__all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
 class StepModule(nn.Module):
@@ -46,7 +44,7 @@ class StepModule(nn.Module):
         model: the user's module.
         objective: its loss.
         reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
-            then travels in the same buckets as the gradients: no collective is added (C2).
+            then is reduced in the same buckets as the gradients: no collective is added (C2).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
@@ -101,7 +99,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
             takes it; empty unless a subclass shards the optimizer.
         timers: where forward, backward and optimizer seconds go.
-        counts_with_gradients: a count that only the ranks together know travels as the gradient
+        counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
     """
 
@@ -276,7 +274,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = clip if ratio is None else clip * ratio
         if factor is not None:
-            for part in alike(self.gradients()):
+            for part in group_by_dtype(self.gradients()):
                 torch._foreach_mul_(part, factor.to(part[0]))
 
     # -- evaluation ------------------------------------------------------------------
@@ -369,8 +367,8 @@ def _bits(dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits
 
 
-def alike(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """`tensors` by dtype and device."""
+def group_by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Lists of the tensors that have the same dtype and device."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

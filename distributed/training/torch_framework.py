@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.checkpoint.torch_state import load_full_model
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
+from distributed.interfaces.state import StateReader
+from distributed.interfaces.task import Task
 from distributed.system.devices import visible_gpus
 from distributed.training.optimizers import build_model, check_optimizer, check_trainable
-
-if TYPE_CHECKING:
-    from distributed.interfaces.state import StateReader
-    from distributed.interfaces.task import Task
-
-__all__ = ["TorchFramework"]
 
 
 class TorchFramework(Framework):

@@ -7,28 +7,17 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.config import DistributedConfig, explain
 from distributed.config.script_overlay import active
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.history import History
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Progress
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.registry.catalog import Catalog, load_target, require
-
-if TYPE_CHECKING:
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.history import History
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Progress
-
-__all__ = [
-    "Trackers",
-    "capture_contexts",
-    "check_trackers",
-    "enabled_trackers",
-    "run_position",
-    "start_tracker",
-]
 
 logger = logging.getLogger("distributed")
 
@@ -72,8 +61,6 @@ class Trackers:
     """The trackers of a run. On ranks other than 0 there are none.
 
     Args:
-        config: the run's configuration.
-        world: this rank's position.
         catalog: where the trackers are registered.
         contexts: tracker name -> what its `capture` returned in the caller's process.
     """
@@ -207,7 +194,7 @@ def _attempt(name: str, method: str, call: Callable[..., Any], *args: Any, faile
         return call(*args)
     except Exception as error:  # noqa: BLE001 - third-party code may raise anything
         what = f"{type(error).__name__}: {error}"
-        logger.warning("tracker '%s' failed in %s and is dropped; training goes on. %s", name, method, what)
+        logger.warning("tracker '%s' failed in %s and is dropped; training continues. %s", name, method, what)
         return failed
 
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from distributed.data import Feed, Source
 from distributed.data.sample_rng import RandomStreams
 from distributed.data.source import fingerprint
 from distributed.errors import UserError
-
-if TYPE_CHECKING:
-    from distributed.data import Feed, Source
-    from distributed.interfaces.backend import Backend
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
-
-__all__ = ["Validator", "check_same_data"]
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
 
 
 class Validator:
     """Evaluates the model on the validation data.
 
     Args:
-        backend: the ranks.
         feed: the validation data of this rank, None without.
     """
 

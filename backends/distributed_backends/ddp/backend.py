@@ -16,8 +16,6 @@ from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
-__all__ = ["DDPBackend"]
-
 # Buffers are not broadcast in every forward; torch renamed the argument.
 _NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}

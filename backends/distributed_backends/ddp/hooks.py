@@ -5,8 +5,6 @@ from __future__ import annotations
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
-__all__ = ["register_backends"]
-
 
 @hookimpl
 def register_backends() -> list[BackendSpec]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,24 +19,20 @@ from torch import Tensor, nn
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.state import BackendState, StateReader
+from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
-from distributed.system.processes import filtered_stderr
+from distributed.system.processes import environment, filtered_stderr
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed_backends.deepspeed.hooks import stage_of
 from distributed_backends.deepspeed.options import check_weights, native_optimizer, weights_dtype
 from distributed_backends.deepspeed.restore import Before
-
-if TYPE_CHECKING:
-    from distributed.interfaces.placement import World
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.state import BackendState, StateReader
-    from distributed.interfaces.task import Task
-    from distributed_backends.deepspeed.state import ShardedOptimizer
+from distributed_backends.deepspeed.state import ShardedOptimizer
 
 __all__ = ["DeepSpeedBackend"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class EngineScaler(torch.amp.GradScaler):
@@ -171,8 +167,6 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return partial(self._forward, step.forward)
 
     def _take_over(self, members: list[list[nn.Parameter]], earlier: dict[Tensor, dict[str, Any]]) -> None:
-        from distributed_backends.deepspeed.state import ShardedOptimizer
-
         zero = self.engine.optimizer
         self.sharded = ShardedOptimizer(zero, self.optimizer, members, self.module)
         self.sharded.take_whole(earlier)
@@ -184,12 +178,12 @@ class DeepSpeedBackend(ProcessGroupBackend):
     # -- one step --------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return _NOTHING  # the root enters it: DeepSpeed switches off what surrounds it
+        return nullcontext()  # the root enters it: DeepSpeed switches off what surrounds it
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         self.engine.set_gradient_accumulation_boundary(last)
         self.counting_ends = last
-        return _NOTHING
+        return nullcontext()
 
     def _forward(self, function: Callable[..., Any], *args: Any) -> Any:
         loss, total, count = self.engine(function, *args)
@@ -316,14 +310,9 @@ def _import_for(device: str) -> None:
     """Import DeepSpeed, which detects its accelerator at import, without its log lines."""
     if "deepspeed" in sys.modules:
         return
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
-    try:
-        with filtered_stderr(_is_of_linker), _missing("mlflow"):
-            import_module("deepspeed")
-    finally:
-        if before is None:
-            del os.environ["DS_ACCELERATOR"]
+    kind = os.environ.get("DS_ACCELERATOR", device.partition(":")[0])
+    with environment({"DS_ACCELERATOR": kind}), filtered_stderr(_is_of_linker), _missing("mlflow"):
+        import_module("deepspeed")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -25,14 +25,10 @@ from deepspeed.utils import groups, logger
 from pydantic import ValidationError
 from torch import nn
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
+from distributed.interfaces.plan import BatchPlan
 from distributed_backends.deepspeed.section import ZeroSection, native_config
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.plan import BatchPlan
-
-__all__ = ["Root", "build_engine", "engine_options", "attach_process_group"]
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _LARGEST_BUCKET = 500_000_000
@@ -44,7 +40,6 @@ class Root(nn.Module):
     training step may use the model in other ways than calling it.
 
     Args:
-        model: user's model.
         autocast: context of a forward pass, entered inside: DeepSpeed switches off what
             surrounds it.
     """
@@ -95,9 +90,6 @@ def engine_options(
     """DeepSpeed's options: the user's own, overridden where the loop decides.
 
     Args:
-        config: configuration of the run.
-        batch: batch identity.
-        stage: ZeRO stage.
         weights: dtype of the parameters that the engine holds.
         numel: number of elements of the trainable parameters.
     """

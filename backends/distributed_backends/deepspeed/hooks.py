@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends", "stage_of", "register_sections"]
-
 _TARGET = "distributed_backends.deepspeed.backend:DeepSpeedBackend"
 _DEFAULT_STAGE = 2
 _BUCKETS = ("bucket_cap_mb", "gradient_as_bucket_view")
@@ -112,6 +110,6 @@ def _check_half_weights(plan: RunPlan, stage: int) -> list[str]:
             field="deepspeed_config.fp16.enabled",
             got=True,
             allowed="bf16",
-            remedy="Leave it out and say mixed_precision=fp16, which is autocast over float32 weights",
+            remedy="Leave it out and set mixed_precision=fp16, which is autocast over float32 weights",
         )
     return []

@@ -10,8 +10,6 @@ from typing import Any
 
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["NATIVE", "take_native"]
-
 NATIVE = "deepspeed_config"
 """The field, and the origin of values that come from it."""
 
@@ -37,14 +35,14 @@ _PASSED = {
 }
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
 _REMEDIES = {
-    "scheduler": "Say scheduler, warmup_steps and min_lr_ratio, or give the Trainer a scheduler",
-    "amp": "Say mixed_precision=fp16",
-    "torch_autocast": "Say mixed_precision=bf16 or fp16, which is autocast",
+    "scheduler": "Set scheduler, warmup_steps and min_lr_ratio, or give the Trainer a scheduler",
+    "amp": "Set mixed_precision=fp16",
+    "torch_autocast": "Set mixed_precision=bf16 or fp16, which is autocast",
     "data_efficiency": "Give the Trainer a DataLoader with your own sampler",
     "checkpoint": "Checkpoints are written in the portable format; see the section checkpoint",
-    "managed_gradient_accumulation": "Leave it out: the loop says where a window ends",
+    "managed_gradient_accumulation": "Leave it out: the loop determines where a window ends",
     "gradient_allreduce_op": "Leave it out: the loop makes the mean over the global batch",
-    "elasticity": "Say global_batch_size; it is kept on any number of ranks",
+    "elasticity": "Set global_batch_size; it is kept on any number of ranks",
 }
 _CHANGES, _CUTS = "it changes the training", "its partitions are not in the portable checkpoints"
 # Name -> (values that change nothing, why not another).
@@ -241,7 +239,7 @@ def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
         field=name,
         got=given,
         allowed=f"the same in both, or '{_AUTO}' in {NATIVE}",
-        remedy=f"Say it once: leave {path} out of {NATIVE}, or {name} out here",
+        remedy=f"Set it once: leave {path} out of {NATIVE}, or {name} out here",
     )
 
 

@@ -14,8 +14,6 @@ from distributed_backends.deepspeed.section import native_config
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["check_weights", "native_optimizer", "weights_dtype"]
-
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # torch's that treat every element by itself. (Of an Adagrad DeepSpeed makes another object, which the
 # user's scheduler would not drive.)
@@ -91,7 +89,7 @@ def check_weights(
             field="optimizer",
             got=type(optimizer).__name__,
             allowed=", ".join(kind.__name__ for kind in _ELEMENTWISE),
-            remedy="Use zero_stage=0 or backend='pytorch-ddp'; if it is elementwise, set"
+            remedy="Use zero_stage=0 or backend='pytorch-ddp'. If the optimizer is elementwise, set"
             " zero_allow_untested_optimizer: true in deepspeed_config",
         )
     for number, group in enumerate(optimizer.param_groups):

@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Before"]
-
 
 class Before:
-    """Snapshot of `model`'s modules and parameters, to be restored.
-
-    Args:
-        model: user's model, before DeepSpeed.
-    """
+    """Snapshot of `model`'s modules and parameters, to be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(m, type(m), dict(vars(m)), _tables(m)) for m in model.modules()]

@@ -12,25 +12,24 @@ from distributed_backends.deepspeed.native_config import NATIVE, take_native
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["ZeroSection", "native_config"]
-
 
 class ZeroSection(Section):
-    """What ZeRO keeps in host memory, so that more fits on a device."""
+    """Offloading of optimizer state and parameters to host memory under ZeRO."""
 
     native = NativeField(
         NATIVE,
-        "DeepSpeed's own configuration: names and values, a JSON file, or DeepSpeedConfig. What is a field"
-        " here it may not contradict.",
+        "DeepSpeed's own configuration: a mapping, a JSON file, or DeepSpeedConfig. It must not contradict"
+        " the fields of this configuration.",
         read=take_native,
         wants_zero=True,
     )
 
     offload_optimizer: Literal["none", "cpu"] = Field(
-        "none", description="Where the optimizer's state lives and steps; cpu needs ZeRO stage 1 or more."
+        "none", description="Offload optimizer state and step to the CPU; requires ZeRO stage 1 or higher."
     )
     offload_parameters: Literal["none", "cpu"] = Field(
-        "none", description="Where parameters wait until they are used; cpu needs ZeRO stage 3."
+        "none",
+        description="Offload parameters to host memory while they are not in use; requires ZeRO stage 3.",
     )
 
 

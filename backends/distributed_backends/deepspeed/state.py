@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from distributed.checkpoint.torch_state import Part, named_tensors
 from distributed.errors import UserError
 
-__all__ = ["ShardedOptimizer", "State"]
-
 State = dict[Tensor, dict[str, Any]]
 """Parameter -> {slot: value}, as `Optimizer.state` of whole parameters is."""
 
@@ -28,7 +26,6 @@ class _Range(NamedTuple):
     """This rank's range of one parameter.
 
     Attributes:
-        parameter: parameter of the model.
         shape: full (unsharded) shape of the parameter.
         start: index of the first owned element in the flattened parameter.
         group: index of its group in the optimizer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,24 +13,20 @@ from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
 from distributed.errors import UserError
+from distributed.interfaces.backend import Window
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.state import BackendState, StateReader
+from distributed.interfaces.task import Task
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
-from distributed.training.torch_backend import StepModule, alike
+from distributed.training.torch_backend import StepModule, group_by_dtype
 from distributed_backends.fsdp.deferred_build import build_without_data
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
 
-if TYPE_CHECKING:
-    from distributed.interfaces.backend import Window
-    from distributed.interfaces.placement import World
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.state import BackendState, StateReader
-    from distributed.interfaces.task import Task
-
 __all__ = ["FSDPBackend"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ShardedScaler(torch.amp.GradScaler):
@@ -42,7 +38,7 @@ class ShardedScaler(torch.amp.GradScaler):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         found: dict[torch.device, Tensor] = {}
-        for part in alike(gradients):
+        for part in group_by_dtype(gradients):
             device = part[0].device
             if part[0].dtype is torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
@@ -59,11 +55,12 @@ class FSDPBackend(ProcessGroupBackend):
 
     **Precision** is autocast over parameters in their own dtype, as under ``pytorch-ddp``, so
     that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
-    whole modules instead.) ``fsdp.reduce_dtype`` alone changes what travels.
+    whole modules instead.) Only ``fsdp.reduce_dtype`` changes the dtype of the
+    reduction.
 
     **Counts** (C2). Where the number of tokens of a global batch is known after forward only, the
-    ranks add their counts in a small collective of its own, under way while the last backward
-    runs; a parameter that carries it, as under DDP, cannot be sharded.
+    ranks add their counts in a separate small collective, which runs during the last backward. A
+    parameter that carries the count, as under DDP, cannot be sharded.
 
     **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
     """
@@ -133,7 +130,7 @@ class FSDPBackend(ProcessGroupBackend):
             root.set_requires_gradient_sync(last or FSDPSection.of(self.config).reduce_every_micro_batch)
             root.set_is_last_backward(last)
             self.counting_ends = last
-        return _NOTHING
+        return nullcontext()
 
     def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
         loss, total, count = root(step.forward, *args)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import is_sharded, local_part, own_elements
 from distributed.training.optimizers import build_model
 
-__all__ = ["build_without_data", "deal_out", "tensors_of"]
-
 
 def build_without_data(factory: Any, seed: int) -> nn.Module:
     """Call `factory` on the meta device: shapes and names without memory.

@@ -12,8 +12,6 @@ from distributed_backends.fsdp.section import FSDPSection
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends", "register_sections"]
-
 _TARGET = "distributed_backends.fsdp.backend:FSDPBackend"
 
 
@@ -56,7 +54,7 @@ def check_plan(plan: RunPlan) -> list[str]:
         )
     if section.cpu_offload and ranks == 1 and plan.device == "cuda":
         raise UserError(
-            "a rank alone has nobody to shard with and keeps the whole model on its device",
+            "a single rank has no other rank to shard with and keeps the whole model on its device",
             field="fsdp.cpu_offload",
             got=True,
             allowed="false on 1 rank",

@@ -8,43 +8,47 @@ from pydantic import Field, PositiveInt, model_validator
 
 from distributed.config import Section
 
-__all__ = ["FSDPSection"]
-
 
 class FSDPSection(Section):
-    """What backend ``fsdp`` shards together, and what it trades for memory."""
+    """Units of sharding and memory options of backend ``fsdp``."""
 
     wrap: Literal["auto", "whole", "blocks", "size"] = Field(
         "auto",
-        description="What is gathered together. blocks: each module of `block_classes`; size: each module"
-        " of at least `min_params`; whole: the model at once; auto: the blocks the model names or repeats,"
-        " else whole.",
+        description="Unit that is gathered at a time. blocks: each module of `block_classes`; size: each"
+        " module with at least `min_params` parameters; whole: the model; auto: the modules of"
+        " `block_classes`, else of the model's `_no_split_modules`, else the modules that have submodules and"
+        " are repeated (same class) in a ModuleList or Sequential, else the whole model.",
     )
     block_classes: tuple[str, ...] = Field(
-        (), description="Class names of the model's blocks, for wrap blocks and auto."
+        (), description="Class names of the model's blocks, for wrap=blocks and wrap=auto."
     )
-    min_params: PositiveInt = Field(1_000_000, description="Parameters of a module that wrap size takes.")
+    min_params: PositiveInt = Field(
+        1_000_000, description="Minimum number of parameters of a wrapped module, for wrap=size."
+    )
     reshard_after_forward: bool = Field(
         True,
-        description="Free gathered blocks between forward and backward, as ZeRO stage 3 does; false"
-        " gathers once a step and keeps them, as stage 2.",
+        description="Free gathered parameters between forward and backward, as ZeRO stage 3; false gathers"
+        " once per step and keeps them, as stage 2.",
     )
     reduce_every_micro_batch: bool = Field(
         False,
-        description="While accumulating, reduce each micro-batch's gradients at once: more communication,"
-        " and no gradient of the whole model in memory.",
+        description="Reduce gradients after each micro-batch of an accumulation: more communication, but no"
+        " unsharded gradient in memory.",
     )
     replicate: PositiveInt = Field(
-        1, description="Copies of the sharded model: ranks / replicate share one (hybrid sharding)."
+        1,
+        description="Number of replicas of the sharded model; each is sharded over ranks / replicate (hybrid"
+        " sharding).",
     )
     cpu_offload: bool = Field(
-        False, description="Keep shards, gradients and optimizer in host memory, and step there."
+        False,
+        description="Offload shards, gradients and optimizer state to host memory, and step on the CPU.",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="dtype in which gradients travel; None is the parameters' own."
+        None, description="dtype of the gradient reduction; None: the dtype of the parameters."
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute the blocks' activations in backward instead of keeping them."
+        False, description="Recompute the activations of the blocks in backward instead of storing them."
     )
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,9 @@ from torch.distributed.fsdp import (
 
 from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
+from distributed.interfaces.placement import World
 from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
-
-if TYPE_CHECKING:
-    from distributed.interfaces.placement import World
-    from distributed_backends.fsdp.section import FSDPSection
-
-__all__ = ["Root", "ShardedModel"]
+from distributed_backends.fsdp.section import FSDPSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FSDP = "torch.distributed.fsdp"
@@ -51,7 +47,6 @@ class ShardedModel:
     Args:
         model: unsharded model, equal on all ranks; its parameters become DTensors sharded by rows.
         units: modules inside it, inner ones first.
-        section: configuration.
         world: ranks over which the model is sharded.
         built_by_one: whether only rank 0 has the model's data; the others may hold meta tensors.
 

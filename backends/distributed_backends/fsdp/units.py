@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from distributed.errors import UserError
-
-if TYPE_CHECKING:
-    from distributed_backends.fsdp.section import FSDPSection
+from distributed_backends.fsdp.section import FSDPSection
 
 __all__ = ["find_units", "recompute", "stop_recomputing"]
 

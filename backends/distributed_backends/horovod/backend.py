@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -16,20 +16,14 @@ from distributed.communication.environment import detect
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
 from distributed_backends.horovod.gradients import GradientSum
 from distributed_backends.horovod.section import HorovodSection
 from distributed_backends.horovod.world import start_horovod
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.task import Task
-
-__all__ = ["HorovodBackend"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class HorovodBackend(TorchBackend):
@@ -113,7 +107,7 @@ class HorovodBackend(TorchBackend):
         """Gradients leave in the backward of the window's last micro-batch only."""
         if self._gradients is not None:
             self._gradients.active = last
-        return _NOTHING
+        return nullcontext()
 
     def _loss_scale(self, window: Window) -> float:
         # Sums of gradients come back, where DDP brings averages.

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from distributed.errors import UserError
 
-__all__ = ["GradientSum"]
-
 
 class GradientSum:
     """Hooks on parameters that hand their gradient to Horovod while backward continues.

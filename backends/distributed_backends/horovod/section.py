@@ -8,17 +8,18 @@ from pydantic import Field, field_validator
 
 from distributed.config import Section
 
-__all__ = ["HorovodSection"]
-
 
 class HorovodSection(Section):
-    """What only Horovod has. Another backend refuses it."""
+    """Options of backend ``horovod``. Other backends reject them."""
 
     compression: Literal["none", "fp16"] = Field(
         "none",
-        description="How gradients travel; fp16 halves float32's bytes, and rounds.",
+        description="Compression of gradients in the all-reduce; fp16 halves the bytes of float32, with"
+        " rounding.",
     )
-    timeline: str | None = Field(None, description="File for Horovod's timeline (chrome trace), by rank 0.")
+    timeline: str | None = Field(
+        None, description="File for Horovod's timeline (Chrome trace), written by rank 0."
+    )
 
     @field_validator("compression", mode="before")
     @classmethod

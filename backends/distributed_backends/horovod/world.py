@@ -15,23 +15,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.torch as hvd
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+from torch.distributed import Store
 
 from distributed.communication.rendezvous import await_ranks, open_store
+from distributed.config import DistributedConfig
+from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import loopback_interface
+from distributed.system.processes import environment
 from distributed_backends.horovod.section import HorovodSection
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.placement import LauncherEnvironment
-
-__all__ = ["start_horovod"]
 
 _ours: dict[str, str] | None = None
 """The settings with which this module started Horovod; None when it did not."""
@@ -44,7 +40,6 @@ def start_horovod(place: LauncherEnvironment, config: DistributedConfig) -> Stor
     use it after `fit`.
 
     Args:
-        place: launcher environment of this rank.
         config: time limit, and options that Horovod only reads when it starts.
 
     Raises:
@@ -95,24 +90,10 @@ def _start(variables: Mapping[str, str], settings: dict[str, str], config: Distr
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(2, limit)),
     }
     # Read once, at the start: later they would only mislead `joined.detect`.
-    with _environment({**limits, **os.environ, **variables, **settings}):
+    with environment({**limits, **os.environ, **variables, **settings}):
         hvd.init()
         hvd.barrier()
     _ours = settings
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
 
 
 @contextmanager

@@ -18,11 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 from distributed.errors import UserError
 from distributed.system.addresses import address_for_others, address_towards, free_port, is_loopback
-
-__all__ = ["main"]
 
 _PATIENCE = 300.0
 """Default time for all nodes to join, in seconds."""
@@ -109,8 +108,6 @@ def _address(args: argparse.Namespace) -> str:
 
 def _await_nodes(address: str, number: int, patience: float) -> int:
     """Number of the `number` nodes still missing after `patience` seconds; 0 as soon as all are there."""
-    from importlib import import_module
-
     # Ray has no public way to ask that is not a client of the cluster; its own tools take this one.
     client = import_module("ray._raylet").GcsClient
     deadline, alive = time.monotonic() + patience, 0

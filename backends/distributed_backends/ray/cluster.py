@@ -9,17 +9,14 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from distributed.errors import UserError
+from distributed.interfaces.plan import RunPlan
+from distributed.system.processes import environment
 from distributed_backends.ray.section import RaySection
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["address_of", "check_resources", "connected", "environment", "is_local", "needs_of", "num_gpus"]
 
 _PATIENCE = 10.0
 """Time for an answer from an address, in seconds."""
@@ -34,12 +31,10 @@ def address_of(section: RaySection) -> str | None:
 @contextmanager
 def connected(
     section: RaySection, num_cpus: int, resources: Mapping[str, float] | None = None
-) -> Iterator[bool]:
-    """Connect to Ray, and disconnect or stop the cluster afterwards. Yields whether the cluster was
-    started for this run only.
+) -> Iterator[None]:
+    """Connect to Ray, and disconnect or stop the cluster afterwards.
 
     Args:
-        section: configuration of Ray.
         num_cpus: minimum number of CPUs declared by a cluster started here.
         resources: other resources declared by such a cluster.
 
@@ -48,7 +43,7 @@ def connected(
     """
     if ray.is_initialized():
         _check_same(section.address)
-        yield False
+        yield
         return
     address = address_of(section)
     try:
@@ -56,7 +51,7 @@ def connected(
             _start(num_cpus, dict(resources or {}))
         else:
             _join(address)
-        yield address is None
+        yield
     finally:
         ray.shutdown()
 
@@ -223,17 +218,3 @@ def _limits() -> Mapping[str, int]:
 def is_local() -> bool:
     """Whether this process itself is on the cluster, not behind Ray's client server."""
     return not ray.util.client.ray.is_connected()
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """`os.environ` with `variables`, and as it was afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -8,8 +8,6 @@ from typing import Any
 
 from distributed.interfaces.callback import Band, Callback, Context
 
-__all__ = ["RayReport", "in_trial", "in_worker", "reporter"]
-
 
 def in_worker() -> bool:
     """Whether this process is a worker of Ray Train."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from distributed.interfaces.callback import Callback
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["check_plan", "register_backends", "register_callbacks", "register_sections"]
-
 _LAUNCHER = "distributed_backends.ray.launcher:RayLauncher"
 
 

@@ -19,8 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.resilience.preemption import record_signal
 
-__all__ = ["Relay", "OutputSender", "forward_requests"]
-
 _WAIT = 10.0
 """Time limit for the last lines, in seconds."""
 _LOOK = 0.5
@@ -31,7 +29,6 @@ class Relay:
     """The caller's end: a thread that prints the ranks' lines, rank 0's as they are.
 
     Attributes:
-        queue: queue of the ranks' lines.
         orders: queue of requests from `ask`, for rank 0; None where requests are not possible.
         places: rank -> (host, process id).
         num_starts: number of starts of rank 0.
@@ -96,12 +93,7 @@ class Relay:
 
 
 class OutputSender:
-    """A rank's end: forwards its output to the caller line by line, without blocking.
-
-    Args:
-        rank: rank of this process.
-        to: queue of the relay.
-    """
+    """A rank's end: forwards its output to the caller line by line, without blocking."""
 
     def __init__(self, rank: int, to: Queue) -> None:
         self.rank, self._to = rank, to

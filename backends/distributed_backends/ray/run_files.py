@@ -14,8 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distributed.system.private_files import write_private
 from distributed_backends.ray.cluster import is_local
 
-__all__ = ["files_of", "folder_on", "names_in", "pack", "remove_everywhere", "unpack"]
-
 _WAIT = 10.0
 """Time limit for the nodes' cleanup, in seconds."""
 

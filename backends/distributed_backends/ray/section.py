@@ -6,26 +6,26 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from distributed.config import Section
 
-__all__ = ["RaySection"]
-
 
 class RaySection(Section):
-    """Where backend ``ray`` starts ranks, and what they run. Another backend refuses it."""
+    """Cluster, resources and inner backend of ``ray``. Other backends reject them."""
 
-    inner: str = Field("pytorch-ddp", description="The torch backend that the ranks run.")
+    inner: str = Field("pytorch-ddp", description="Torch backend that the ranks run.")
     address: str | None = Field(
         None,
-        description="The cluster: auto, HOST:PORT or ray://HOST:PORT. None: the one that this process is"
-        " connected to, RAY_ADDRESS's, or a cluster on this host for the run alone.",
+        description="Address of the cluster: auto, HOST:PORT or ray://HOST:PORT. None: the cluster to which"
+        " this process is connected, else RAY_ADDRESS, else a new cluster on this host for this run.",
         json_schema_extra={"flag": "--address"},
     )
-    num_cpus_per_rank: NonNegativeFloat = Field(1.0, description="CPUs that Ray sets aside for each rank.")
+    num_cpus_per_rank: NonNegativeFloat = Field(
+        1.0, description="Number of CPUs that Ray reserves for each rank."
+    )
     resources: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict, description="Other resources each rank needs, by Ray's names for them."
+        default_factory=dict, description="Other Ray resources that each rank requires, by name."
     )
     start_timeout: PositiveFloat = Field(
-        300.0, description="Seconds to wait for a busy cluster to have room for the ranks."
+        300.0, description="Seconds to wait until a busy cluster has free resources for the ranks."
     )
     storage_path: str | None = Field(
-        None, description="Where Ray Train keeps its own record of the run; None keeps none."
+        None, description="Folder for Ray Train's own record of the run; None disables it."
     )

@@ -27,8 +27,6 @@ from distributed.system.private_files import write_private
 from distributed_backends.ray.output import OutputSender, forward_requests
 from distributed_backends.ray.run_files import files_of, folder_on, pack, unpack
 
-__all__ = ["REPORT", "run_rank"]
-
 REPORT = "distributed-report:"
 """Marks a rank's own report in the message of the exception that Ray carries."""
 

@@ -7,10 +7,9 @@ import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before 
 # isort: split
 import math
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -19,6 +18,9 @@ from distributed.data.order import mix, share
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.state import BackendState, StateReader
+from distributed.interfaces.task import Task
 from distributed.training.phase_timers import PhaseTimers
 from distributed_backends.tensorflow.models import (
     PackedModel,
@@ -43,23 +45,14 @@ from distributed_backends.tensorflow.optimizers import (
 from distributed_backends.tensorflow.state import export_keras, import_keras
 from distributed_backends.tensorflow.step import LossScale, StepFunctions
 from distributed_backends.tensorflow.strategy import make_strategy
-from distributed_backends.tensorflow.values import to_array
-
-if TYPE_CHECKING:
-    from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.state import BackendState, StateReader
-    from distributed.interfaces.task import Task
-
-__all__ = ["TensorFlowBackend"]
+from distributed_backends.tensorflow.values import as_array, to_array, tupled
 
 
 class TensorFlowBackend(GroupMixin, Backend):
     """Keras models: one process with a replica per device, or a process for each.
 
     Attributes:
-        module: the Keras model.
         optimizer: learning rate in torch's form; its ``keras`` trains.
-        strategy: tf.distribute strategy.
         scaler: loss scaler under fp16, else None.
         timers: seconds of forward and backward (one compiled call, counted as backward) and optimizer.
     """
@@ -175,7 +168,7 @@ class TensorFlowBackend(GroupMixin, Backend):
     def _per_replica(self, batch: Any, number: int) -> tuple[Any, Any]:
         """The micro-batch as tensors, cut into a contiguous slice for each local replica."""
         size = self.world.num_replicas
-        arrays = tf.nest.map_structure(_as_array, _tupled(batch))
+        arrays = tf.nest.map_structure(as_array, tupled(batch))
         if size == 1:
             return tf.nest.map_structure(tf.convert_to_tensor, arrays), tf.constant(number)
         spans = [share(number, index, size) for index in range(size)]
@@ -272,17 +265,3 @@ class TensorFlowBackend(GroupMixin, Backend):
             for theirs, ours in zip(self._original.variables, self.module.variables, strict=True):
                 theirs.assign(to_array(ours))
         self.optimizer.keras.__dict__.pop("_all_reduce_sum_gradients", None)
-
-
-def _tupled(batch: Any) -> Any:
-    """Collated lists as tuples: their parts are arguments, not a stack."""
-    if isinstance(batch, dict):
-        return {key: _tupled(value) for key, value in batch.items()}
-    return tuple(map(_tupled, batch)) if isinstance(batch, (list, tuple)) else batch
-
-
-def _as_array(value: Any) -> Any:
-    """A torch tensor, a NumPy array or a number as an array; a TensorFlow tensor as it is."""
-    if hasattr(value, "detach"):
-        return value.detach().cpu().numpy()
-    return value if isinstance(value, tf.Tensor) else np.asarray(value)

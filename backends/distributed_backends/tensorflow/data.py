@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from distributed.communication.environment import detect
+from distributed.config import DistributedConfig
 from distributed.data.order import mix
 from distributed.errors import UserError
 from distributed_backends.tensorflow.pipeline_graph import (
@@ -28,9 +29,6 @@ from distributed_backends.tensorflow.pipeline_graph import (
     restored,
     unseeded_shuffles,
 )
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
 
 __all__ = ["BatchesStream", "NestedArrays", "PipelineStream", "read_data"]
 
@@ -229,8 +227,6 @@ class BatchesStream(IterableDataset[Any]):
     """A Keras PyDataset, whose items are batches, sample by sample.
 
     Args:
-        dataset: the batches.
-        seed: seed of the run.
         shuffle: take the batches in an order that follows from seed and epoch, as Keras's own
             fit shuffles batches and not samples.
     """

@@ -7,14 +7,17 @@ import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before 
 # isort: split
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 
 from distributed.communication.environment import detect
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
+from distributed.interfaces.state import StateReader
+from distributed.interfaces.task import Task
 from distributed_backends.tensorflow.data import read_data
 from distributed_backends.tensorflow.models import (
     PackedLoss,
@@ -26,13 +29,6 @@ from distributed_backends.tensorflow.models import (
     is_built,
 )
 from distributed_backends.tensorflow.state import fill_model
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.interfaces.state import StateReader
-    from distributed.interfaces.task import Task
-
-__all__ = ["TensorFlowObjects"]
 
 
 class TensorFlowObjects(Framework):

@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 
 from distributed.system.processes import filtered_stderr
 
-__all__ = ["quiet_stderr"]
-
 # absl's lines: I0000 00:00:1795184254.499336    7876 port.cc:153] ... Without a GPU there is one of level E.
 _CHATTER = re.compile(
     rb"[IW]\d{4} \d\d:\d\d:|E\d{4} \d\d:\d\d:.*cuInit|WARNING: All log messages before absl::"

@@ -14,22 +14,7 @@ import tensorflow as tf
 
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
-from distributed_backends.tensorflow.values import to_array
-
-__all__ = [
-    "PackedLoss",
-    "PackedModel",
-    "PackedOptimizer",
-    "apply_precision",
-    "build_model",
-    "check_model",
-    "first_batch",
-    "is_built",
-    "is_foreign",
-    "seed_states",
-    "unpack",
-    "widest",
-]
+from distributed_backends.tensorflow.values import as_array, to_array, tupled
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -98,7 +83,7 @@ def _build_on(model: Any, batch: Any) -> None:
 
 
 def first_batch(source: Any) -> Any:
-    """A batch of the source's first sample alone, as NumPy arrays."""
+    """A batch of the source's first sample alone, as `as_array` gives it."""
     if source is None:
         raise UserError(
             "the model has no weights yet and there is no data to derive its shapes from",
@@ -106,15 +91,7 @@ def first_batch(source: Any) -> Any:
             remedy="Give it an Input layer, or call it once",
         )
     sample = source.dataset[0] if source.is_map else next(iter(source.dataset))
-    return tf.nest.map_structure(_array, _tupled(source.collate_fn([sample])))
-
-
-def _tupled(batch: Any) -> Any:
-    return tuple(map(_tupled, batch)) if isinstance(batch, (list, tuple)) else batch
-
-
-def _array(value: Any) -> Any:
-    return value.detach().numpy() if hasattr(value, "detach") else np.asarray(value)
+    return tf.nest.map_structure(as_array, tupled(source.collate_fn([sample])))
 
 
 @contextmanager

@@ -62,8 +62,6 @@ class Objective:
         """(sum of losses, count) of a micro-batch; regularisation losses are part of its mean.
 
         Args:
-            model: model to call.
-            batch: batch of tensors.
             number: number of its samples, a scalar tensor; 0 for a stand-in, which does not count.
             training: mode of the layers.
         """

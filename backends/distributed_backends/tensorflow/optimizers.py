@@ -12,20 +12,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import torch
 from keras import ops
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
 from distributed_backends.tensorflow.values import to_array
-
-if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-
-__all__ = ["SGD", "Adam", "RateHolder", "build_optimizer", "check_optimizer", "has_schedule", "in_width"]
 
 
 class RateHolder(torch.optim.Optimizer):
@@ -62,7 +58,6 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
     """torch.optim.SGD: ``buffer = momentum * buffer + gradient``, the L2 penalty in the gradient.
 
     Args:
-        learning_rate: initial learning rate.
         momentum: 0 keeps no buffer.
         l2: torch's `weight_decay`.
     """
@@ -107,7 +102,6 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
     """torch.optim.Adam and AdamW: epsilon is added to the root of the corrected second moment.
 
     Args:
-        learning_rate: initial learning rate.
         decay: decoupled weight decay, AdamW's.
         l2: penalty in the gradient, Adam's `weight_decay`.
         beta_1: decay of the first moment.

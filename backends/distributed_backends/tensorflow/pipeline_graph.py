@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from distributed.data.order import mix
 
-__all__ = ["graph_of", "random_ops", "reseeded", "restored", "unseeded_shuffles"]
-
 _SHUFFLES = ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2")
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _RANDOM = (

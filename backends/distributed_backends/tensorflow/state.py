@@ -14,8 +14,6 @@ from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 from distributed_backends.tensorflow.values import to_array
 
-__all__ = ["export_keras", "fill_model", "import_keras", "named_variables", "optimizer_slots"]
-
 _OWN = ("iteration", "learning_rate")
 
 
@@ -68,16 +66,17 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
     return free
 
 
-def optimizer_slots(optimizer: Any, variables: list[Any]) -> dict[str, list[Any]]:
-    """Slot -> variables for each of `variables`, None where it has none, e.g. ``momentums``."""
-    slots = {}
+def _slots(optimizer: Any, order: list[str]) -> Iterator[tuple[str, str, Any]]:
+    """(key in a checkpoint such as ``optimizer.momentums``, name of the weight, variable); `order` has the
+    names of the weights in the optimizer's order."""
     for attribute, value in vars(optimizer).items():
         plain = attribute not in ("_trainable_variables", "_variables")
-        if plain and isinstance(value, list) and len(value) == len(variables):
+        if plain and isinstance(value, list) and len(value) == len(order):
             if any(item is not None and not hasattr(item, "assign") for item in value):
                 continue
-            slots[attribute.strip("_")] = list(value)
-    return slots
+            for name, variable in zip(order, value, strict=True):
+                if variable is not None:
+                    yield f"optimizer.{attribute.strip('_')}", name, variable
 
 
 # -- out -----------------------------------------------------------------------------------
@@ -97,11 +96,9 @@ def export_keras(
     names = {id(variable): name for name, variable in named.items()}
     order = [names[id(v)] for v in model.trainable_variables]
     covered: set[int] = set()
-    for slot, found in optimizer_slots(optimizer, order).items():
-        for name, variable in zip(order, found, strict=True):
-            if variable is not None:
-                covered.add(id(variable))
-                state.chunks += _cut(name, f"optimizer.{slot}", variable, rank, size, rank)
+    for key, name, variable in _slots(optimizer, order):
+        covered.add(id(variable))
+        state.chunks += _cut(name, key, variable, rank, size, rank)
     state.groups = [
         {
             "names": order,
@@ -164,12 +161,10 @@ def import_keras(reader: StateReader, model: Any, holder: Any) -> None:
     optimizer, tensors = holder.keras, reader.tensors()
     order = [names[id(v)] for v in model.trainable_variables]
     covered: set[int] = set()
-    for slot, found in optimizer_slots(optimizer, order).items():
-        for name, variable in zip(order, found, strict=True):
-            if variable is not None:
-                covered.add(id(variable))
-                if (f"optimizer.{slot}", name) in tensors:
-                    _assign(variable, reader.read(f"optimizer.{slot}", name))
+    for key, name, variable in _slots(optimizer, order):
+        covered.add(id(variable))
+        if (key, name) in tensors:
+            _assign(variable, reader.read(key, name))
     for variable, number in zip(_numbers(optimizer, covered), group["numbers"], strict=True):
         variable.assign(number)
     optimizer.iterations.assign(group["iterations"])

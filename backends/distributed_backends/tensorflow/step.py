@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Finished", "LossScale", "StepFunctions"]
-
 
 class Finished(NamedTuple):
     """Result of a step: the norm of the mean gradient before clipping, and whether it is finite."""
@@ -215,7 +213,6 @@ class LossScale:
     All ranks see the same sums and keep the same scale (C8). The saved form is torch's GradScaler's.
 
     Args:
-        scale: initial scale.
         interval: good steps before it doubles.
     """
 

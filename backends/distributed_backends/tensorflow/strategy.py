@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from distributed.errors import UserError
-
-if TYPE_CHECKING:
-    from distributed.interfaces.placement import World
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["make_strategy"]
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.system.addresses import address_among
 
 
 class _Made(NamedTuple):
@@ -34,8 +31,6 @@ def make_strategy(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
     """The strategy of this rank; collective where there are several.
 
     Args:
-        plan: plan of the run.
-        world: this rank and its world.
         gather: function that gathers every rank's value on every rank.
 
     Raises:
@@ -107,7 +102,8 @@ def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
         # A launcher may show every rank one device of its own, which is then number 0.
         here = [gpus[0 if len(gpus) == 1 else world.local_rank]]
     tf.config.set_visible_devices(here, "GPU")
-    host = "127.0.0.1" if world.num_nodes == 1 else _own_address(plan)
+    meeting = plan.joined.master_addr if plan.joined is not None else os.environ["MASTER_ADDR"]
+    host = "127.0.0.1" if world.num_nodes == 1 else address_among(meeting)
     holder = _hold_port()
     try:
         workers = gather(f"{host}:{holder.getsockname()[1]}")
@@ -134,12 +130,3 @@ def _hold_port() -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     return holder
-
-
-def _own_address(plan: RunPlan) -> str:
-    """The address of this host that the others can reach: the one facing the rendezvous."""
-    target = plan.joined.master_addr if plan.joined is not None else os.environ["MASTER_ADDR"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        address: str = probe.getsockname()[0]
-    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address

@@ -1,4 +1,4 @@
-"""Values of Keras variables on the host, whatever strategy they were made under."""
+"""Values on the host: of Keras variables, whatever strategy they were made under, and of batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-
-__all__ = ["to_array"]
+import tensorflow as tf
 
 
 def to_array(value: Any) -> np.ndarray[Any, Any]:
@@ -15,3 +14,17 @@ def to_array(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, keras.Variable):
         value = value.value
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def as_array(value: Any) -> Any:
+    """A torch tensor, a NumPy array or a number as an array; a TensorFlow tensor as it is."""
+    if hasattr(value, "detach"):
+        return value.detach().cpu().numpy()
+    return value if isinstance(value, tf.Tensor) else np.asarray(value)
+
+
+def tupled(batch: Any) -> Any:
+    """Collated lists as tuples: their parts are arguments, not a stack."""
+    if isinstance(batch, dict):
+        return {key: tupled(value) for key, value in batch.items()}
+    return tuple(map(tupled, batch)) if isinstance(batch, (list, tuple)) else batch

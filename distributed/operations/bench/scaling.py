@@ -17,8 +17,6 @@ from tempfile import TemporaryDirectory
 from distributed.errors import UserError
 from distributed.operations.report.stitch import read_runs
 
-__all__ = ["Case", "Figure", "Plan", "Result", "cases_of", "measure"]
-
 _INTERVALS = 6
 """Log intervals per run; the first is the warm-up and does not count."""
 _CAUSE = re.compile(r"error: |rank \d+ \(")
@@ -29,14 +27,12 @@ class Plan:
     """Plan of a measurement.
 
     Attributes:
-        backends: backend names.
         ranks: ascending; the first is what efficiency is measured against.
         modes: any of ``strong`` and ``weak``.
         batch_size: samples per rank on the fewest ranks.
         steps: optimizer steps per run.
         repeats: runs of each case.
         script: user's script, None for the bundled network.
-        arguments: arguments of the script.
         options: further words for ``train``.
     """
 
@@ -84,7 +80,6 @@ class Result:
     """One row of the table.
 
     Attributes:
-        case: measured case.
         mode: ``strong`` or ``weak``.
         throughput: samples per second.
         efficiency: per rank, against the fewest ranks in the same repeat: 1 is perfect.
@@ -126,7 +121,6 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[
     equally.
 
     Args:
-        plan: plan of the measurement.
         say: called with a line about each run.
 
     Raises:

@@ -6,16 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "check_env",
-    "check_line",
-    "check_text",
-    "env_mapping",
-    "looks_secret",
-    "parse_bytes",
-    "parse_slurm_time",
-]
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|APIKEY|AUTH)(_|$)", re.IGNORECASE)
 # Addresses with a password in them, whatever the variable is called; or with a token where a user's name

@@ -20,8 +20,6 @@ from distributed.operations.deploy.kubernetes.names import check_image
 from distributed.operations.deploy.settings import Settings
 from distributed.operations.deploy.text_formats import quote
 
-__all__ = ["DockerSettings", "render"]
-
 _OURS = "distributed-trainer"
 _REQUIREMENT = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._-]+\])?([=<>!~]=?=?[A-Za-z0-9.*+!,<>=~-]+)?"
@@ -42,10 +40,10 @@ class DockerSettings(Settings):
     package: tuple[str, ...] = Field((), description="Further package for pip, such as timm==1.0.22.")
     build_script: str | None = Field(
         None,
-        description="Python program to run in the image after pip, with compilers at hand, such as the"
+        description="Python program to run in the image after pip, with compilers installed, such as the"
         " deploy/horovod/build.py of a checkout.",
     )
-    user: PositiveInt = Field(1000, description="Uid of the processes; never root.")
+    user: PositiveInt = Field(1000, description="Uid of the processes; root is not allowed.")
 
     @model_validator(mode="after")
     def _docker_takes_them(self) -> Self:
@@ -71,7 +69,6 @@ def render(job: Job, settings: DockerSettings, output: PurePath) -> Rendered:
 
     Args:
         job: whose backend and trackers decide what is installed.
-        settings: other contents of the image.
         output: output directory: the build's context.
 
     Raises:

@@ -9,8 +9,6 @@ from pathlib import Path
 from distributed.errors import UserError
 from distributed.system.private_files import write_whole
 
-__all__ = ["Rendered", "write"]
-
 
 @dataclass(frozen=True)
 class Rendered:

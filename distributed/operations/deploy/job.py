@@ -6,23 +6,19 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from distributed.config import DistributedConfig, Layer, load_layers
-from distributed.config.load import as_layers, native_names
+from distributed.config.load import as_layers, native_names, nested
 from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.operations.deploy.checks import check_text, looks_secret
 from distributed.operations.deploy.text_formats import dump
 from distributed.planner.backend_choice import move_to_zero
 from distributed.planner.resolve import resolve
-
-if TYPE_CHECKING:
-    from distributed.interfaces.backend_spec import BackendSpec
-    from distributed.registry.catalog import Catalog
-
-__all__ = ["Job", "form_of", "make_job", "restartable", "run_yaml", "torchrun_flags"]
+from distributed.registry.catalog import Catalog
 
 _Form = TypeVar("_Form")
 
@@ -35,15 +31,11 @@ class Job:
     """A run that a cluster is to start.
 
     Attributes:
-        config: full configuration.
-        spec: spec of the backend.
         script: the user's script, None for the bundled example.
         script_name: path of the script as typed.
-        arguments: arguments of the script.
         num_nodes: number of hosts; the maximum when the run is elastic.
         ranks_per_node: processes that train, on each host.
         uses_gpus: each rank has a GPU.
-        notes: notes for the user.
     """
 
     config: DistributedConfig
@@ -114,7 +106,6 @@ def make_job(
         layers: the configuration's sources, weakest first.
         script: the user's script, None for the bundled example.
         script_name: path of the script as typed.
-        arguments: the script's own.
         catalog: installed backends; their requirements need not be installed here.
         asks_for_ranks: the target has to know how many ranks there are.
 
@@ -163,14 +154,7 @@ def make_job(
 
 def run_yaml(job: Job) -> str:
     """The configuration that the ranks read: explicit values, without those that the cluster sets."""
-    tree: dict[str, Any] = {}
-    for name, value in _run_values(job, _dropped(job)).items():
-        *path, leaf = name.split(".")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        place[leaf] = value
-    return dump([tree])
+    return dump([nested(_run_values(job, _dropped(job)))])
 
 
 def _dropped(job: Job) -> tuple[str, ...]:
@@ -185,7 +169,6 @@ def restartable(job: Job, wanted: bool, flag: str) -> bool:
     """Whether a restarted job resumes.
 
     Args:
-        job: the job.
         wanted: the cluster restarts it.
         flag: flag that disables restarts.
 
@@ -233,7 +216,6 @@ def torchrun_flags(job: Job, nodes: str) -> list[str]:
     """Flags of torchrun that the configuration decides, unquoted.
 
     Args:
-        job: the job.
         nodes: the cluster's expression for the number of hosts.
     """
     low = f"{job.min_nodes}:" if job.min_nodes is not None else ""

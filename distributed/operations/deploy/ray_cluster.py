@@ -17,8 +17,6 @@ from distributed.operations.deploy.kubernetes.names import check_label
 from distributed.operations.deploy.settings import RunSettings
 from distributed.operations.deploy.text_formats import dump, quote
 
-__all__ = ["RaySettings", "render"]
-
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9a-fA-F:]+")
 _URL = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 _DASHBOARD = 8265
@@ -31,14 +29,15 @@ class RaySettings(RunSettings):
     """Settings of a job on a Ray cluster."""
 
     dashboard: str | None = Field(
-        None, description="Dashboard of a cluster that runs, such as http://head:8265. None with --host."
+        None, description="Dashboard of an existing cluster, such as http://head:8265. Not used with --host."
     )
     host: tuple[str, ...] = Field(
-        (), description="Host for a new cluster by ssh, the head first; its ranks run on all of them."
+        (),
+        description="Host of a new cluster, with ssh access; the first is the head. Ranks run on all hosts.",
     )
-    ssh_user: str | None = Field(None, description="User who logs in there.")
-    ssh_key: str | None = Field(None, description="File with the private key; None is ssh's own choice.")
-    setup: tuple[str, ...] = Field((), description="Line of shell to run on each host, such as pip install.")
+    ssh_user: str | None = Field(None, description="User for ssh.")
+    ssh_key: str | None = Field(None, description="Private key file for ssh. None: ssh's default.")
+    setup: tuple[str, ...] = Field((), description="Shell command to run on each host, such as pip install.")
 
     def secret_remedy(self) -> str:
         """Remedy for a secret in a file."""
@@ -78,8 +77,6 @@ def render(job: Job, settings: RaySettings, output: PurePath) -> Rendered:
     """The job, the cluster if it is a new one, and one script that submits.
 
     Args:
-        job: job to run.
-        settings: which cluster.
         output: output directory; its folder ``job`` is uploaded to the cluster.
 
     Raises:

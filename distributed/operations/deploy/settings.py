@@ -12,8 +12,6 @@ from distributed.config.validation_errors import user_error
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.deploy.checks import check_env, check_text, env_mapping
 
-__all__ = ["RunSettings", "Settings", "read_settings"]
-
 _Model = TypeVar("_Model", bound="Settings")
 
 
@@ -23,15 +21,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    name: str = Field("train", description="Name of the job, and of what is made for it.")
+    name: str = Field("train", description="Name of the job and of its resources.")
 
 
 class RunSettings(Settings):
     """Settings of every target that runs a job."""
 
-    python: str = Field("python", description="The Python that runs the job, where it runs.")
+    python: str = Field("python", description="Python executable on the cluster.")
     env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of the job. No secrets: they are refused."
+        default_factory=dict, description="Environment variables of the job. Secrets are rejected."
     )
 
     def secret_remedy(self) -> str:

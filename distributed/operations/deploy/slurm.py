@@ -17,8 +17,6 @@ from distributed.operations.deploy.settings import RunSettings
 from distributed.operations.deploy.slurm_steps import TRAPS, StepForm, cpus_per_node, ray_step, torchrun_step
 from distributed.operations.deploy.text_formats import quote
 
-__all__ = ["SlurmSettings", "render"]
-
 _FORMS: dict[str, StepForm] = {
     "torchrun": torchrun_step,
     "mpi": torchrun_step,  # its ranks join torchrun's as well, and no MPI has to match Slurm's
@@ -41,19 +39,19 @@ _EARLY = 60
 class SlurmSettings(RunSettings):
     """Settings of a Slurm job."""
 
-    partition: str | None = Field(None, description="Partition, or several joined by commas.")
-    account: str | None = Field(None, description="Account that is charged.")
+    partition: str | None = Field(None, description="Partition, or several, separated by commas.")
+    account: str | None = Field(None, description="Account to charge.")
     qos: str | None = Field(None, description="Quality of service.")
     constraint: str | None = Field(None, description="Features that the nodes must have.")
     time: str | None = Field(None, description="Time limit: minutes, H:M:S or DAYS-H:M:S.")
     cpus_per_task: PositiveInt | None = Field(
-        None, description="CPUs on each node. None: one a rank without GPUs, else what the cluster gives."
+        None, description="CPUs per node. None: one per rank without GPUs, else the cluster's default."
     )
-    mem: str | None = Field(None, description="Memory on each node, such as 64G; 0 is all of it.")
+    mem: str | None = Field(None, description="Memory per node, such as 64G; 0 is all memory of the node.")
     gpu_request: Literal["gpus-per-node", "gres"] = Field(
-        "gpus-per-node", description="How GPUs are asked for; older clusters want gres."
+        "gpus-per-node", description="Option that requests GPUs; older clusters require gres."
     )
-    gpu_type: str | None = Field(None, description="GPU type, by the cluster's name.")
+    gpu_type: str | None = Field(None, description="GPU type, as named by the cluster.")
     warning: PositiveInt = Field(
         120, description="Seconds before the time limit at which the run saves and requeues."
     )
@@ -110,8 +108,6 @@ def render(job: Job, settings: SlurmSettings, output: PurePath) -> Rendered:
     """The batch script and the run's configuration.
 
     Args:
-        job: job to run.
-        settings: Slurm settings.
         output: output directory, relative to the folder in which sbatch is called, or absolute.
 
     Raises:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from distributed.operations.deploy.job import Job, torchrun_flags
 from distributed.operations.deploy.text_formats import quote
 
-__all__ = ["TRAPS", "StepForm", "cpus_per_node", "ray_step", "torchrun_step"]
-
 StepForm = Callable[[Job, str, int | None, list[str]], list[str]]
 """``(job, python, CPUs on each node, words of the train command) ->`` lines that leave ``code``."""
 

@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["dump", "quote"]
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BREAKS = re.compile(r"[\r\x85\u2028\u2029\ufeff]")
 

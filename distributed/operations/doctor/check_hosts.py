@@ -11,8 +11,6 @@ from distributed.operations.doctor.preflight_facts import Facts
 from distributed.operations.doctor.preflight_measure import Survey
 from distributed.system.addresses import is_loopback
 
-__all__ = ["judge"]
-
 _CLOCK = 1.0
 """Seconds between clocks above which times in logs and checkpoints are misleading."""
 _SLOW = 4.0
@@ -26,7 +24,6 @@ def judge(survey: Survey, gpus_per_node: int | None, device: str) -> list[Findin
     """Every finding, in the order of printing.
 
     Args:
-        survey: survey of all hosts.
         gpus_per_node: number of ranks on each host, None when not set.
         device: the configuration's device: auto, cpu or cuda.
     """

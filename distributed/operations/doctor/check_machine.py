@@ -18,16 +18,6 @@ from typing import Any
 from distributed.operations.doctor import Finding
 from distributed.registry.catalog import missing_modules
 
-__all__ = [
-    "allreduce",
-    "devices",
-    "open_files",
-    "ports",
-    "rendezvous",
-    "shared_memory",
-    "temporary_folder",
-]
-
 DEFAULT_PORT = 29500
 PROBE_SECONDS = 60
 _GIB = 2**30
@@ -83,7 +73,6 @@ def shared_memory(folder: str = "/dev/shm", wanted: int = _GIB) -> Iterator[Find
     """Shared memory holds what DataLoader workers and ranks pass through it.
 
     Args:
-        folder: mount point.
         wanted: bytes that should be free.
     """
     if not Path(folder).is_dir():

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["Facts", "Link", "own_facts"]
-
 _PACKAGES = (
     "distributed-trainer",
     "torch",
@@ -46,8 +44,6 @@ class Facts:
     """One host.
 
     Attributes:
-        node: node number.
-        host: host name.
         address: address from which it reaches the rendezvous.
         name_resolves_to: the address that it finds under its own name; empty when it finds none.
         versions: versions of Python and of the installed packages that matter for training.
@@ -83,13 +79,7 @@ class Facts:
 
 
 def own_facts(node: int, address: str, with_gpus: bool = True) -> Facts:
-    """Collect the facts about this host.
-
-    Args:
-        node: node number.
-        address: address from which it reaches the rendezvous.
-        with_gpus: ask torch for CUDA devices.
-    """
+    """Collect the facts about this host."""
     import psutil
 
     return Facts(

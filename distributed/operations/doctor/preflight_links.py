@@ -10,8 +10,6 @@ from contextlib import suppress
 
 from distributed.operations.doctor.preflight_facts import Link
 
-__all__ = ["EchoServer", "measure_links"]
-
 _PATIENCE = 5.0
 """Seconds in which a host has to answer."""
 _TRIPS = 10
@@ -61,7 +59,6 @@ def measure_links(node: int, places: Mapping[int, tuple[str, int]], within: floa
     """The links from `node` to the others.
 
     Args:
-        node: this host's number.
         places: node -> address and port of its `EchoServer`.
         within: seconds for all of them together.
 

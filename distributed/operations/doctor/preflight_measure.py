@@ -24,8 +24,6 @@ from distributed.operations.doctor.preflight_facts import Facts, own_facts
 from distributed.operations.doctor.preflight_links import EchoServer, measure_links
 from distributed.system.addresses import address_among, is_loopback, loopback_interface
 
-__all__ = ["AllReduce", "Survey", "survey"]
-
 _PINGS = 5
 _BIG = 16 * 2**20
 _VISIBLE = 10.0

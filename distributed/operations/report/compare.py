@@ -10,8 +10,6 @@ from typing import Any
 from distributed.operations.report.formats import setting
 from distributed.operations.report.runs import Run
 
-__all__ = ["Scaling", "differences", "names_of", "scalings"]
-
 _RANKS = frozenset({"num_gpus", "num_processes", "num_nodes", "gpus_per_node", "elastic.max_ranks"})
 _PLACES = frozenset(
     {

@@ -8,8 +8,6 @@ from typing import Any
 
 from distributed.operations.report.record_format import without_passwords
 
-__all__ = ["cell", "label_of", "moment", "number", "plural", "seconds", "setting", "unit_of", "with_unit"]
-
 _UNITS = {
     "samples_per_second": "samples/s",
     "memory": "MiB",

@@ -21,21 +21,6 @@ from distributed.system.private_files import write_private
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = [
-    "Html",
-    "Panel",
-    "check_plotly",
-    "facts",
-    "note",
-    "page",
-    "paragraph",
-    "plots",
-    "section",
-    "table",
-    "unfold",
-    "write",
-]
-
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -144,7 +129,6 @@ def table(
     """A table that scrolls by itself where it is too wide.
 
     Args:
-        heads: headings of the columns.
         rows: texts, or `Html`.
         numbers: indices of the right-aligned columns.
         best: index of the highlighted row.
@@ -173,7 +157,6 @@ def plots(panels: Sequence[Panel], first: int = 0, key: str = "") -> Html:
     """Elements for plots, two per row where they fit.
 
     Args:
-        panels: plots in their order.
         first: number of plots on the page before these.
         key: HTML that explains marks which several of them have.
     """
@@ -204,7 +187,6 @@ def page(title: str, body: Sequence[Html], panels: Sequence[Panel]) -> str:
     """The whole file.
 
     Args:
-        title: title of the window.
         body: content, with an element for each of `panels`, from `plots`.
         panels: all plots of the page, in order.
     """

@@ -23,8 +23,6 @@ from distributed.operations.report.html import Html, Panel
 from distributed.operations.report.runs import Failure, Run, Series
 from distributed.operations.report.time_shares import whole
 
-__all__ = ["report"]
-
 _ENDED = {
     "finished": "finished",
     "stopped": "was stopped",

@@ -11,8 +11,6 @@ from typing import Any
 from distributed.errors import UserError
 from distributed.operations.report.record_format import NAME, VERSION
 
-__all__ = ["Record", "read_record", "record_path"]
-
 _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "start": {"record": int, "attempt": str, "run": str, "place": dict, "config": list},
     "log": {"attempt": str, "step": int, "figures": dict},
@@ -32,7 +30,6 @@ class Record:
     """The lines of one file.
 
     Attributes:
-        folder: folder of the file.
         lines: lines in the order of the file; each has ``kind``, ``time`` and the keys of its kind.
         notes: descriptions of unreadable lines, one sentence each.
     """

@@ -23,8 +23,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["NAME", "VERSION", "append", "without_passwords"]
-
 NAME = "record.jsonl"
 VERSION = 1
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
@@ -36,7 +34,6 @@ def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any])
     The file is closed after each line, because an open file would block unmounting its file system.
 
     Args:
-        folder: folder of the record on this host.
         kind: kind from this module's table.
         values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
 

@@ -90,9 +90,6 @@ class Run:
     """One training, from its first attempt to its last.
 
     Attributes:
-        folder: folder of the record.
-        attempts: attempts in order.
-        failures: failures in order.
         end: the last ``end`` line, None while there is none.
         end_elsewhere: the last ``end`` line of a host that rank 0 was not on, None once rank 0 has written
             again: the run continued without that host.

@@ -15,8 +15,6 @@ from distributed.operations.report.read import Record, read_record
 from distributed.operations.report.record_format import NAME
 from distributed.operations.report.runs import Attempt, Failure, Line, Run
 
-__all__ = ["find_runs", "read_runs"]
-
 
 def read_runs(path: Path) -> list[Run]:
     """The runs in one folder, oldest first: more than one when a folder was used again.
@@ -105,7 +103,6 @@ def _conclude(run: Run, line: Line, own: bool) -> None:
     """Add a failure, or the end, reported by a caller of `fit`.
 
     Args:
-        run: run that the line is about.
         line: ``restart`` or ``end`` line.
         own: whether rank 0 was on the caller's host in some attempt. Another host may have been cut off,
             and the run continued without it.

@@ -6,8 +6,6 @@ import math
 
 from distributed.operations.report.runs import Attempt, Run, Series
 
-__all__ = ["PHASES", "over_steps", "whole"]
-
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "save", "validation", "other")
 """In the order in which they are stacked; ``other`` is the unexplained rest."""
 

@@ -14,8 +14,6 @@ from distributed.operations.tuning.trial_record import Trial
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.training.trackers import capture_contexts, check_trackers, enabled_trackers, start_tracker
 
-__all__ = ["ParentRun"]
-
 logger = logging.getLogger("distributed")
 
 
@@ -24,9 +22,7 @@ class ParentRun:
 
     Args:
         layers: the configuration of all trials, as far as the search knows it.
-        name: name of the run.
         earlier: `contexts` of the same search before it was interrupted.
-        params: parameters of the search to record.
 
     Attributes:
         contexts: tracker name -> context for the trackers of trials.

@@ -25,8 +25,6 @@ from distributed.operations.report.html import (
 )
 from distributed.operations.tuning.trial_record import Trial, is_number
 
-__all__ = ["write_plot"]
-
 _BEST, _QUIET = 0, 7
 """Index into the page's colours."""
 _WIDTH, _ROOM = 130, 18
@@ -37,13 +35,6 @@ def write_plot(
     trials: Sequence[Trial], mode: str, best: Trial, path: str | os.PathLike[str], title: str
 ) -> str:
     """Write the page and return its path.
-
-    Args:
-        trials: trials of one search.
-        mode: mode of the search.
-        best: best trial.
-        path: path of the file.
-        title: title of the page.
 
     Raises:
         UserError: plotly is not installed.

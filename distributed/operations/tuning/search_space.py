@@ -9,8 +9,6 @@ from typing import Any
 
 from distributed.errors import UserError, did_you_mean
 
-__all__ = ["KINDS", "Range", "parse_space"]
-
 KINDS = {
     "choice": "one of the values in a list",
     "grid": "each of the values in a list, in a trial of its own",

@@ -17,6 +17,7 @@ from distributed.config.load import override
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 from distributed.interfaces.metric import larger_is_better
+from distributed.operations.report.formats import plural
 from distributed.operations.tuning.trial_channel import EpochReport, TrialListener
 from distributed.operations.tuning.trial_record import (
     RECORD,
@@ -26,8 +27,7 @@ from distributed.operations.tuning.trial_record import (
     load_trial,
     trial_folder,
 )
-
-__all__ = ["EPOCHS", "MISSING", "ORDER", "SCORE", "Session", "TrialOrder", "TrialRun", "run_trial"]
+from distributed.system.private_files import write_private
 
 ORDER = "order.bin"
 """The file in a search's folder that holds its `TrialOrder`."""
@@ -43,7 +43,6 @@ class Session(ABC):
     """A trial's connection to the engine that runs it.
 
     Attributes:
-        name: name of the trial.
         checkpoint: checkpoint to resume from; None: the newest in the trial's own folder.
     """
 
@@ -64,10 +63,7 @@ class TrialOrder:
     """Parameters of a search, for all its trials.
 
     Attributes:
-        train_fn: user's function.
-        folder: folder of the search.
         ranks: number of ranks that a trial may start.
-        metric: metric to optimize, or None.
         mode: ``auto``, ``max`` or ``min``.
         checkpoints: trials save, each in a folder of its own.
         hands_over: epochs after each of which the engine gets a copy of the checkpoint; 0 is never.
@@ -92,10 +88,6 @@ class TrialRun(ScriptRun):
     """Override a trial's trainers: checkpoint folders, names in the trackers.
 
     Args:
-        order: parameters of the search.
-        name: name of the trial.
-        parameters: sampled parameters.
-        checkpoint: checkpoint to resume from, or None.
         changed: whether the parameters differ from those at the time of the checkpoint.
 
     Attributes:
@@ -137,8 +129,8 @@ class TrialRun(ScriptRun):
         order, ranks = self.order, config.num_ranks
         if config.num_nodes > 1 or (ranks or 1) > order.ranks:
             raise UserError(
-                f"a trial of this search has {_count(order.ranks, 'slot')} on one node, and"
-                f" its trainer requests {ranks or 1} on {_count(config.num_nodes, 'node')}",
+                f"a trial of this search has {plural(order.ranks, 'slot')} on one node, and"
+                f" its trainer requests {ranks or 1} on {plural(config.num_nodes, 'node')}",
                 field="ranks_per_trial",
                 got=order.ranks,
                 remedy=f"DistributedTuner(..., ranks_per_trial={ranks or 1}), or fewer ranks in train_fn",
@@ -288,8 +280,6 @@ class _Trial:
         self.record.error = text if self.record.is_mistake else f"{type(error).__name__}: {text}"
         details = "".join(traceback.format_exception(error))
         self._write()
-        from distributed.system.private_files import write_private
-
         write_private(self.folder / "error.txt", details.encode())
         # Not every exception can be pickled for the search.
         raise RuntimeError(f"{self.record.error}\n\n{details}") from None
@@ -327,15 +317,9 @@ class _Trial:
         return PortableCheckpointer(str(kept), keep_last=None).best() if kept.exists() else None
 
     def _write(self) -> None:
-        from distributed.system.private_files import write_private
-
         self.record.seconds = time.monotonic() - self.began
         self.record.judge(self.order.metric, self.order.mode)
         write_private(self.folder / RECORD, json.dumps(self.record.to_dict()).encode())
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

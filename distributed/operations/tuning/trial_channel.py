@@ -18,8 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from typing import Any, NamedTuple
 
 from distributed.interfaces.callback import Band, Callback, Context
-
-__all__ = ["TRIAL", "TrialListener", "EpochReport", "TrialReport", "trial_report"]
+from distributed.system.processes import environment
 
 TRIAL = "DISTRIBUTED_TRIAL"
 """Environment variable with the ranks' address for reports: ``socket key waits``."""
@@ -29,7 +28,6 @@ class EpochReport(NamedTuple):
     """A rank's report of an epoch.
 
     Attributes:
-        metrics: metrics of the epoch.
         checkpoint: path of the checkpoint at its end, None without.
         last: whether the run has no further epoch.
         again: whether the run resumed from a checkpoint that was saved with these metrics.
@@ -114,9 +112,6 @@ class TrialListener:
     Args:
         on_report: called with each `EpochReport`; SystemExit from it stops the trial.
         waits: see `TrialReport`.
-
-    Attributes:
-        stopped: whether the trial was stopped.
     """
 
     def __init__(self, on_report: Callable[[EpochReport], None], waits: bool) -> None:
@@ -135,14 +130,11 @@ class TrialListener:
         """Listen, and export the address to processes started meanwhile."""
         thread = threading.Thread(target=self._serve, daemon=True, name="trial-ear")
         thread.start()
-        before = os.environ.get(TRIAL)
-        os.environ[TRIAL] = f"{self._name} {self._key.hex()} {'waits' if self._waits else 'now'}"
+        told = f"{self._name} {self._key.hex()} {'waits' if self._waits else 'now'}"
         try:
-            yield
+            with environment({TRIAL: told}):
+                yield
         finally:
-            os.environ.pop(TRIAL)
-            if before is not None:
-                os.environ[TRIAL] = before
             self._closing.set()
             # Nothing else wakes a thread that waits in accept.
             with suppress(OSError), socket.socket(socket.AF_UNIX) as nudge:

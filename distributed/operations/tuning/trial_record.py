@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import UserError
+from distributed.errors import UserError, WorkerError
 from distributed.interfaces.metric import larger_is_better, metric_name
-
-__all__ = [
-    "RECORD",
-    "Trial",
-    "best_of",
-    "deciding",
-    "is_number",
-    "load_trial",
-    "ranked",
-    "trial_folder",
-]
 
 RECORD = "trial.json"
 _PREFERRED = ("val_accuracy", "val_loss", "accuracy", "loss", "train_loss")
@@ -209,10 +199,6 @@ def _nothing(trials: list[Trial], metric: str | None) -> Exception:
 
 
 def _failure(text: str, first: Trial) -> Exception:
-    import socket
-
-    from distributed.errors import WorkerError
-
     if first.is_mistake:
         return UserError(text)
     return WorkerError(text, rank=-1, host=socket.gethostname(), exc_type="TrialFailed")

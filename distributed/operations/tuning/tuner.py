@@ -18,9 +18,9 @@ from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.operations.tuning.parent_run import ParentRun
 from distributed.operations.tuning.search_space import parse_space
 from distributed.operations.tuning.trial import ORDER, TrialOrder
-from distributed.operations.tuning.trial_record import Trial, best_of, is_number, load_trial
+from distributed.operations.tuning.trial_record import Trial, best_of, is_number, load_trial, ranked
 from distributed.registry.catalog import get_catalog, load_target, require
-from distributed.system.private_files import draft_of
+from distributed.system.private_files import draft_of, write_private
 
 __all__ = ["DistributedTuner"]
 
@@ -38,7 +38,7 @@ class DistributedTuner:
         search_space: name -> Ray Tune's objects (``tune.choice([64, 128])``), plain words
             (``{"loguniform": [1e-4, 1e-2]}``, see `distributed.operations.tuning.search_space.KINDS`), or
             fixed values.
-        num_gpus: GPUs for all trials together; without a GPU, as many CPU slots. None: all there are.
+        num_gpus: GPUs for all trials together; without a GPU, as many CPU slots. None: all available.
         num_cpus: number of CPU slots (alternative to num_gpus).
         trials_per_gpu: number of trials that share a GPU (or slot).
         ranks_per_trial: ranks that a trial's trainer may start, each with a GPU (or slot), on one node.
@@ -355,8 +355,6 @@ class DistributedTuner:
             self._note({"complete": True})
 
     def _conclude(self, trials: list[Trial]) -> dict[str, Any]:
-        from distributed.operations.tuning.trial_record import ranked
-
         self.results = ranked(trials, self.mode)
         self._best = best_of(trials, self.metric, self.mode)
         return dict(self._best.parameters)
@@ -405,6 +403,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    from distributed.system.private_files import write_private
-
     write_private(path, json.dumps(value, indent=1, default=repr).encode())

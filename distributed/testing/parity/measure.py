@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from torch import Tensor
 from distributed import Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.config import load, parse_assignments
+from distributed.interfaces.history import History
+from distributed.interfaces.launcher import Launcher
 from distributed.registry.catalog import get_catalog, require
 from distributed.testing.reference_problem import problem
 from distributed.testing.workbench import Workbench, find_workbench
-
-if TYPE_CHECKING:
-    from distributed.interfaces.history import History
-    from distributed.interfaces.launcher import Launcher
 
 __all__ = ["DTYPES", "Exercise", "Record", "Side", "parse_side", "record"]
 

@@ -11,8 +11,6 @@ from distributed.testing.parity.diagnosis import TOLERANCES
 from distributed.testing.parity.measure import Exercise, Record, Side, parse_side, record
 from distributed.testing.rank_pool import RankPool
 
-__all__ = ["COLUMNS", "TableRow", "default_backends", "measure", "render"]
-
 COLUMNS = [("float64", "sgd"), ("float32", "sgd"), ("float32", "adamw"), ("bf16", "sgd")]
 """Dtype and optimizer; AdamW with eps=1e-4."""
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["AccumulationMixin"]
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
 
 class AccumulationMixin:
     """Holds gradient communication back until a window's last micro-batch.
@@ -22,6 +18,6 @@ class AccumulationMixin:
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
         """The context of one micro-batch: reduces gradients in its backward only if `last`."""
         if last or not hasattr(self.model, "no_sync"):
-            return _NOTHING
+            return nullcontext()
         held: AbstractContextManager[Any] = self.model.no_sync()
         return held

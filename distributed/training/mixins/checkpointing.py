@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from distributed.training.saving import Saver
 
-__all__ = ["CheckpointingMixin"]
-
 
 class CheckpointingMixin:
     """Holds a `Saver` as `saver`. All methods are collective."""

@@ -9,8 +9,6 @@ import torch
 
 from distributed.training.precision import Precision
 
-__all__ = ["PrecisionMixin"]
-
 
 class PrecisionMixin:
     """Holds a `Precision` as `precision`; a backend overrides a verb where its engine does the work.

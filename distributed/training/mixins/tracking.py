@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from distributed.training.trackers import Trackers
 
-__all__ = ["TrackingMixin"]
-
 
 class TrackingMixin:
     """Holds the run's `Trackers` as `trackers`. On ranks other than 0 nothing happens."""

@@ -21,13 +21,12 @@ from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.operations.tuning.trial import MISSING, SCORE
 from distributed.operations.tuning.trial_record import load_trial
 from distributed.system.private_files import write_private
-from distributed_backends.ray.cluster import connected, environment
+from distributed.system.processes import environment
+from distributed_backends.ray.cluster import connected
 from distributed_backends.ray.section import RaySection
 from distributed_backends.ray.tune.schedulers import hands_over, make_scheduler, own_metric
 from distributed_backends.ray.tune.search_space import count_grid, describe, translate
 from distributed_backends.ray.tune.slots import TrialSlots, find_slots
-
-__all__ = ["RayTune"]
 
 _NAME = "ray"
 """The folder within the search's that Ray keeps its own record in."""

@@ -20,8 +20,6 @@ from distributed.operations.tuning.search_space import parse_space
 from distributed.operations.tuning.trial import EPOCHS
 from distributed_backends.ray.tune.search_space import translate
 
-__all__ = ["hands_over", "make_scheduler", "own_metric"]
-
 _NO_LAST = 10**6
 """Epochs; a trial's configuration sets its end."""
 

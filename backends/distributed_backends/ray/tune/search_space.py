@@ -10,8 +10,6 @@ from ray.tune.search.sample import Domain, Function
 
 from distributed.operations.tuning.search_space import Range
 
-__all__ = ["count_grid", "describe", "translate"]
-
 _MAKERS: dict[str, Any] = {
     "uniform": tune.uniform,
     "loguniform": tune.loguniform,

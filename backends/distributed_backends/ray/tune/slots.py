@@ -16,8 +16,6 @@ from distributed_backends.ray.section import RaySection
 from distributed_backends.ray.tune.schedulers import hands_over
 from distributed_backends.ray.tune.search_space import count_grid, translate
 
-__all__ = ["TrialSlots", "find_slots"]
-
 _SLOT = "distributed_slot"
 """Resource that limits trials on our own cluster, whose host may have more cores than slots."""
 
@@ -27,7 +25,6 @@ class TrialSlots:
     """Slots of a search.
 
     Attributes:
-        search: parameters of the search.
         ours: whether the cluster is started for the search.
         device: ``GPU`` or ``CPU``.
         slots: number of GPUs or CPU slots for all trials; known once connected where it is not ours.

@@ -16,8 +16,6 @@ from ray import tune
 from distributed.communication.task_file import load_task
 from distributed.operations.tuning.trial import ORDER, Session, TrialOrder, run_trial
 
-__all__ = ["run"]
-
 
 class _RaySession(Session):
     def __init__(self, name: str, checkpoint: str | None) -> None:

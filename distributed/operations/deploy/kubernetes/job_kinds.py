@@ -11,8 +11,6 @@ from distributed.operations.deploy.kubernetes.names import literal
 from distributed.operations.deploy.kubernetes.pods import CONFIG, CONTAINER, WORK, Pod
 from distributed.operations.deploy.text_formats import quote
 
-__all__ = ["PORT", "Made", "job", "jobset", "mpijob", "rayjob", "trainjob"]
-
 PORT = 29500
 """Rendezvous port on the first pod; pods have their own addresses, so it is always free."""
 _SAVED = 75

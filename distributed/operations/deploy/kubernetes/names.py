@@ -6,16 +6,6 @@ import re
 
 from distributed.operations.deploy.checks import parse_bytes
 
-__all__ = [
-    "BYTES",
-    "check_image",
-    "check_label",
-    "check_name",
-    "literal",
-    "parse_cpus",
-    "parse_memory",
-]
-
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _IMAGE = re.compile(

@@ -48,8 +48,6 @@ class Pod:
     """Common parts of the pods of a job.
 
     Attributes:
-        job: job to run.
-        settings: Kubernetes settings.
         claim: the volume claim for checkpoints, None without.
     """
 

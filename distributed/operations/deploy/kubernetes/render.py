@@ -41,11 +41,6 @@ _LIMIT = 250_000
 def render(job: Job, settings: KubernetesSettings, output: PurePath) -> Rendered:
     """Manifests, and the list of them.
 
-    Args:
-        job: job to run.
-        settings: Kubernetes settings.
-        output: output directory.
-
     Raises:
         UserError: a kind that cannot run the backend; a script too large to travel; checkpoints that
             no volume could hold.

@@ -17,8 +17,6 @@ from distributed.operations.deploy.kubernetes.names import (
 )
 from distributed.operations.deploy.settings import RunSettings
 
-__all__ = ["Kind", "KubernetesSettings"]
-
 Kind = Literal["job", "jobset", "trainjob", "mpijob", "rayjob"]
 _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
@@ -28,35 +26,43 @@ class KubernetesSettings(RunSettings):
 
     kind: Literal["auto", "job", "jobset", "trainjob", "mpijob", "rayjob"] = Field(
         "auto",
-        description="job needs nothing but Kubernetes; the others their operator. auto: mpijob for horovod,"
+        description="job requires only Kubernetes, the other kinds their operator. auto: mpijob for horovod,"
         " rayjob for ray, else job.",
     )
     image: str | None = Field(
-        None, description="Image that holds distributed-trainer; `deploy docker` has one."
+        None, description="Image that contains distributed-trainer; `deploy docker` builds one."
     )
-    namespace: str | None = Field(None, description="Namespace; None is kubectl's own.")
+    namespace: str | None = Field(None, description="Namespace. None: kubectl's default.")
     cpus: str | None = Field(None, description="CPUs of each node's pod, such as 8 or 500m.")
     memory: str | None = Field(None, description="Memory of each node's pod, such as 64Gi.")
     gpu_resource: str = Field("nvidia.com/gpu", description="Resource name of a GPU.")
-    shm: str = Field("1Gi", description="Size of /dev/shm, which counts against memory; loaders need it.")
+    shm: str = Field(
+        "1Gi", description="Size of /dev/shm, which counts as memory; DataLoader workers require it."
+    )
     claim: str | None = Field(None, description="Existing volume claim for checkpoint_dir.")
-    claim_size: str = Field("100Gi", description="Size of the claim that is made when none is named.")
-    storage_class: str | None = Field(None, description="Storage class of that claim; None is the default.")
-    env_from_secret: tuple[str, ...] = Field((), description="Secret whose keys become variables.")
+    claim_size: str = Field(
+        "100Gi", description="Size of the volume claim that is created if `claim` is not set."
+    )
+    storage_class: str | None = Field(
+        None, description="Storage class of the created claim. None: the default."
+    )
+    env_from_secret: tuple[str, ...] = Field(
+        (), description="Secret whose keys become environment variables."
+    )
     retries: NonNegativeInt = Field(
         3,
         description="Restarts after a failure; a preemption after which the run saved does not count in"
         " job, jobset and trainjob.",
     )
-    grace: PositiveInt = Field(120, description="Seconds for saving before a pod is deleted.")
-    run_as_user: PositiveInt = Field(1000, description="User and group of the processes; never root.")
+    grace: PositiveInt = Field(120, description="Seconds for a save before a pod is deleted.")
+    run_as_user: PositiveInt = Field(1000, description="Uid and gid of the processes; root is not allowed.")
     node_selector: dict[str, str] = Field(default_factory=dict, description="Label that nodes must have.")
-    queue: str | None = Field(None, description="Queue of Kueue.")
+    queue: str | None = Field(None, description="Kueue queue.")
     priority_class: str | None = Field(None, description="Priority class of the pods.")
     service_account: str | None = Field(
         None, description="Service account of the pods; its token is not mounted."
     )
-    image_pull_secret: tuple[str, ...] = Field((), description="Secret for the registry.")
+    image_pull_secret: tuple[str, ...] = Field((), description="Secret for the image registry.")
     ray_version: str = Field("2.60.0", description="Version of Ray in the image; for rayjob.")
 
     def secret_remedy(self) -> str:
