@@ -32,8 +32,8 @@ demo: $(VENV)/.for-demo
 	mkdir -p demo
 	$(BIN)/python -m distributed.cli train $(DEMO_FLAGS) $(DEMO_OUTPUT)
 
-# TEST_PROCESSES=2 takes less time, for one process waits half of its time. Not the default before whole runs are green.
-TEST_PROCESSES ?= 0
+# More processes than cores do not end earlier. 0: pytest without workers, for a debugger.
+TEST_PROCESSES ?= 2
 test: $(VENV)/.for-dev $(VENV)/.horovod
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_FLAGS)
 

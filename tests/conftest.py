@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: where several processes share the cores, OpenMP's threads mostly wait for one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from distributed.launch.fork_server import ForkServer
 from distributed.launch.forked import ADDRESS
@@ -65,15 +69,15 @@ def _own_environment(request: pytest.FixtureRequest, fork_server: ForkServer) ->
 def ray_cluster(forking_python: Path) -> Iterator[None]:
     """A Ray cluster on this host for a module's tests, its CPUs enough for several runs.
 
-    Its workers are forks: each would import torch, pandas and pyarrow for seconds. Those that Ray starts
-    beforehand have another environment, so that no run could use them.
+    Its workers are forks: each would import torch, pandas and pyarrow for seconds.
     """
     import logging
 
     import ray
 
-    forks = {ADDRESS: os.environ[ADDRESS], PRELOAD: "pandas pyarrow.fs fsspec"}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(forking_python.with_name("ray-python")))
+        patch.setenv(PRELOAD, "pandas pyarrow.fs fsspec")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         ray.init(
             address="local",
@@ -81,7 +85,6 @@ def ray_cluster(forking_python: Path) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"py_executable": str(forking_python), "env_vars": forks},
         )
     yield
     ray.shutdown()

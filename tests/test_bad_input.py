@@ -21,6 +21,7 @@ from distributed.planner.resolve import resolve
 from distributed.registry.catalog import build_catalog, get_catalog
 from distributed.registry.hookspecs import hookimpl
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 
 def points(length: int = 16) -> tuple[Tensor, Tensor]:
@@ -175,14 +176,8 @@ def test_a_checkpoint_directory_that_cannot_be_written(
     ranks: int, tmp_path: Path, rank_pool: RankPool
 ) -> None:
     (tmp_path / "file").write_text("")
-    trainer = Trainer(
-        nn.Linear(4, 2),
-        num_processes=ranks,
-        device="cpu",
-        batch_size=4,
-        checkpoint_dir=tmp_path / "file" / "run",
-    )
-    trainer.launcher = rank_pool
+    folder = tmp_path / "file" / "run"
+    trainer = make_trainer(nn.Linear(4, 2), ranks, rank_pool, folder=folder, batch_size=4)
     mistake(lambda: trainer.fit(points()), "checkpoint_dir", str(tmp_path / "file" / "run"), "Choose another")
 
 
@@ -256,7 +251,7 @@ class Whole(Dataset[Tensor]):
 
 
 def test_a_batch_without_target() -> None:
-    mistake(lambda: train(data=Whole()), "train_loader", "cannot tell inputs from target", "training_step")
+    mistake(lambda: train(data=Whole()), "train_loader", "cannot separate inputs and target", "training_step")
 
 
 # Model, optimizer, loss
@@ -296,10 +291,8 @@ def test_a_scheduler_of_another_optimizer(rank_pool: RankPool) -> None:
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
     for ranks in (1, 2):
-        trainer = Trainer(
-            model, optimizer=optimizer, scheduler=scheduler, num_processes=ranks, device="cpu", batch_size=4
-        )
-        trainer.launcher = rank_pool
+        fields = {"optimizer": optimizer, "scheduler": scheduler, "batch_size": 4}
+        trainer = make_trainer(model, ranks, rank_pool, **fields)
         mistake(
             lambda t=trainer: t.fit(points()),
             "scheduler",

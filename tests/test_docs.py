@@ -31,6 +31,9 @@ OURS = "python -m distributed.cli "
 UNMANAGED = {"benchmarks.md"}
 """Pages whose blocks are a record of what was run, not something to try."""
 
+ON_RAY = {"ray.md", "tuning.md"}
+"""Pages whose blocks start a Ray cluster where none is connected."""
+
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str, int]]:
     """(language, source, line) of the fenced blocks of `page`, in order."""
@@ -63,9 +66,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     yield
-    ray = sys.modules.get("ray")
-    if ray is not None:
-        ray.shutdown()  # Tune connects by itself, and stays so
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None:
         mlflow.set_tracking_uri(None)  # a page's own store goes with its folder
@@ -73,7 +73,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("page", [p for p in tried(PAGES) if blocks(p, "python")], ids=label)
-def test_python_blocks_run_as_written(page: Path) -> None:
+def test_python_blocks_run_as_written(page: Path, request: pytest.FixtureRequest) -> None:
+    if page.name in ON_RAY:
+        request.getfixturevalue("ray_cluster")
     namespace: dict[str, Any] = {"__name__": "__page__"}
     for _, source, line in blocks(page, "python"):
         if not re.match(r"# \w+\.py\n", source):
@@ -115,6 +117,7 @@ def test_getting_started_works_from_top_to_bottom(tmp_path: Path) -> None:
 
 @pytest.mark.real_start
 @pytest.mark.starts_processes
+@pytest.mark.timeout(600)
 def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
     (script,) = [text for _, text, _ in blocks(ROOT / "README.md", "bash") if "kill -9" in text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -123,7 +126,7 @@ def test_the_readme_kills_a_run_and_loses_nothing(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=540,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path},
     )
     assert done.returncode == 0, done.stdout

@@ -3,7 +3,6 @@ parameters, one without a dimension, blocks side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 WORDS, WIDTH = 11, 7
 
@@ -89,16 +89,11 @@ def own_loss(model: Any, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def trainer_of(
-    backend: str, ranks: int, pool: RankPool, model: nn.Module | None = None, **given: Any
+    backend: str, ranks: int = 1, pool: RankPool | None = None, model: Any = None, **given: Any
 ) -> Trainer:
     """A trainer of `model` (a new `tiny`) with twelve sequences a step, on ranks of the pool."""
-    fields: Mapping[str, Any] = {
-        "global_batch_size": 12, "optimizer": two_groups, "gradient_clipping": 0.5, "log_every_n_steps": 1,
-        "num_processes": ranks, "device": "cpu", "backend": backend, **given,
-    }  # fmt: skip
-    trainer = Trainer(tiny() if model is None else model, **fields)
-    trainer.launcher = pool
-    return trainer
+    fields = {"global_batch_size": 12, "optimizer": two_groups, "gradient_clipping": 0.5, **given}
+    return make_trainer(tiny() if model is None else model, ranks, pool, backend=backend, **fields)
 
 
 class HoldsWhatWasSaved(Callback):

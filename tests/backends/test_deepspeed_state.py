@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.communication.environment import detect
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.registry import catalog
+from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, two_groups, words
@@ -241,12 +241,6 @@ pathlib.Path(f"rank_{os.environ['RANK']}.json").write_text(json.dumps(said))
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 ENGINE = catalog.get_catalog().backends["deepspeed"].preload
 """What a rank imports."""
 
@@ -289,7 +283,8 @@ def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
     """deepspeed on each of two nodes, by one hostfile; the script is given --local_rank."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    common = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port()]
+    master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    common = ["--hostfile", "hosts", "--no_ssh", *master]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *common]
     together(tmp_path, *([*launcher, "--node_rank", node, "train.py", "3"] for node in "01"))
     check_weights(tmp_path, uninterrupted)
@@ -298,7 +293,7 @@ def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
 def test_ranks_of_torchrun_are_joined(tmp_path: Path, uninterrupted: nn.Module, forking_python: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    together(tmp_path, [*torchrun, "--master-port", free_port(), "train.py", "1"], python=forking_python)
+    together(tmp_path, [*torchrun, "--master-port", str(free_port()), "train.py", "1"], python=forking_python)
     check_weights(tmp_path, uninterrupted)
 
 
@@ -322,7 +317,7 @@ def test_the_command_line_under_deepspeed(flags: list[str], tmp_path: Path, fork
         "--num_gpus",
         "2",
         "--master_port",
-        free_port(),
+        str(free_port()),
     ]
     words = [
         "train",

@@ -33,11 +33,7 @@ STEPS = 9
 def expected() -> tuple[TinyLM, list[float], list[float]]:
     """(weights, losses, norms) of one process without any of it."""
     model = tiny()
-    trainer = Trainer(
-        model, backend="serial", global_batch_size=12, optimizer=_adamw, gradient_clipping=0.5,
-        log_every_n_steps=1, device="cpu",
-    )  # fmt: skip
-    history = trainer.fit(words(), max_steps=STEPS)
+    history = trainer_of("serial", model=model, optimizer=_adamw).fit(words(), max_steps=STEPS)
     return model, history.steps["loss"], [log["grad_norm"] for log in history.logs]
 
 
@@ -69,7 +65,7 @@ class HoldsItsShareAlone(Callback):
                 assert tensor.shape == parameter.shape
             if parameter.dim():
                 sizes[name] = (parameter.to_local().numel(), parameter.numel())  # type: ignore[attr-defined]
-        ranks = context.backend.gather_objects(sizes)  # type: ignore[attr-defined]
+        ranks = context.backend.gather_objects(sizes)
         copies = len(ranks) // self.shards
         for name, (_, whole) in sizes.items():
             assert sum(rank[name][0] for rank in ranks) == whole * copies, name
@@ -285,7 +281,7 @@ def plan_of(resources: int = 0, **fields: Any) -> Any:
     ("fields", "field", "text"),
     [
         ({"num_processes": 4, "fsdp": {"replicate": 3}}, "fsdp.replicate", "1, 2, 4"),
-        ({"num_processes": 1, "fsdp": {"cpu_offload": True}, "device": "cuda"}, "fsdp.cpu_offload", "nobody"),
+        ({"num_processes": 1, "fsdp": {"cpu_offload": True}, "device": "cuda"}, "fsdp.cpu_offload", "a single rank has no other rank"),
         ({"num_processes": 2, "find_unused_parameters": True}, "find_unused_parameters", "pytorch-ddp"),
     ],
 )

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Callback, Trainer
+from distributed import Callback
 from distributed.interfaces.callback import Context
+from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
-from tests.backends.fsdp_model import TinyLM, trainer_of, two_groups, words
-from tests.backends.test_fsdp_state import check_weights, free_port, together
+from tests.backends.fsdp_model import TinyLM, trainer_of, words
+from tests.backends.test_fsdp_state import check_weights, together
 
 STEPS = 5
 BUILT_ON: list[str] = []
@@ -87,10 +88,7 @@ class WhereBuilt(Callback):
 
 
 def serially(factory: Any) -> tuple[nn.Module, Any]:
-    trainer = Trainer(
-        factory, backend="serial", global_batch_size=12, optimizer=two_groups, gradient_clipping=0.5,
-        log_every_n_steps=1, device="cpu",
-    )  # fmt: skip
+    trainer = trainer_of("serial", model=factory)
     history = trainer.fit(words(), words(5), max_steps=STEPS)
     return trainer.model, history
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from distributed import Trainer, UserError
+from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, words
@@ -150,13 +150,6 @@ trainer.fit(words(), words(5), max_steps=10)
 with open(f"weights_{os.getpid()}.json", "w") as file:
     json.dump([p.tolist() for p in model.parameters()], file)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def together(folder: Path, words: list[list[str]], options: list[dict[str, Any]], **env: str) -> None:

@@ -1,10 +1,8 @@
-"""The Horovod backend beyond the kit: what travels, in what form, and what is refused."""
+"""The Horovod backend beyond the kit: what is reduced, in which format, and what is rejected."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed import Callback, HorovodTrainer, Trainer, UserError, WorkerError
+from distributed import HorovodTrainer, UserError, WorkerError
 from distributed.config import DistributedConfig, load
-from distributed.interfaces.callback import Context
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
@@ -25,6 +22,7 @@ from distributed.registry.catalog import get_catalog
 from distributed.system.addresses import loopback_interface
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import Die, SameWeights, make_trainer
 
 
 @pytest.fixture
@@ -32,19 +30,14 @@ def pool(rank_pool: RankPool) -> RankPool:
     return rank_pool
 
 
-def trainer_of(model: Any, pool: RankPool | None, ranks: int = 2, **given: Any) -> Trainer:
-    fields: dict[str, Any] = {
-        "backend": "horovod", "num_processes": ranks, "device": "cpu", "batch_size": 4,
-        "optimizer": torch.optim.SGD, "learning_rate": 0.3, "log_every_n_steps": 1, **given,
-    }  # fmt: skip
-    trainer = Trainer(model, **fields)
-    trainer.launcher = pool
-    return trainer
+trainer_of = partial(
+    make_trainer, ranks=2, backend="horovod", batch_size=4, optimizer=torch.optim.SGD, learning_rate=0.3
+)
 
 
 def trained(model: nn.Module, pool: RankPool, ranks: int = 2, steps: int = 12, **given: Any) -> nn.Module:
     dtype = next(model.parameters()).dtype
-    trainer_of(model, pool, ranks, **given).fit(problem(25, dtype), max_steps=steps)
+    trainer_of(model, pool=pool, ranks=ranks, **given).fit(problem(25, dtype), max_steps=steps)
     return model
 
 
@@ -96,25 +89,14 @@ def _odd_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def test_the_count_of_tokens_is_never_rounded(pool: RankPool) -> None:
     model = Count()
     given = {"loss_fn": _odd_count, "batch_size": 1, "learning_rate": 1.0, "horovod": {"compression": "fp16"}}
-    trainer_of(model, pool, **given).fit(problem(2), max_steps=1)
+    trainer_of(model, pool=pool, **given).fit(problem(2), max_steps=1)
     assert model.weight.item() == pytest.approx(-2048 / 4099, abs=1e-12)
-
-
-class Alike(Callback):
-    """Fails when the ranks' weights are not the same bits."""
-
-    all_ranks = True
-
-    def on_step_end(self, context: Context) -> None:
-        """Compare them."""
-        found = context.backend.gather_objects(bits(context.model))  # type: ignore[attr-defined]
-        assert all(weights == found[0] for weights in found)
 
 
 def test_an_overflow_is_skipped_by_all_ranks(pool: RankPool) -> None:
     model, plain = small_model(torch.float32), small_model(torch.float32)
-    trainer = trainer_of(model, pool, mixed_precision="fp16", scaler_init_scale=2.0**26)
-    trainer.callbacks = [Alike()]
+    trainer = trainer_of(model, pool=pool, mixed_precision="fp16", scaler_init_scale=2.0**26)
+    trainer.callbacks = [SameWeights()]
     skipped = trainer.fit(problem(24, torch.float32), max_steps=24).num_skipped_steps
     assert 3 < skipped < 20
     assert distance(model, plain) > 1e-3
@@ -211,7 +193,7 @@ class Sparse(nn.Module):
 
 def test_sparse_gradients_are_refused(pool: RankPool) -> None:
     with pytest.raises(UserError, match=r"gradient of table\.weight is sparse.*sparse=False"):
-        trainer_of(Sparse(), pool).fit(problem(8, torch.float32), max_steps=1)
+        trainer_of(Sparse(), pool=pool).fit(problem(8, torch.float32), max_steps=1)
 
 
 @pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "0.0.0.0")])
@@ -233,18 +215,8 @@ def test_one_node_meets_on_loopback_alone(pool: RankPool, nodes: int, address: s
     assert listening() == before
 
 
-class Kill(Callback):
-    all_ranks = True
-
-    def on_step_end(self, context: Context) -> None:
-        """End rank 1 as the kernel would."""
-        if context.world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_killed_rank_is_named(pool: RankPool) -> None:
-    trainer = trainer_of(small_model(), None)
-    trainer.callbacks = [Kill()]
+    trainer = trainer_of(small_model(), callbacks=[Die(1, rank=1)])
     with pytest.raises(WorkerError, match=r"rank 1 \(.*SIGKILL") as caught:
         trainer.fit(problem(25))
     assert caught.value.rank == 1

@@ -383,8 +383,8 @@ def test_ranks_of_a_users_own_ray_train_join(ray_cluster: None, tmp_path: Path, 
 
 def test_ray_train_still_names_what_we_do_without() -> None:
     """Each starts a process that would cost a run some seconds; under another name it would again."""
-    from distributed_backends.ray.launcher import _IDLE_ON_OWN
+    from distributed_backends.ray.launcher import _CLEANER, _DATASETS
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     names = {type(callback).__name__ for callback in DataParallelTrainer(print)._create_default_callbacks()}
-    assert names >= _IDLE_ON_OWN
+    assert names >= {_CLEANER, _DATASETS}

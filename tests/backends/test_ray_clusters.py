@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distributed.system.addresses import free_port
+
 pytestmark = pytest.mark.starts_processes
 
 TRAIN = [sys.executable, "-m", "distributed.cli", "train", "--backend", "ray", "--num-processes", "2"]
@@ -134,13 +136,6 @@ def test_a_cluster_that_runs_already(place: str, tmp_path: Path) -> None:
         assert best_accuracy(output) > 0.95
     # It is not ours to end.
     assert before <= {process.pid for process in processes(place)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_an_address_that_does_not_answer(place: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from distributed.testing.reference_problem import masked_mean, problem
 from distributed.testing.suite import EXACT, Run, Suite
 from tests.support import commands
 from tests.support.forking_python import PRELOAD
+from tests.support.training import make_trainer
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -244,10 +245,8 @@ def test_ranks_draw_different_masks(rank_pool: RankPool) -> None:
     x, y = torch.ones(2, 6, dtype=torch.float64), torch.tensor([1, 1])
     after = []
     for ranks, length in ((1, 1), (2, 2)):
-        trainer = TensorFlowDistributedTrainer(
-            _with_dropout, num_processes=ranks, batch_size=1, optimizer="sgd", learning_rate=0.5
-        )
-        trainer.launcher = rank_pool
+        fields = {"backend": "tensorflow", "batch_size": 1, "optimizer": "sgd", "learning_rate": 0.5}
+        trainer = make_trainer(_with_dropout, ranks, rank_pool, **fields)
         trainer.fit((x[:length], y[:length]), max_steps=1)
         after.append(trainer.model.get_weights()[0])
     assert np.abs(after[0] - after[1]).max() > 1e-6
@@ -256,10 +255,8 @@ def test_ranks_draw_different_masks(rank_pool: RankPool) -> None:
 def test_an_overflow_is_skipped_by_all_and_the_scale_halves(rank_pool: RankPool) -> None:
     x, y = problem(16, torch.float32)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    trainer = TensorFlowDistributedTrainer(
-        model, num_processes=2, batch_size=4, mixed_precision="fp16", scaler_init_scale=2.0**40
-    )
-    trainer.launcher = rank_pool
+    fields = {"backend": "tensorflow", "mixed_precision": "fp16", "scaler_init_scale": 2.0**40}
+    trainer = make_trainer(model, 2, rank_pool, batch_size=4, **fields)
     history = trainer.fit((x, y), max_steps=40)
     assert 0 < history.num_skipped_steps < 40
     assert np.isfinite(model.get_weights()[0]).all()
@@ -269,11 +266,10 @@ def test_the_optimizers_own_schedule_counts_steps(rank_pool: RankPool) -> None:
     x, y = problem(16, torch.float32)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.5, 0.25, 0.125])
-    trainer = TensorFlowDistributedTrainer(
-        model, optimizer=keras.optimizers.SGD(schedule), num_processes=2, batch_size=2, log_every_n_steps=1,
+    trainer = make_trainer(
+        model, 2, rank_pool, backend="tensorflow", optimizer=keras.optimizers.SGD(schedule), batch_size=2,
         gradient_accumulation_steps=2,
     )  # fmt: skip
-    trainer.launcher = rank_pool
     history = trainer.fit((x, y), max_steps=5)
     assert history.steps["learning_rate"] == [0.5, 0.5, 0.25, 0.25, 0.125]
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from distributed import TensorFlowDistributedTrainer, UserError, WorkerError
+from distributed import TensorFlowDistributedTrainer, Trainer, UserError, WorkerError
 from distributed.config import DistributedConfig
 from distributed.data import Source
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import problem, small_model
 from distributed.testing.suite import EXACT
+from tests.support.training import make_trainer
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -38,23 +39,15 @@ def order(source: Source, epoch: int) -> list[int]:
     return [int(sample) for sample in source.dataset]
 
 
-def trainer_of(pool: RankPool, ranks: int, **given: Any) -> TensorFlowDistributedTrainer:
+def trainer_of(pool: RankPool, ranks: int, **given: Any) -> Trainer:
     from distributed.testing.tensorflow_workbench import TensorFlowWorkbench
 
-    bench = TensorFlowWorkbench()
-    trainer = TensorFlowDistributedTrainer(
-        bench.model(torch.float64),
-        num_processes=ranks,
-        device="cpu",
-        optimizer="sgd",
-        learning_rate=0.3,
-        **given,
-    )
-    trainer.launcher = pool
-    return trainer
+    model = TensorFlowWorkbench().model(torch.float64)
+    kind = TensorFlowDistributedTrainer
+    return make_trainer(model, ranks, pool, kind=kind, optimizer="sgd", learning_rate=0.3, **given)
 
 
-def off_the_oracle(trainer: TensorFlowDistributedTrainer, batch: int, steps: int, length: int = 25) -> float:
+def off_the_oracle(trainer: Trainer, batch: int, steps: int, length: int = 25) -> float:
     from distributed.testing.tensorflow_workbench import TensorFlowWorkbench
 
     reference = small_model()
@@ -201,10 +194,8 @@ def test_inputs_may_be_named(rank_pool: RankPool) -> None:
     joined = keras.layers.Concatenate()([left, right])
     model = keras.Model({"left": left, "right": right}, keras.layers.Dense(3)(joined))
     data = ({"left": x[:, :3], "right": x[:, 3:]}, y)
-    trainer = TensorFlowDistributedTrainer(
-        model, num_processes=2, batch_size=4, optimizer="sgd", learning_rate=0.3
-    )
-    trainer.launcher = rank_pool
+    kind = TensorFlowDistributedTrainer
+    trainer = make_trainer(model, 2, rank_pool, kind=kind, batch_size=4, optimizer="sgd", learning_rate=0.3)
     history = trainer.fit(data, data, epochs=8)
     assert history.epochs[-1]["train_loss"] < history.epochs[0]["train_loss"]
     assert history.num_samples == 8 * 25

@@ -1,9 +1,8 @@
-"""The parts of a search that need no cluster: spaces, a trial, records, the plot, arguments."""
+"""The parts of a search that need no cluster: spaces, a trial, arguments, the verb."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -13,18 +12,17 @@ from typing import Any
 
 import pytest
 
-from distributed import DistributedTuner, Trainer, UserError, WorkerError
+from distributed import DistributedTuner, Trainer, UserError
 from distributed.cli import main
 from distributed.commands.tune import _how_to_train
 from distributed.config import DistributedConfig, Layer, load, read_file
 from distributed.config.script_overlay import active
 from distributed.operations.report.record_format import NAME
 from distributed.operations.tuning.parent_run import ParentRun
-from distributed.operations.tuning.plot import write_plot
 from distributed.operations.tuning.search_space import Range, parse_space
 from distributed.operations.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
 from distributed.operations.tuning.trial_channel import TRIAL, TrialListener, TrialReport
-from distributed.operations.tuning.trial_record import Trial, best_of, load_trial, ranked
+from distributed.operations.tuning.trial_record import Trial, load_trial
 from distributed.testing.conformance import problem, small_model
 
 X, Y = problem(26)
@@ -263,38 +261,6 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(tmp_path: Path) -> Non
         report.on_run_end(run, "finished")
 
 
-# -- records ---------------------------------------------------------------------------
-
-
-def made(name: str, value: float | None, status: str = "finished", **given: Any) -> Trial:
-    reports = [] if value is None else [{"epoch": 0, "val_loss": value}]
-    trial = Trial(name, {"lr": 0.1}, status, reports=reports, **given)
-    trial.judge(None, "auto")
-    return trial
-
-
-def test_the_best_is_neither_nan_nor_failed() -> None:
-    trials = [made("a", 2.0), made("b", float("nan")), made("c", 0.5, "failed"), made("d", 1.0, "stopped")]
-    assert [trial.status for trial in trials] == ["finished", "nan", "failed", "stopped"]
-    assert best_of(trials, None, "auto").name == "d"
-    assert [trial.name for trial in ranked(trials, "auto")][:2] == ["d", "a"]
-
-
-def test_without_a_best_the_first_cause_is_named() -> None:
-    failed = [made("a", None, "failed", error="no disk"), made("b", None, "failed", error="later")]
-    with pytest.raises(WorkerError, match="all 2 trials failed; trial a: no disk"):
-        best_of(failed, None, "auto")
-    failed[0].is_mistake = True
-    with pytest.raises(UserError, match="all 2 trials failed; trial a: no disk"):
-        best_of(failed, None, "auto")
-    with pytest.raises(UserError, match="in every trial that ended, val_loss was not a number"):
-        best_of([made("a", float("inf"))], None, "auto")
-    trial = Trial("a", {}, "finished", reports=[{"loss": 1.0}])
-    trial.judge("gain", "auto")
-    with pytest.raises(UserError, match=r"no trial reported this metric. Got 'gain'. Allowed: loss"):
-        best_of([trial], "gain", "auto")
-
-
 # -- a search that is resumed ----------------------------------------------------------
 
 
@@ -329,35 +295,6 @@ def test_a_search_goes_on_only_with_what_makes_its_trials_comparable(
     with pytest.raises(UserError, match=f"{field}: the search in .* was started with") as caught:
         claim(tmp_path, resume=True, **{field: value})
     assert "0x" not in str(caught.value)
-
-
-# -- the plot --------------------------------------------------------------------------
-
-
-def test_the_picture_needs_nothing_and_a_name_cannot_end_its_script(tmp_path: Path) -> None:
-    trials = [made(f"{n:05d}", 1.0 / (n + 1)) for n in range(4)]
-    for n, trial in enumerate(trials):
-        trial.parameters = {"lr": 10.0**-n, "kind": "</script><b>"[: 9 + n], "size": n}
-    path = write_plot(trials, "auto", trials[3], tmp_path / "search.html", "a <title>")
-    page = Path(path).read_text()
-    figures, _, _ = page.partition('id="figures">')[2].partition("</script>")
-    course, lines = json.loads(figures)
-    assert (len(course["data"]), len(lines["data"])) == (2, len(trials))
-    assert "</script><b>" not in page
-    assert "a &lt;title&gt;" in page
-    assert 'src="http' not in page
-
-
-def test_a_trial_that_failed_is_in_the_table_alone(tmp_path: Path) -> None:
-    """Its last good figure is no best so far, whatever it was."""
-    trials = [made("0", 1.0), made("1", 0.1, "failed", error="no disk"), made("2", 0.5)]
-    for n, trial in enumerate(trials):
-        trial.parameters = {"lr": 10.0**-n}
-    page = Path(write_plot(trials, "auto", trials[2], tmp_path / "search.html", "search")).read_text()
-    course, lines = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    assert course["data"][1]["y"] == [1.0, 0.5]
-    assert len(lines["data"]) == 2
-    assert "failed: no disk" in page
 
 
 # -- the command line ------------------------------------------------------------------

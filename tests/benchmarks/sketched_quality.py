@@ -1,4 +1,4 @@
-"""What thin layers learn from a dense teacher, and what a weight loses when it is converted.
+"""Accuracy of low-rank layers from a dense teacher, and what a weight loses when it is converted.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/sketched_quality.py
 

@@ -86,12 +86,12 @@ def _other_checkpoint(path: Path, other: Path, rng: random.Random) -> None:
 
 
 KINDS: dict[str, Callable[[Path, Path, random.Random], None]] = {
-    "a bit turned over": _flip,
-    "a file cut short": _truncate,
+    "a bit flipped": _flip,
+    "a file truncated": _truncate,
     "a file deleted": _delete,
     "a page of zeros": _zero_page,
-    "two words exchanged": _swap_words,
-    "two ranks' files exchanged": _swap_shards,
+    "two words swapped": _swap_words,
+    "two ranks' files swapped": _swap_shards,
     "a file of another checkpoint": _other_checkpoint,
 }
 """Kind of damage -> ``(a file, another checkpoint, random numbers)`` does it; it may change nothing."""
@@ -250,9 +250,19 @@ def main(words: list[str] | None = None) -> int:
         torn = torn_saves(Path(folder))
     tried, refused, loaded = (sum(int(row[column]) for row in damage) for column in (1, 2, 3))
     total = ("**all**", tried, refused, loaded)
-    _table(("damage", "tried", "refused", "previous good one loaded"), [*damage, total])
+    _table(("damage", "tried", "rejected", "previous intact one loaded"), [*damage, total])
     print()
-    _table(("save cut on a", "at", "times", "then loaded: the previous", "the new", "other"), torn)
+    _table(
+        (
+            "storage and interruption",
+            "interrupted operation",
+            "number of interruptions",
+            "previous checkpoint loaded",
+            "new checkpoint loaded",
+            "anything else loaded",
+        ),
+        torn,
+    )
     accepted = not tried == refused == loaded or any(row[5] for row in torn)
     return 1 if accepted else 0
 

@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         name: of the case.
-        does: what rank 1 does, for people.
+        does: the fault of rank 1, for the caption.
         phase: in which it is named.
         exc_type: of the error.
         step: in which it is named.
@@ -72,37 +72,37 @@ class Case:
 CASES = {
     case.name: case
     for case in (
-        Case("loading", "waits for ever for a sample", "data", "Hang"),
-        Case("loader worker", "has a loader worker that waits for ever", "data", "Hang", num_workers=1),
-        Case("forward", "waits for ever in its model", "forward", "Hang"),
-        Case("callback", "waits for ever in a callback", "callback", "Hang"),
+        Case("loading", "is blocked while it loads a sample", "data", "Hang"),
+        Case("loader worker", "has a blocked DataLoader worker", "data", "Hang", num_workers=1),
+        Case("forward", "is blocked in its model", "forward", "Hang"),
+        Case("callback", "is blocked in a callback", "callback", "Hang"),
         Case("stopped", "is stopped by SIGSTOP", "callback", "Hang"),
-        Case("skipped barrier", "leaves out a barrier that the others wait in", "backward", "Hang", 4, 3),
-        Case("skipped sum", "leaves out an all_reduce of the others", "backward", "OutOfStep", 4, 3),
+        Case("skipped barrier", "skips a barrier in which the others wait", "backward", "Hang", 4, 3),
+        Case("skipped sum", "skips an all_reduce that the others call", "backward", "OutOfStep", 4, 3),
         Case("early end", "has fewer batches than the others", "epoch end", "OutOfStep", 2, 3),
-        Case("raised", "raises", "forward", "ZeroDivisionError"),
+        Case("raised", "raises an exception", "forward", "ZeroDivisionError"),
         Case("killed", "is killed", "callback", "SIGKILL"),
         Case("native crash", "crashes in native code", "callback", "SIGSEGV"),
         Case("memory", "needs more memory than its limit", "forward", "MemoryError"),
         Case(
             "diverged",
-            "changes a parameter that the others do not",
+            "changes a parameter that the other ranks do not change",
             "record",
             "Divergence",
             4,
             3,
             given={"log_every_n_steps": 2, "divergence_check_steps": 2},
         ),
-        Case("forward under fsdp", "waits for ever in its model", "forward", "Hang", backend="fsdp"),
+        Case("forward under fsdp", "is blocked in its model", "forward", "Hang", backend="fsdp"),
         Case("killed under fsdp", "is killed", "callback", "SIGKILL", backend="fsdp"),
-        Case("callback under horovod", "waits for ever in a callback", "callback", "Hang", backend="horovod"),
+        Case("callback under horovod", "is blocked in a callback", "callback", "Hang", backend="horovod"),
         Case("killed under horovod", "is killed", "callback", "SIGKILL", backend="horovod"),
     )
 }
 
 
 class _Staged:
-    """Notes when the fault begins, so that a test can tell how long it took to be told."""
+    """Records when the fault begins, so that a test can measure the time to the report."""
 
     def __init__(self, fault: str, mark: str) -> None:
         self.fault, self.mark = fault, mark
@@ -133,7 +133,7 @@ class _Model(nn.Module):
             self.staged.wait()
         elif self.staged.fault == "raised":
             self.staged.begin()
-            raise ZeroDivisionError("deep in the model")
+            raise ZeroDivisionError("division in forward")
         elif self.staged.fault == "memory":
             self.staged.begin()
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -174,7 +174,7 @@ class _Act(Callback):
         self.staged = staged
 
     def on_step_end(self, context: Context) -> None:
-        """Fail, or be a rank that does what rank 1 leaves out."""
+        """Fail, or call on another rank what rank 1 skips."""
         if context.progress.step != STEP:
             return
         if context.world.rank == RANK:
@@ -241,10 +241,11 @@ def _print(case: Case, markdown: bool) -> None:
     title = f"Rank 1 {case.does}" + (f" ({case.backend})" if case.backend != "pytorch-ddp" else "")
     if markdown:
         print(
-            f"\n**{title}** (told after {took:.0f} s)\n\n```text\n" + "\n".join(shown) + "\n```", flush=True
+            f"\n**{title}** (reported after {took:.0f} s)\n\n```text\n" + "\n".join(shown) + "\n```",
+            flush=True,
         )
     else:
-        print(f"\n== {title} (told after {took:.0f} s)\n" + "\n".join(shown), flush=True)
+        print(f"\n== {title} (reported after {took:.0f} s)\n" + "\n".join(shown), flush=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -21,7 +21,8 @@ import pytest
 
 from distributed.testing.conformance import BackendConformance
 from tests.campaigns.mutant_suite import ROWS
-from tests.campaigns.mutants import Mutant, Sound
+from tests.campaigns.mutant_table import Mutant
+from tests.campaigns.mutants import Sound
 
 __all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "render"]
 

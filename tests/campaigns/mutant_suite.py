@@ -13,7 +13,8 @@ import pytest
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import BackendConformance
 from distributed.testing.rank_pool import RankPool
-from tests.campaigns.mutants import MUTANTS, Mutant, Sound, mutant_spec
+from tests.campaigns.mutant_table import MUTANTS, Mutant, mutant_spec
+from tests.campaigns.mutants import Sound
 
 __all__ = ["ROWS"]
 

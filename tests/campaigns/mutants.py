@@ -5,9 +5,8 @@ They prove that the kit can fail. A backend author can read in them what the kit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.interfaces.backend import MicroBatch, StepResult, Window
-from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
-from distributed.registry.catalog import Catalog
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
-__all__ = ["MUTANTS", "Mutant", "Sound", "mutant_spec"]
+__all__ = ["Sound"]
 
 
 class Sound(ProcessGroupBackend):
@@ -69,7 +66,7 @@ class AveragesTwice(Sound):
 
 
 class AveragesMicroBatches(Sound):
-    """C2: weighs every micro-batch alike, however many samples it holds (the usual mistake)."""
+    """C2: gives every micro-batch the same weight, whatever its number of samples (the usual mistake)."""
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         real = [MicroBatch(batch, self._batch.batch_size) for batch, _ in window.micro_batches]
@@ -330,78 +327,3 @@ class ComputesInFullPrecision(Sound):
 
     def setup_precision(self, precision: str, *others: Any) -> None:
         super().setup_precision("fp32", *others)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A broken backend and the test that is meant to catch it.
-
-    Attributes:
-        kind: the backend's class.
-        caught_by: name of the conformance test.
-        arguments: the test's parameters by name.
-    """
-
-    kind: type[Any]
-    caught_by: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The name it is registered under."""
-        return f"mutant-{self.kind.__name__}"
-
-
-_PARITY = "test_c2_c3_parity_with_the_oracle"
-_ONCE = "test_c3_every_sample_is_used_once_an_epoch"
-_CLIPS = "test_c6_clips_the_whole_gradient_once"
-_EVALUATES = "test_c5_every_validation_sample_counts_once"
-_CONTINUES = "test_c4_a_second_fit_continues_at_the_exact_sample"
-_SCHEDULES = "test_c7_schedules_count_optimizer_steps"
-_PRECISION = "test_a_claimed_precision_is_used_and_stays_close"
-
-MUTANTS = [
-    Mutant(NeedsTheWholeBatch, "test_c1_global_batch_is_kept_on_any_number_of_ranks"),
-    Mutant(SumsGradients, _PARITY, {"accumulation": 1, "length": 24}),
-    Mutant(AveragesTwice, _PARITY, {"accumulation": 1, "length": 24}),
-    Mutant(AveragesMicroBatches, _PARITY, {"accumulation": 2, "length": 13}),
-    Mutant(ForgetsToReduce, _PARITY, {"accumulation": 1, "length": 24}),
-    Mutant(DividesByAccumulationTwice, _PARITY, {"accumulation": 2, "length": 24}),
-    Mutant(SkipsTheLastSync, _PARITY, {"accumulation": 2, "length": 24}),
-    Mutant(ReportsOneRanksLoss, _PARITY, {"accumulation": 1, "length": 24}),
-    Mutant(RoundsToHalf, "test_c2_parity_in_float32", {"kind": "sgd", "limit": 1e-6}),
-    Mutant(IgnoresTheTrueCount, "test_c2_masked_tokens_weigh_alike", {"accumulation": 2}),
-    Mutant(DropsSamples, _ONCE),
-    Mutant(RepeatsTheFirstSlice, _ONCE),
-    Mutant(PadsTheLastBatch, _PARITY, {"accumulation": 1, "length": 23}),
-    Mutant(DropsTheRaggedBatch, _ONCE),
-    Mutant(LosesMomentum, _CONTINUES),
-    Mutant(ResumesAtTheEpochsStart, _CONTINUES),
-    Mutant(EvaluatesStandIns, _EVALUATES),
-    Mutant(ForgetsOtherRanksInEvaluation, _EVALUATES),
-    Mutant(ValidatesRankMeans, _EVALUATES),
-    Mutant(EvaluatesInFloat32, _EVALUATES),
-    Mutant(ClipsLocally, _CLIPS),
-    Mutant(ClipsEveryMicroBatch, _CLIPS),
-    Mutant(ClipsBeforeReduction, _CLIPS),
-    Mutant(ClipsScaledGradients, _PRECISION, {"precision": "fp16"}),
-    Mutant(ZeroesWhatIsNotFinite, "test_c6_c7_a_step_that_is_not_finite_is_left_out_by_all"),
-    Mutant(StepsTheScheduleTwice, _SCHEDULES),
-    Mutant(StepsTheSchedulePerMicroBatch, _SCHEDULES),
-    Mutant(ScalesTheRateByRanks, "test_c7_a_users_scheduler_steps_once_an_epoch"),
-    Mutant(StopsAlone, "test_c8_one_ranks_wish_to_stop_stops_all"),
-    Mutant(SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
-    Mutant(RoundsWhatItLoads, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
-    Mutant(DrawsWhenTrainingBegins, "test_c10_a_killed_run_ends_with_the_same_bits"),
-    Mutant(ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
-]
-"""Every mutant with its test."""
-
-
-def mutant_spec(mutant: Mutant, catalog: Catalog) -> BackendSpec:
-    """The mutant as a backend like any other; ``pytorch-ddp`` says what it claims to do."""
-    return replace(
-        catalog.backend("pytorch-ddp"),
-        name=mutant.name,
-        target=f"{mutant.kind.__module__}:{mutant.kind.__name__}",
-    )

@@ -14,7 +14,8 @@ from distributed.testing.conformance import BackendConformance
 from distributed.testing.rank_pool import RankPool
 from tests.campaigns.matrix import FAILS, MEANT, PASSES, kit_tests
 from tests.campaigns.mutant_suite import ROWS
-from tests.campaigns.mutants import MUTANTS, Mutant, Sound, mutant_spec
+from tests.campaigns.mutant_table import MUTANTS, Mutant, mutant_spec
+from tests.campaigns.mutants import Sound
 
 CONTRACTS = {*(f"C{number}" for number in range(1, 11)), "claims"}
 

@@ -183,7 +183,7 @@ def test_what_is_wrong_is_bold() -> None:
 
 def test_the_committed_tables_are_whole_and_right() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
-    part = page.split("## Any to any\n")[1].split("\n## ")[0]
+    part = page.split("## Transfers between backends\n")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")]
     assert rows[0] == ["| saved by, loaded by", *list(PLACES)[:-1], f"{list(PLACES)[-1]} |"]
     titles = [row[0].removeprefix("| ") for row in rows]

@@ -106,7 +106,7 @@ def test_no_corruption_is_accepted(tmp_path: Path) -> None:
     assert [row for row in rows if not row[1] == row[2] == row[3] > 5] == []
 
 
-@pytest.mark.parametrize("kind", ["a bit turned over", "a file cut short", "a file deleted"])
+@pytest.mark.parametrize("kind", ["a bit flipped", "a file truncated", "a file deleted"])
 def test_the_damaged_file_is_named_whichever_rank_reads_it(kind: str, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "good", step, 2)

@@ -15,7 +15,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from safetensors.torch import load_file
 
-from distributed import Trainer
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.object_store import ObjectLayer, located
@@ -24,6 +23,7 @@ from distributed.cli import main
 from distributed.errors import UserError
 from distributed.testing.reference_problem import distance, problem, small_model
 from tests.campaigns.thread_ranks import ThreadRank, holds_step, latest, on_ranks, save, tensor_of
+from tests.support.training import make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,7 @@ def names(url: str) -> set[str]:
 
 def trained(backend: str, ranks: int, steps: int, **given: Any) -> tuple[Any, Any]:
     model = small_model()
-    trainer = Trainer(
-        model, backend=backend, num_processes=ranks, device="cpu", global_batch_size=8, learning_rate=0.1,
-        tracking={"progress": "off"}, **given,
-    )  # fmt: skip
+    trainer = make_trainer(model, ranks, backend=backend, global_batch_size=8, learning_rate=0.1, **given)
     return model, trainer.fit(problem(64), max_steps=steps)
 
 

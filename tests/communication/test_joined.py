@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from distributed.communication.environment import detect, expand_nodelist
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from distributed.system.addresses import free_port
 from tests.support import commands
 
 TORCHRUN = {
@@ -173,13 +173,6 @@ said["buffers"] = [value.hex() for b in model.buffers() for value in b.double().
 os.write(1, ("SAID " + json.dumps(said) + chr(10)).encode())
 trainer.fit(data(20), epochs=1)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from distributed import UserError
 from distributed.communication.environment import detect
 from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
-from tests.communication.test_joined import TORCHRUN, free_port
+from distributed.system.addresses import free_port
+from tests.communication.test_joined import TORCHRUN
 from tests.support import commands
 
 

@@ -21,11 +21,11 @@ from distributed.config import (
     parse_assignments,
     read_file,
 )
-from distributed.config.load import as_layers, override
-from distributed.config.validation_errors import allowed_values, field_names
+from distributed.config.load import all_fields, as_layers, override
+from distributed.config.validation_errors import allowed_values
 from distributed.errors import UserError
 
-FIELDS = field_names(DistributedConfig)
+FIELDS = all_fields()
 
 
 @pytest.fixture

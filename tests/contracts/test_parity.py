@@ -20,7 +20,7 @@ from distributed.testing.parity.measure import Exercise, Record, Side, parse_sid
 from distributed.testing.parity.table import render
 from distributed.testing.rank_pool import RankPool
 from tests.campaigns import mutants
-from tests.campaigns.mutants import Mutant, mutant_spec
+from tests.campaigns.mutant_table import Mutant, mutant_spec
 
 EXERCISE = Exercise(steps=6, global_batch_size=12, accumulation=3, samples=29)
 """Three steps an epoch; the third takes 5 samples."""

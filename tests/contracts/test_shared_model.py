@@ -101,7 +101,7 @@ def test_a_spec_that_cuts_the_batch_unevenly_is_refused(suite: BackendConformanc
 def test_a_backend_that_contradicts_its_spec_is_refused(suite: BackendConformance) -> None:
     catalog = get_catalog()
     catalog.backends[NAME] = replace(catalog.backends[NAME], data_parallel_size=None)
-    with pytest.raises(Exception, match="cuts a global batch into 1 slices and its spec says 2"):
+    with pytest.raises(Exception, match="cuts a global batch into 1 slices and its spec states 2"):
         suite.trainer(small_model(), 2).fit(problem(4), max_steps=1)
 
 

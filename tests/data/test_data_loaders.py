@@ -31,6 +31,7 @@ from distributed.data import Feed, Source
 from distributed.errors import UserError
 from distributed.testing.oracle import sample_order
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 
 class Ids(Dataset[int]):
@@ -295,12 +296,8 @@ def read_cells(model: nn.Module, batch: Tensor) -> Tensor:
 
 def shards(pool: RankPool, **fields: Any) -> tuple[Trainer, Cells]:
     model = Cells()
-    trainer = Trainer(
-        model, num_processes=2, device="cpu", optimizer=torch.optim.SGD, learning_rate=1.0,
-        training_step=read_cells, log_every_n_steps=1, **fields,
-    )  # fmt: skip
-    trainer.launcher = pool
-    return trainer, model
+    fields = {"optimizer": torch.optim.SGD, "learning_rate": 1.0, "training_step": read_cells, **fields}
+    return make_trainer(model, 2, pool, **fields), model
 
 
 # Windows of 2 samples a rank: (0 1 | 10 11), (2 3 | 12), (4 5 | -), (6 | -).

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
+from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
 
@@ -296,12 +296,6 @@ def test_a_distributed_sampler_in_the_loader_is_unwrapped(pool: RankPool) -> Non
 
 
 # Launching
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 SCRIPT = """

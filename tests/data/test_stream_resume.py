@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distributed import Callback, Trainer
+from distributed import Trainer
 from distributed.checkpoint.codec import decode, encode
 from distributed.data import Feed, Source
 from distributed.errors import UserError, WorkerError
-from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import Die, make_trainer
 
 LENGTH = 47
 
@@ -225,14 +224,6 @@ def used(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).mean()
 
 
-class Killed(Callback):
-    """Rank 0 dies after the fifth step; the fourth was saved."""
-
-    def on_step_end(self, context: Context) -> None:
-        if context.progress.step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Share(Knows):
     """Each rank's stream is every n-th sample."""
 
@@ -245,13 +236,10 @@ class Share(Knows):
 
 def trainer(folder: Path, ranks: int, pool: RankPool | None = None, **fields: Any) -> tuple[Trainer, Cells]:
     model = Cells()
-    made = Trainer(
-        model, num_processes=ranks, device="cpu", optimizer=torch.optim.SGD, learning_rate=1.0,
-        training_step=used, global_batch_size=6, checkpoint_dir=folder, tracking={"progress": "off"},
-        checkpoint={"every_n_steps": 2, "asynchronous": False}, **fields,
+    made = make_trainer(
+        model, ranks, pool, folder=folder, optimizer=torch.optim.SGD, learning_rate=1.0, training_step=used,
+        global_batch_size=6, checkpoint={"every_n_steps": 2, "asynchronous": False}, **fields,
     )  # fmt: skip
-    if pool is not None:
-        made.launcher = pool
     return made, model
 
 
@@ -264,7 +252,7 @@ def test_a_run_killed_in_mid_epoch_uses_every_sample_once(
     before: int, after: int, kind: type[Plain], tmp_path: Path, rank_pool: RankPool,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    killed, _ = trainer(tmp_path, before, callbacks=[Killed()])
+    killed, _ = trainer(tmp_path, before, callbacks=[Die(5, rank=0)])  # the fourth was saved
     with pytest.raises(WorkerError):
         killed.fit(kind())
     resumed, model = trainer(tmp_path, after, rank_pool, resume_from_checkpoint=True)

@@ -11,7 +11,7 @@ from docs.site.messages import DYNAMIC, GAP, Message, collect, dynamic_places
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-FROM_BELOW = "\n## From below"
+FROM_BELOW = "\n## Errors from torch"
 
 
 def entries(text: str) -> list[str]:

@@ -13,10 +13,11 @@ from distributed_kernels import GivenSketch, SketchedMLP, SKLinear, sketch_check
 from distributed_plugins.sketch_sync import SynchronizeSketches
 from torch import nn
 
-from distributed import Callback, Trainer, UserError
+from distributed import Callback, UserError
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import distance, problem
+from tests.support.training import make_trainer
 
 EXACT = 1e-9
 STEPS = 9
@@ -60,12 +61,9 @@ def optimizer(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(net: Any, place: str, pool: RankPool | None, steps: int = STEPS, **given: Any) -> None:
-    fields: dict[str, Any] = {
-        "num_processes": 1 if place == "serial" else 2, "device": "cpu", "global_batch_size": 10,
-        "optimizer": optimizer, "log_every_n_steps": 3, "gradient_clipping": 0.5, **PLACES[place], **given,
-    }  # fmt: skip
-    trainer = Trainer(net, **fields)
-    trainer.launcher = pool
+    fields = {"global_batch_size": 10, "log_every_n_steps": 3, "gradient_clipping": 0.5, **PLACES[place]}
+    fields |= {"optimizer": optimizer, **given}
+    trainer = make_trainer(net, 1 if place == "serial" else 2, pool, **fields)
     trainer.fit(problem(25), max_steps=steps)
 
 

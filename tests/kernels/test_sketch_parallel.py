@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed import Callback, Trainer
+from distributed import Callback
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 F64 = torch.float64
 RANKS = 4
@@ -51,12 +52,9 @@ class Calls(Callback):
 @pytest.fixture
 def on_ranks(rank_pool: RankPool) -> Callable[..., None]:
     def run(check: Callable[..., None], size: int, **given: Any) -> None:
-        trainer = Trainer(
-            nn.Linear(1, 1), num_processes=RANKS, device="cpu", batch_size=1, backend="pytorch-ddp",
-            callbacks=[Calls(check, size, given)],
-        )  # fmt: skip
-        trainer.launcher = rank_pool
-        trainer.fit((torch.zeros(4, 1), torch.zeros(4, 1)), max_steps=1)
+        fields = {"batch_size": 1, "backend": "pytorch-ddp", "callbacks": [Calls(check, size, given)]}
+        data = torch.zeros(4, 1), torch.zeros(4, 1)
+        make_trainer(nn.Linear(1, 1), RANKS, rank_pool, **fields).fit(data, max_steps=1)
 
     return run
 

@@ -81,7 +81,9 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_it(supervisor: Start) 
     killed = "\nwhile not (folder / 'error_0.json').exists(): pass\nos.kill(os.getpid(), signal.SIGKILL)"
     error = failure(supervisor(lost, f"(folder / 'began').touch(){killed}"))
     assert (error.rank, error.exc_type) == (1, "SIGKILL")
-    assert "was ended by SIGKILL; the host may have run out of memory (then rank 0)" in str(error)
+    assert "was terminated by SIGKILL; the host may have run out of memory (rank 0 failed afterwards)" in str(
+        error
+    )
 
 
 @pytest.mark.usefixtures("impatient")
@@ -96,7 +98,7 @@ def test_a_lost_connection_alone_points_at_the_others(supervisor: Start) -> None
     ("program", "said"),
     [
         ("os._exit(3)", "exited with code 3 and left no report"),
-        ("os.abort()", "was ended by SIGABRT"),
+        ("os.abort()", "was terminated by SIGABRT"),
         ("report_error(SystemExit(3), folder); os._exit(1)", "called sys.exit(3)"),
     ],
 )

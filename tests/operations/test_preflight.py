@@ -20,7 +20,7 @@ from distributed.operations.doctor.check_hosts import judge
 from distributed.operations.doctor.preflight_facts import Facts, Link
 from distributed.operations.doctor.preflight_links import measure_links
 from distributed.operations.doctor.preflight_measure import AllReduce, Survey
-from distributed.system.addresses import is_loopback, own_addresses
+from distributed.system.addresses import free_port, is_loopback, own_addresses
 from tests.support import commands
 
 
@@ -115,11 +115,6 @@ def test_a_collective_that_fails_is_an_error() -> None:
     assert (finding.status, finding.message) == ("error", "gloo: no route")
     (finding,) = [f for f in judge(Survey([host(0), host(1)], None), None, "auto") if f.status == "error"]
     assert finding.message == "not tried: hosts cannot reach each other"
-
-
-def free_port() -> int:
-    with listen("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.starts_processes

@@ -26,6 +26,7 @@ from distributed.planner.batch import rescale_batch
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import SingleHost
+from distributed.system.addresses import free_port
 
 SAMPLES, BATCH = 240, 12
 
@@ -118,7 +119,7 @@ def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
         assert torch.equal(model.shared, whole.shared)
     torch.testing.assert_close(model.shared, whole.shared, rtol=0, atol=1e-12)
     assert len(history.restarts) == 3
-    assert all("was ended by SIGKILL" in reason for reason in history.restarts)
+    assert all("was terminated by SIGKILL" in reason for reason in history.restarts)
     out = capfd.readouterr().out
     assert "restart 3 of 3" in out
     assert "continuing with 2 ranks from the beginning" in out
@@ -129,7 +130,7 @@ def test_killed_ranks_are_started_again_and_the_bits_are_the_same(
 @pytest.mark.starts_processes
 def test_restarts_run_out(tmp_path: Path) -> None:
     dies = Die(tmp_path, {3: 1}, times=9)
-    with pytest.raises(WorkerError, match=r"rank 1 .* was ended by SIGKILL"):
+    with pytest.raises(WorkerError, match=r"rank 1 .* was terminated by SIGKILL"):
         trainer(Tally(), tmp_path, callbacks=[dies], elastic={"max_restarts": 1}).fit(data())
     assert len(list(tmp_path.glob("died_*"))) == 2
 
@@ -200,12 +201,6 @@ if __name__ == "__main__":
     weights = model.seen.tolist(), model.shared.tolist()
     report.write_text(json.dumps([history.world_size, history.restarts, *weights]))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until_served(port: int) -> None:
@@ -322,7 +317,7 @@ def test_one_host_goes_on_with_any_number_that_keeps_the_batch() -> None:
         ),
         (lambda: plan(elastic={"min_ranks": 7}), "above the 6 ranks"),
         (lambda: plan(elastic={"max_ranks": 8}), "max_ranks=8 and num_gpus=6 disagree"),
-        (lambda: plan(elastic={"min_ranks": 1, "min_nodes": 1}), "say the same thing"),
+        (lambda: plan(elastic={"min_ranks": 1, "min_nodes": 1}), "set the same limit"),
         (lambda: plan(elastic={"min_nodes": 2}), "min_nodes=2 is above num_nodes=1"),
         (lambda: plan(checkpoint_dir=None, elastic={"max_restarts": 1}), "elastic needs checkpoint_dir"),
         (lambda: plan(num_nodes=2, elastic={"min_nodes": 1}), "rdzv_endpoint missing"),

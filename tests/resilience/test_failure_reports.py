@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from mmap import mmap
 from pathlib import Path
 from stat import S_IMODE
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,10 +19,12 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import Trainer, WorkerError
+from distributed import WorkerError
 from distributed.registry.catalog import get_catalog
 from distributed.resilience import phase_journal as journal
+from distributed.resilience import rank_monitor
 from distributed.resilience.divergence import checksum, trained
+from distributed.resilience.failure_reports import say
 from distributed.resilience.hang_diagnosis import RankSnapshot, diagnose
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor, write_report
@@ -29,6 +33,7 @@ from distributed.system.addresses import free_port
 from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
 from tests.support import commands
 from tests.support.processes import children, started_since
+from tests.support.training import OnStep, make_trainer
 
 HOST = os.uname().nodename
 SOON = 30.0
@@ -54,7 +59,7 @@ def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFi
     assert started_since(before) == set()
     report = max((tmp_path / "checkpoints").glob("failure_report_*.txt"), key=lambda p: p.stat().st_mtime_ns)
     assert S_IMODE(report.stat().st_mode) == 0o600
-    assert error.summary.partition(". ")[0].partition(" (then")[0] in report.read_text()
+    assert error.summary.partition(". ")[0].partition(" (rank")[0] in report.read_text()
     if case.exc_type == "Hang":
         # Told before it was ended for it, and without ending it.
         assert f"rank {RANK} ({HOST}, pid " in capfd.readouterr().err
@@ -64,7 +69,7 @@ def test_who_failed_is_named(case: Case, tmp_path: Path, capfd: pytest.CaptureFi
     if case.name == "memory":
         assert "ran out of memory within its limit of" in error.summary
     if case.name == "diverged":
-        assert "the first of them second.bias" in error.summary
+        assert "the first parameter that differs is 'second.bias'" in error.summary
 
 
 SCRIPT = """
@@ -122,23 +127,36 @@ def _await(condition) -> bool:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.starts_processes
-def test_a_slow_rank_is_reported_and_not_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    """It computes and nobody waits in vain: the run goes on, and so does the account of it."""
-    trainer = Trainer(
+def test_a_slow_rank_is_reported_and_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It computes and no other rank waits: the run continues, and so do the reports about it."""
+    reported = tmp_path / "reported"
+
+    def note(text: str) -> None:
+        say(text)
+        if f"rank 0 ({HOST}) is making progress again" in text:
+            reported.touch()
+
+    monkeypatch.setattr(rank_monitor, "say", note)
+    trainer = make_trainer(
         nn.Linear(4, 2),
-        num_processes=1,
         launch="spawn",
-        device="cpu",
         batch_size=4,
         stall_report=0.2,
-        hang_timeout=0.4,
+        hang_timeout=2.0,
         training_step=_compute_once,
+        callbacks=[OnStep(partial(_stop_if_there, reported))],
     )
-    history = trainer.fit((torch.ones(16, 4), torch.zeros(16, dtype=torch.long)))
-    assert history.num_samples == 16
-    err = capfd.readouterr().err
-    assert "computing in forward of step 3 (epoch 0)" in err
-    assert f"rank 0 ({HOST}) is making progress again" in err
+    # The monitor reports progress at its next poll, which may come steps later on a busy machine.
+    history = trainer.fit((torch.ones(16, 4), torch.zeros(16, dtype=torch.long)), epochs=1_000_000)
+    assert history.stop_reason == "the progress was reported"
+    assert "computing in forward of step 3 (epoch 0)" in capfd.readouterr().err
+
+
+def _stop_if_there(path: Path, context: Any) -> None:
+    if path.exists():
+        context.request_stop("the progress was reported")
 
 
 _calls = [0]
@@ -147,7 +165,7 @@ _calls = [0]
 def _compute_once(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     _calls[0] += 1
     started = time.process_time()
-    while _calls[0] == 3 and time.process_time() - started < 2.0:
+    while _calls[0] == 3 and time.process_time() - started < 3.0:
         pass
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -200,7 +218,10 @@ def test_a_journal_tells_the_last_phase(tmp_path: Path) -> None:
     entry = Entry.read(Journal.path(tmp_path, 3))
     assert entry is not None
     assert (entry.phase, entry.outer, entry.step, entry.epoch) == ("communication", "callback", 7, 1)
-    assert entry.place() == "all_reduce (its collective 1), called in a callback after step 7 (epoch 1)"
+    assert (
+        entry.place()
+        == "all_reduce (collective number 1 of this rank), called in a callback after step 7 (epoch 1)"
+    )
     journal.end(FAILED)
     journal.enter("finish")
     last = Entry.read(Journal.path(tmp_path, 3))
@@ -217,20 +238,19 @@ def test_a_rank_that_is_held_up_in_writing_does_not_look_as_if_it_had_hung(
     ages: list[float] = []
 
     class Slow:
-        """Writes byte by byte; the watch looks after each."""
+        """A mapping that is written byte by byte; the watch looks after each."""
 
-        size, unpack_from = journal._RECORD.size, journal._RECORD.unpack_from
+        def __init__(self, descriptor: int, size: int) -> None:
+            self.memory = mmap(descriptor, size)
 
-        @staticmethod
-        def pack_into(memory: Any, at: int, *values: Any) -> None:
-            record = struct.pack("=qqqqdBBBB", *values)
-            for index, byte in enumerate(record):
-                memory[at + index] = byte
+        def __setitem__(self, place: slice, record: bytes) -> None:
+            for index, byte in enumerate(record, place.start or 0):
+                self.memory[index] = byte
                 found = Entry.read(Journal.path(tmp_path, 0))
                 if found is not None and found.status == RUNNING and found.phase != "idle":
                     ages.append(time.perf_counter() - found.since)
 
-    monkeypatch.setattr(journal, "_RECORD", Slow)
+    monkeypatch.setattr(journal, "mmap", SimpleNamespace(mmap=Slow))
     own = Journal(tmp_path, 0)
     own.begin()
     own.enter("forward", step=1)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from distributed import Callback, Trainer, UserError, WorkerError
+from distributed import Callback, UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.system.addresses import loopback_interface
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
 from tests.support.processes import children, started_since
+from tests.support.training import OnStep, make_trainer
 
 pytestmark = pytest.mark.starts_processes
 
@@ -76,16 +77,6 @@ class Fails(nn.Module):
         return result
 
 
-class OnStep(Callback):
-    all_ranks = True
-
-    def __init__(self, act: Callable[[Context], Any]) -> None:
-        self.act = act
-
-    def on_step_end(self, context: Context) -> None:
-        self.act(context)
-
-
 def fit(
     model: Any,
     dataset: Dataset[Any] | None = None,
@@ -96,8 +87,7 @@ def fit(
 ) -> WorkerError:
     """The error of a run on two ranks, none of which is left."""
     before = children()
-    made = Trainer(model, num_processes=2, device="cpu", callbacks=[callback] if callback else [], **given)
-    made.launcher = pool
+    made = make_trainer(model, 2, pool, callbacks=[callback] if callback else [], **given)
     loader = DataLoader(
         dataset or Samples(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0
     )
@@ -129,10 +119,9 @@ def test_an_exception_in_a_loader_worker() -> None:
 
 def test_an_exception_in_a_callback() -> None:
     def act(context: Context) -> None:
-        if context.world.rank == 0 and context.progress.step == 2:
-            raise KeyError("no such figure")
+        raise KeyError("no such figure")
 
-    error = fit(nn.Linear(4, 2), callback=OnStep(act))
+    error = fit(nn.Linear(4, 2), callback=OnStep(act, step=2, rank=0))
     assert (error.rank, error.exc_type) == (0, "KeyError")
     assert "no such figure" in error.worker_traceback
 
@@ -147,7 +136,7 @@ def test_a_users_mistake_on_one_rank() -> None:
     def act() -> None:
         raise UserError("too large", field="data.width", got=9, allowed="1 to 8", remedy="Choose 8")
 
-    trainer = Trainer(Fails(act), num_processes=2, device="cpu", batch_size=4)
+    trainer = make_trainer(Fails(act), 2, batch_size=4)
     with pytest.raises(UserError) as caught:
         trainer.fit(Samples())
     error = caught.value
@@ -156,8 +145,7 @@ def test_a_users_mistake_on_one_rank() -> None:
 
 def test_a_pool_survives_a_failed_run(rank_pool: RankPool) -> None:
     assert fit(Fails(boom), pool=rank_pool).exc_type == "ZeroDivisionError"
-    good = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", batch_size=4)
-    good.launcher = rank_pool
+    good = make_trainer(nn.Linear(4, 2), 2, rank_pool, batch_size=4)
     assert good.fit(Samples()).num_samples == 16
 
 
@@ -170,8 +158,8 @@ def test_a_pool_keeps_ranks_that_all_refuse_a_run(rank_pool: RankPool, all_ranks
             raise UserError("too large", field="data.width")
 
     def mean_pid(callback: Callback | None = None) -> float:
-        trainer = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", batch_size=4)
-        trainer.launcher, trainer.callbacks = rank_pool, [callback] if callback else []
+        trainer = make_trainer(nn.Linear(4, 2), 2, rank_pool, batch_size=4)
+        trainer.callbacks = [callback] if callback else []
         trainer.metrics = {"pid": lambda outputs, targets: (torch.tensor(float(os.getpid())), 1)}
         return float(trainer.fit(Samples(), Samples(), epochs=1).epochs[-1]["val_pid"])
 
@@ -187,9 +175,7 @@ def test_a_pool_ends_ranks_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> 
     before, alive = children(), []
     with closing(RankPool()) as pool:
         for num_ranks in (2, 3):
-            trainer = Trainer(nn.Linear(4, 2), num_processes=num_ranks, device="cpu", batch_size=4)
-            trainer.launcher = pool
-            trainer.fit(Samples())
+            make_trainer(nn.Linear(4, 2), num_ranks, pool, batch_size=4).fit(Samples())
             alive.append(started_since(before))
     assert len(alive[0]) >= 2
     assert alive[0].isdisjoint(alive[1])
@@ -268,7 +254,7 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) ->
     took = time.monotonic() - killed_at[0]
     killer.join()
     assert (error.rank, error.exc_type) == (1, "SIGKILL")
-    assert f"rank 1 ({HOST}, pid {killed[0]}) was ended by SIGKILL" in str(error)
+    assert f"rank 1 ({HOST}, pid {killed[0]}) was terminated by SIGKILL" in str(error)
     assert took < 10
     assert len(seen) >= 4  # two ranks and a loader worker of each
     assert not psutil.wait_procs(seen, timeout=5)[1]  # a loader worker is reaped by init, in its own time
@@ -334,7 +320,7 @@ def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
     assert alive == []
     if victim == "rank":
         assert train.returncode == 1
-        assert f"rank 0 ({HOST}, pid {ranks[0].pid}) was ended by SIGKILL" in err
+        assert f"rank 0 ({HOST}, pid {ranks[0].pid}) was terminated by SIGKILL" in err
     elif victim == "SIGINT":
         assert train.returncode == 130
         assert err.rstrip().endswith("interrupted")

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import Callback, EarlyStopping, Preempted, Trainer
+from distributed import EarlyStopping, Preempted, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.system.addresses import free_port
 from tests.support import commands
+from tests.support.training import Die, OnStep, make_trainer
 
 # Trains 24 steps of 10 samples, on as many ranks as argv says, and at step SIGNAL_AT of rank SIGNAL_RANK
 # sends a signal to SIGNAL_TO and waits until it has come back; leaves the epochs' figures in the working
@@ -284,48 +285,27 @@ def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-class CallAndSpoil(Callback):
-    """Sends SIGTERM to this process once nothing can be saved any more."""
-
-    def on_step_end(self, context: Context) -> None:
-        if context.progress.step == 2:
-            folder = Path(str(context.config.checkpoint_dir))
-            shutil.rmtree(folder)
-            folder.write_text("a file")
-            os.kill(os.getpid(), signal.SIGTERM)
+def spoil_and_call(context: Context) -> None:
+    """Send SIGTERM to this process once nothing can be saved any more."""
+    folder = Path(str(context.config.checkpoint_dir))
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_what_cannot_be_saved_is_no_preemption(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    trainer = Trainer(
-        nn.Linear(2, 2),
-        num_processes=1,
-        batch_size=2,
-        callbacks=[CallAndSpoil()],
-        checkpoint_dir=str(tmp_path / "here"),
-        device="cpu",
-    )
+    act = OnStep(spoil_and_call, step=2)
+    trainer = make_trainer(nn.Linear(2, 2), folder=tmp_path / "here", batch_size=2, callbacks=[act])
     with pytest.raises(OSError, match=r"preempted by SIGTERM, and step 2 could not be saved in .*here"):
         trainer.fit((torch.randn(20, 2), torch.zeros(20, dtype=torch.long)))
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-class CallTwice(Callback):
-    def on_step_end(self, context: Context) -> None:
-        if context.progress.step == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
 def test_the_caller_hears_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Preempted is a SystemExit, so that a script needs no line for it; who catches it finds the facts."""
-    trainer = Trainer(
-        nn.Linear(2, 2),
-        num_processes=1,
-        batch_size=2,
-        callbacks=[CallTwice()],
-        checkpoint_dir=str(tmp_path),
-        device="cpu",
-    )
+    call = Die(1, rank=0, number=signal.SIGUSR1)
+    trainer = make_trainer(nn.Linear(2, 2), folder=tmp_path, batch_size=2, callbacks=[call])
     with pytest.raises(Preempted) as caught:
         trainer.fit((torch.randn(20, 2), torch.zeros(20, dtype=torch.long)))
     gone = caught.value
@@ -352,17 +332,10 @@ def test_patience_survives_an_interruption(tmp_path: Path) -> None:
     """EarlyStopping waits on from where the checkpoint was made, in a new process or not."""
 
     def trainer(resume: bool, epochs: int) -> Trainer:
-        return Trainer(
-            nn.Linear(2, 2),
-            num_processes=1,
-            batch_size=10,
-            epochs=epochs,
-            learning_rate=1e-30,
-            callbacks=[EarlyStopping("val_loss", patience=3)],
-            checkpoint_dir=str(tmp_path),
-            resume_from_checkpoint=resume,
-            device="cpu",
-        )
+        return make_trainer(
+            nn.Linear(2, 2), folder=tmp_path, resume_from_checkpoint=resume, epochs=epochs, batch_size=10,
+            learning_rate=1e-30, callbacks=[EarlyStopping("val_loss", patience=3)],
+        )  # fmt: skip
 
     data = (torch.randn(20, 2), torch.zeros(20, dtype=torch.long))
     trainer(False, epochs=3).fit(data, data)

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.monitor_process import _BOOT, _monitor_ranks, _nodes
 from distributed.resilience.phase_journal import ENDED, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor
+from distributed.system.addresses import free_port
 from tests.support import commands
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
@@ -48,13 +48,6 @@ data = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
 trainer = Trainer(nn.Linear(4, 2), batch_size=2, device="cpu", callbacks=[Look()])
 assert trainer.fit(data, epochs=1).world_size == 2
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.starts_processes

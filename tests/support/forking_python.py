@@ -6,6 +6,7 @@ that cannot be a fork becomes an ordinary process. See `write_forking_python`.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,21 +21,47 @@ __all__ = ["PRELOAD", "write_forking_python"]
 PRELOAD = "TESTS_FORK_PRELOAD"
 """Environment variable: modules that the fork server imports first, with blanks between them."""
 
+_RAY_WORKER = "setup_worker.py"
+_RAY_CONTEXT = "--serialized-runtime-env-context="
 _PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 
 
 def write_forking_python(folder: Path) -> Path:
-    """Write the executables `python` and `torchrun` into `folder`; the path of `python`."""
-    fork = f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).resolve()} %s"$@"\n'
-    for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
-        (folder / name).write_text(fork % words)
+    """Write the executables `python`, `torchrun` and `ray-python` into `folder`; the path of `python`.
+
+    `ray-python` forks Ray's workers alone: its agents and monitors import no torch.
+    """
+    fork = f'exec {sys.executable} -P {Path(__file__).resolve()} %s"$@"\n'
+    scripts = {
+        "python": fork % "",
+        "torchrun": fork % "-m torch.distributed.run ",
+        "ray-python": f'case "$1" in */{_RAY_WORKER}) {fork % ""};; esac\nexec {sys.executable} "$@"\n',
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}")
         (folder / name).chmod(0o755)
     return folder / "python"
+
+
+def _ray_worker(words: list[str], env: dict[str, str]) -> list[str]:
+    """The command line that Ray's own script would become, after it imported all of Ray."""
+    argv = []
+    for word in words[1:]:
+        if word.startswith(_RAY_CONTEXT):
+            context = json.loads(word.removeprefix(_RAY_CONTEXT))
+            if context.get("command_prefix"):
+                return words
+            env.update(context.get("env_vars") or {})
+        elif not word.startswith("--language="):
+            argv.append(word)
+    return argv
 
 
 def main(words: list[str]) -> int:
     """Run the command line `words`; the exit code."""
     env, argv = dict(os.environ), words
+    if argv and argv[0].endswith(_RAY_WORKER):
+        argv = _ray_worker(argv, env)
     if argv[:1] == ["-u"]:
         argv = argv[1:]
         env["PYTHONUNBUFFERED"] = "1"

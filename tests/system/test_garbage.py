@@ -14,6 +14,7 @@ from torch import nn
 from distributed import Callback, Trainer
 from distributed.system.garbage_collection import collect_as_usual, spare_imports
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +69,7 @@ class Says(Callback):
 
 
 def test_a_rank_trains_with_pythons_own_thresholds(tmp_path: Path, rank_pool: RankPool) -> None:
-    made = Trainer(nn.Linear(4, 2), num_processes=2, device="cpu", callbacks=[Says(str(tmp_path / "said"))])
-    made.launcher = rank_pool
+    made = make_trainer(nn.Linear(4, 2), 2, rank_pool, callbacks=[Says(str(tmp_path / "said"))])
     made.fit((torch.randn(8, 4), torch.zeros(8, dtype=torch.long)), max_steps=1)
     usual = " ".join(map(str, gc.get_threshold()))
     assert (tmp_path / "said").read_text().splitlines() == [f"True {usual} False", f"True {usual} True"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distributed import Callback, Trainer
+from distributed import Callback
 from distributed.errors import UserError
 from distributed.interfaces.callback import Band, Context
 from distributed.interfaces.history import History
@@ -23,18 +24,12 @@ from distributed.testing.oracle import oracle_fit, sample_order
 from distributed.testing.rank_pool import RankPool
 from distributed.training.phase_timers import find_straggler
 from distributed.training.step_records import StepRecords
+from tests.support.training import OnStep, make_trainer
 
 EXACT = 1e-9
-
-
-def trainer_of(model: nn.Module, ranks: int, pool: RankPool, **given: Any) -> Trainer:
-    fields: dict[str, Any] = {
-        "optimizer": SGD, "learning_rate": 0.3, "global_batch_size": 4, "num_processes": ranks,
-        "device": "cpu", **given,
-    }  # fmt: skip
-    trainer = Trainer(model, **fields)
-    trainer.launcher = pool
-    return trainer
+trainer_of = partial(
+    make_trainer, optimizer=SGD, learning_rate=0.3, global_batch_size=4, log_every_n_steps=50
+)
 
 
 # -- series ------------------------------------------------------------------------------------
@@ -158,19 +153,10 @@ def test_callbacks_act_in_bands_and_on_their_ranks(rank_pool: RankPool) -> None:
     assert [tuple(note) for note in one] == [(event, "all") for event in events]
 
 
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, context: Context) -> None:
-        if context.progress.step == self.step:
-            context.request_stop("enough")
-
-
 @pytest.mark.parametrize(("every", "steps"), [(1, 3), (4, 4), (50, 5)])
 def test_a_stop_comes_at_the_next_log_step(every: int, steps: int, rank_pool: RankPool) -> None:
     trainer = trainer_of(small_model(), 2, rank_pool, log_every_n_steps=every, epochs=9)
-    trainer.callbacks = [StopAt(3)]
+    trainer.callbacks = [OnStep(lambda context: context.request_stop("enough"), step=3, rank=0)]
     history = trainer.fit(problem(20), problem(4))
     assert history.stop_reason == "enough"
     assert len(history.steps["loss"]) == steps

@@ -14,24 +14,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from distributed import Trainer
 from distributed.errors import UserError
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 EXACT = 1e-9
 momentum = partial(SGD, momentum=0.9)
-
-
-def trainer_of(model: Any, ranks: int, pool: RankPool, **given: Any) -> Trainer:
-    fields: dict[str, Any] = {
-        "optimizer": momentum, "learning_rate": 0.1, "global_batch_size": 4, "num_processes": ranks,
-        "device": "cpu", "log_every_n_steps": 1, **given,
-    }  # fmt: skip
-    trainer = Trainer(model, **fields)
-    trainer.launcher = pool
-    return trainer
+trainer_of = partial(make_trainer, optimizer=momentum, learning_rate=0.1, global_batch_size=4)
 
 
 def reference_of(model: nn.Module, steps: int, length: int = 13, **options: Any) -> nn.Module:
@@ -193,8 +184,7 @@ def test_an_optimizer_over_part_of_the_model(ranks: int, rank_pool: RankPool) ->
     model, reference = small_model(), small_model()
     x, y = problem(13)
     optimizer = SGD([{"params": model[2].weight, "lr": 0.2}, {"params": model[2].bias, "lr": 0.4}])
-    trainer = Trainer(model, optimizer=optimizer, num_processes=ranks, device="cpu", global_batch_size=4)
-    trainer.launcher = rank_pool
+    trainer = make_trainer(model, ranks, rank_pool, optimizer=optimizer, global_batch_size=4)
     trainer.fit((x, y), max_steps=3)
     trainer.fit((x, y), max_steps=3)
     oracle_fit(reference, SGD([{"params": reference[2].weight, "lr": 0.2},

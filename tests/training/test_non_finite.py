@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Trainer, UserError
+from distributed import UserError
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
 
 
 def poisoned(bad: int) -> tuple[Tensor, Tensor]:
@@ -22,18 +23,10 @@ def poisoned(bad: int) -> tuple[Tensor, Tensor]:
 
 def nan_run(pool: RankPool, ranks: int, bad: int, **given: Any) -> tuple[nn.Module, Any]:
     model = nn.Linear(4, 2)
-    trainer = Trainer(
-        model,
-        num_processes=ranks,
-        device="cpu",
-        learning_rate=0.1,
-        optimizer="sgd",
-        batch_size=8 // ranks,
-        data={"shuffle": False},
-        log_every_n_steps=1,
-        **given,
-    )
-    trainer.launcher = pool
+    trainer = make_trainer(
+        model, ranks, pool, learning_rate=0.1, optimizer="sgd", batch_size=8 // ranks,
+        data={"shuffle": False}, **given,
+    )  # fmt: skip
     return model, trainer.fit(poisoned(bad))
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed import Trainer
 from distributed.errors import UserError
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.training.objective import Objective, accuracy, align_classes
+from tests.support.training import make_trainer
 
 EXACT = 1e-9
 STEPS = 8
@@ -104,12 +104,9 @@ CASES: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], Any, Callable[..., T
 }  # fmt: skip
 
 
-def fit(ranks: int, pool: RankPool, model: nn.Module, samples: Any, **given: Any) -> Any:
-    fields = {"batch_size": 2, "max_steps": STEPS, "optimizer": torch.optim.SGD, "learning_rate": 0.3}
-    fields |= {"log_every_n_steps": 1, **given}
-    trainer = Trainer(model, num_processes=ranks, device="cpu", **fields)
-    trainer.launcher = pool
-    return trainer.fit(samples)
+trainer_of = partial(
+    make_trainer, batch_size=2, max_steps=STEPS, optimizer=torch.optim.SGD, learning_rate=0.3
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -118,7 +115,7 @@ def test_loss_against_the_whole_batch(case: str, ranks: int, rank_pool: RankPool
     make, loss_fn, expected = CASES[case]
     x, y = make()
     model, reference = Tokens(), Tokens()
-    history = fit(ranks, rank_pool, model, (x, y), loss_fn=loss_fn, gradient_accumulation_steps=2)
+    history = trainer_of(model, ranks, rank_pool, loss_fn=loss_fn, gradient_accumulation_steps=2).fit((x, y))
     seen = oracle_fit(
         reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y,
         global_batch_size=4 * ranks, steps=STEPS, loss_fn=expected,
@@ -141,7 +138,7 @@ def test_torchs_layout_and_classes_last_are_the_same_training(rank_pool: RankPoo
     found = []
     for torch_layout in (False, True):
         model = Tokens(torch_layout)
-        fit(1, rank_pool, model, tokens(), learning_rate=0.3)
+        trainer_of(model, 1, rank_pool).fit(tokens())
         found.append(model)
     assert distance(*found) < EXACT
     assert distance(found[0], Tokens()) > 0.01
@@ -155,9 +152,10 @@ def test_a_global_batch_of_masked_tokens_moves_nothing(
     x, y = tokens(8)
     y[4:] = -100
     model = Tokens()
-    history = fit(ranks, rank_pool, model, (x, y), batch_size=2, gradient_accumulation_steps=2 // ranks,
-                  gradient_clipping=1.0, data={"shuffle": False}, max_steps=2,
-                  loss_fn=nn.CrossEntropyLoss(weight))  # fmt: skip
+    history = trainer_of(
+        model, ranks, rank_pool, gradient_accumulation_steps=2 // ranks, gradient_clipping=1.0,
+        data={"shuffle": False}, max_steps=2, loss_fn=nn.CrossEntropyLoss(weight),
+    ).fit((x, y))  # fmt: skip
     reference = Tokens()
     oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.3), x, y, global_batch_size=4, steps=1,
                max_norm=1.0, loss_fn=partial(flat_mean, weight=weight), shuffle=False)  # fmt: skip
@@ -189,9 +187,8 @@ def test_training_and_validation_step(ranks: int, step: Any, rank_pool: RankPool
     y = x[:, :3] * 2
     data = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
     model, reference = Tokens(), Tokens()
-    trainer = Trainer(model, num_processes=ranks, device="cpu", batch_size=3, optimizer=torch.optim.SGD,
-                      learning_rate=0.1, training_step=step, validation_step=errors)  # fmt: skip
-    trainer.launcher = rank_pool
+    trainer = make_trainer(model, ranks, rank_pool, batch_size=3, optimizer=torch.optim.SGD,
+                           learning_rate=0.1, training_step=step, validation_step=errors)  # fmt: skip
     history = trainer.fit(data, data, max_steps=STEPS, epochs=9)
     oracle_fit(reference, torch.optim.SGD(reference.parameters(), lr=0.1), x, y, loss_fn=F.mse_loss,
                global_batch_size=3 * ranks, steps=STEPS)  # fmt: skip
@@ -207,11 +204,8 @@ def test_validation_figures_are_those_of_the_whole_set(ranks: int, rank_pool: Ra
     x, y = tokens(11)
     y = masked(y, -100)
     model = Tokens()
-    trainer = Trainer(
-        model, num_processes=ranks, device="cpu", batch_size=3, learning_rate=0.1,
-        metrics={"accuracy": accuracy, "share_of_zeros": lambda o, t: ((t == 0).sum(), t.numel())},
-    )  # fmt: skip
-    trainer.launcher = rank_pool
+    metrics = {"accuracy": accuracy, "share_of_zeros": lambda o, t: ((t == 0).sum(), t.numel())}
+    trainer = make_trainer(model, ranks, rank_pool, batch_size=3, learning_rate=0.1, metrics=metrics)
     history = trainer.fit(tokens(), (x, y))
     output = model(x)
     val_loss = float(flat_mean(output, y).detach())
@@ -245,10 +239,10 @@ def test_only_means_can_be_weighed(make: Any, reduction: str) -> None:
 )  # fmt: skip
 def test_a_loss_is_one_number(given: Any, field: str, rank_pool: RankPool) -> None:
     with pytest.raises(UserError, match="a loss must be one number") as caught:
-        fit(1, rank_pool, Tokens(), samples(), **given)
+        trainer_of(Tokens(), 1, rank_pool, **given).fit(samples())
     assert caught.value.field == field
 
 
 def test_a_batch_without_target_is_an_error(rank_pool: RankPool) -> None:
-    with pytest.raises(UserError, match="cannot tell inputs from target"):
-        fit(1, rank_pool, Tokens(), torch.zeros(4, 4))
+    with pytest.raises(UserError, match="cannot separate inputs and target"):
+        trainer_of(Tokens(), 1, rank_pool).fit(torch.zeros(4, 4))

@@ -26,18 +26,14 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.training.optimizers import build_model, build_optimizer, lr_factor
+from tests.support.training import make_trainer
 
 
 def build(given: Any = None, **fields: Any) -> Optimizer:
     return build_optimizer(given, small_model(), DistributedConfig(**fields), learning_rate=0.25)
 
 
-def fit(model: nn.Module, ranks: int = 1, pool: RankPool | None = None, epochs: int = 2, val: Any = None,
-        length: int = 12, **given: Any) -> Any:  # fmt: skip
-    fields: dict[str, Any] = {"optimizer": SGD, "global_batch_size": 4, "log_every_n_steps": 1, **given}
-    trainer = Trainer(model, num_processes=ranks, device="cpu", **fields)
-    trainer.launcher = pool
-    return trainer.fit(problem(length), val, epochs=epochs)
+trainer_of = partial(make_trainer, optimizer=SGD, global_batch_size=4)
 
 
 # -- what is built -------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def test_the_default_is_plain_adamw(rank_pool: RankPool) -> None:
     x, y = problem(12)
     for ranks in (1, 2):
         model, reference = small_model(), small_model()
-        fit(model, ranks, rank_pool, optimizer=None, learning_rate=0.01)
+        trainer_of(model, ranks, rank_pool, optimizer=None, learning_rate=0.01).fit((x, y), epochs=2)
         oracle_fit(reference, AdamW(reference.parameters(), lr=0.01, weight_decay=0.0), x, y,
                    global_batch_size=4, steps=6)  # fmt: skip
         assert distance(model, reference) < 1e-8
@@ -132,8 +128,10 @@ def test_the_rate_follows_the_global_batch_only_when_asked(
 ) -> None:
     scaling = {"rule": rule, "base_batch_size": 2}
     for ranks, accumulation in [(1, 4), (2, 2)]:
-        history = fit(small_model(), ranks, rank_pool, lr_scaling=scaling, learning_rate=0.01,
-                      global_batch_size=8, gradient_accumulation_steps=accumulation)  # fmt: skip
+        history = trainer_of(
+            small_model(), ranks, rank_pool, lr_scaling=scaling, learning_rate=0.01,
+            global_batch_size=8, gradient_accumulation_steps=accumulation,
+        ).fit(problem(12), epochs=2)  # fmt: skip
         assert history.steps["learning_rate"] == pytest.approx([0.01 * factor] * 4)
 
 
@@ -222,10 +220,8 @@ def test_a_scheduler_goes_on_in_the_next_fit(
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler: Any = make(optimizer) if as_object else make
     optimizer = optimizer if as_object else partial(SGD, lr=0.1, momentum=0.9)
-    trainer = Trainer(model, optimizer=optimizer, scheduler=scheduler, scheduler_interval=interval,
-                      global_batch_size=4, log_every_n_steps=1, num_processes=ranks,
-                      device="cpu")  # fmt: skip
-    trainer.launcher = rank_pool
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_interval": interval}
+    trainer = trainer_of(model, ranks, rank_pool, **given)
     rates = trainer.fit(problem(12), epochs=2).steps["learning_rate"]
     rates += trainer.fit(problem(12), epochs=3).steps["learning_rate"]
     assert rates == pytest.approx(expected_rates(make, interval, 5))
@@ -236,13 +232,12 @@ def test_reduce_on_plateau_follows_validation(ranks: int, rank_pool: RankPool) -
     def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
         return ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
 
-    history = fit(small_model(), ranks, rank_pool, epochs=5, val=problem(7), scheduler=plateau,
-                  optimizer=partial(SGD, lr=0.1), validation_step=rising)  # fmt: skip
+    given = {"scheduler": plateau, "optimizer": partial(SGD, lr=0.1)}
+    trainer = trainer_of(small_model(), ranks, rank_pool, **given, validation_step=rising)
+    history = trainer.fit(problem(12), problem(7), epochs=5)
     # The first figure is the best, so every later one lowers the rate.
     assert history.steps["learning_rate"][::3] == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
-    history = fit(
-        small_model(), ranks, rank_pool, epochs=3, scheduler=plateau, optimizer=partial(SGD, lr=0.1)
-    )
+    history = trainer_of(small_model(), ranks, rank_pool, **given).fit(problem(12), epochs=3)
     assert history.steps["learning_rate"][::3] == pytest.approx([0.1, 0.1, 0.1])
 
 

@@ -12,23 +12,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from distributed import Callback, Trainer
-from distributed.interfaces.callback import Context
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit, sample_order
 from distributed.testing.rank_pool import RankPool
+from tests.support.training import SameWeights, make_trainer
 
 HUGE = 2.0**30
-
-
-def trainer_of(model: nn.Module, ranks: int, pool: RankPool, **given: Any) -> Trainer:
-    fields: dict[str, Any] = {
-        "mixed_precision": "fp16", "optimizer": SGD, "learning_rate": 0.3, "batch_size": 8 // ranks,
-        "log_every_n_steps": 1, "num_processes": ranks, "device": "cpu", **given,
-    }  # fmt: skip
-    trainer = Trainer(model, **fields)
-    trainer.launcher = pool
-    return trainer
+trainer_of = partial(
+    make_trainer, mixed_precision="fp16", optimizer=SGD, learning_rate=0.3, global_batch_size=8
+)
 
 
 def data(length: int = 24) -> tuple[Tensor, Tensor]:
@@ -74,16 +66,6 @@ def plain_fp16(
             schedule.step()
         optimizer.zero_grad()
     return skipped, rates, norms
-
-
-class SameWeights(Callback):
-    """Fails the run where ranks end with other weights than rank 0."""
-
-    all_ranks = True
-
-    def on_run_end(self, context: Context, status: str) -> None:
-        state = [p.tolist() for p in context.model.parameters()]
-        assert context.backend.broadcast_object(state) == state  # type: ignore[attr-defined]
 
 
 # -- fp16 ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
+from tests.support.training import make_trainer
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(dim=1)
@@ -66,13 +67,11 @@ class AsIfNothingHadHappened(Callback):
 
 
 def fit(pool: RankPool, folder: Path, steps: int, data: Any = (X, Y), **given: Any) -> None:
-    fields = {"num_processes": 3, "deterministic": True, "momentum": 0.9, "optimizer": "sgd"}
-    trainer = Trainer(
-        Net, global_batch_size=12, device="cpu", learning_rate=0.1, gradient_accumulation_steps=2,
-        checkpoint_dir=folder, resume_from_checkpoint=True, **{**fields, **given},
-    )  # fmt: skip
-    trainer.launcher = pool
-    trainer.fit(data, max_steps=steps)
+    fields = {"deterministic": True, "momentum": 0.9, "optimizer": "sgd"}
+    make_trainer(
+        Net, 3, pool, folder=folder, global_batch_size=12, learning_rate=0.1, gradient_accumulation_steps=2,
+        resume_from_checkpoint=True, **{**fields, **given},
+    ).fit(data, max_steps=steps)  # fmt: skip
 
 
 def newest(folder: Path) -> PortableReader:
