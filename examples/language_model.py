@@ -9,7 +9,7 @@ Worth a look:
 
 - `create_distributed_model("small")` is the same model with 140 million parameters and 16,384 tokens of
   context (docs/kernels.md);
-- the model is a *factory*: every rank builds it under the same seed, and nothing has to travel;
+- the model is a *factory*: every rank builds it under the same seed, and no weights are sent;
 - the loss is the default cross-entropy; outputs of shape (batch, length, classes) are understood;
 - `warmup_steps`, the cosine and `max_steps` count optimizer steps, whatever ranks and accumulation;
 - a metric returns (sum, count), which is what makes its mean right over ragged batches and ranks.

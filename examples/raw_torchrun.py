@@ -44,7 +44,7 @@ def main() -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-    with torch.no_grad():  # on every rank alike: after a reduction all hold the same weights
+    with torch.no_grad():  # on every rank: after a reduction all hold the same weights
         accuracy = (model.module(val_x).argmax(1) == val_y).float().mean().item()
     if dist.get_rank() == 0:
         print(f"validation accuracy {accuracy:.4f} on {dist.get_world_size()} rank(s)")

@@ -113,7 +113,7 @@ _GROUPS = (
     ("Backend horovod", "horovod.md", ("backends/distributed_backends/horovod",)),
     ("Backend ray", "ray.md", ("backends/distributed_backends/ray",)),
     ("Backend tensorflow", "tensorflow.md", ("backends/distributed_backends/tensorflow",)),
-    ("Conformance kit", "plugins.md#the-kit", ("distributed/testing/",)),
+    ("Conformance kit", "plugins.md#the-conformance-tests", ("distributed/testing/",)),
     ("Kernels", "kernels.md", ("kernels/",)),
     ("Plugins", "plugins.md", ("plugins/",)),
     ("Others", "troubleshooting.md", ("",)),

@@ -1,6 +1,6 @@
 """Attention and sketched-layer kernels; they import torch alone.
 
-Public names are loaded when first used: what needs `torch.distributed.tensor` is slow to import.
+Tensor-parallel layers are loaded when first used: they import `torch.distributed.tensor`, which is slow.
 """
 
 from __future__ import annotations
@@ -8,90 +8,56 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from distributed_kernels.attention.block_kernels import chosen_blocks, use_blocks
+from distributed_kernels.attention.block_sparse import block_sparse_attention
+from distributed_kernels.attention.dense import attention_with_lse, merge_attention
+from distributed_kernels.attention.dilated import dilated_attention
+from distributed_kernels.attention.language_model import (
+    PRESETS,
+    DilatedLanguageModel,
+    create_distributed_model,
+)
+from distributed_kernels.attention.modules import (
+    BlockSparseRingDistributedDilatedAttention,
+    DilatedTransformerBlock,
+    DistributedImprovedMultiheadDilatedAttention,
+    DistributedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDistributedDilatedAttention,
+)
+from distributed_kernels.attention.patterns import block_density, block_pattern
+from distributed_kernels.attention.ring import (
+    ring_attention,
+    zigzag_gather,
+    zigzag_positions,
+    zigzag_slice,
+)
+from distributed_kernels.attention.ring_exchange import Traffic, count_traffic
+from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
+from distributed_kernels.attention.ulysses import ulysses_attention
+from distributed_kernels.errors import KernelError
+from distributed_kernels.sketching.calibration import input_covariance
+from distributed_kernels.sketching.conv import SKConv2d
+from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
+from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
+from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
+from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
+from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
+from distributed_kernels.sketching.linear import SKLinear
+from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
+from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs
+from distributed_kernels.sketching.sketch_sync import (
+    check_sketch_sync,
+    sketch_checksums,
+    synchronize_sketches,
+)
+
 if TYPE_CHECKING:
-    from distributed_kernels.attention.block_kernels import chosen_blocks, use_blocks
-    from distributed_kernels.attention.block_sparse import block_sparse_attention
-    from distributed_kernels.attention.dense import attention_with_lse, merge_attention
-    from distributed_kernels.attention.dilated import dilated_attention
-    from distributed_kernels.attention.language_model import (
-        PRESETS,
-        DilatedLanguageModel,
-        create_distributed_model,
-    )
-    from distributed_kernels.attention.modules import (
-        BlockSparseRingDistributedDilatedAttention,
-        DilatedTransformerBlock,
-        DistributedImprovedMultiheadDilatedAttention,
-        DistributedMultiheadDilatedAttention,
-        MultiheadDilatedAttention,
-        RingDistributedDilatedAttention,
-    )
-    from distributed_kernels.attention.patterns import block_density, block_pattern
-    from distributed_kernels.attention.ring import (
-        ring_attention,
-        zigzag_gather,
-        zigzag_positions,
-        zigzag_slice,
-    )
-    from distributed_kernels.attention.ring_exchange import Traffic, count_traffic
-    from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
-    from distributed_kernels.attention.ulysses import ulysses_attention
-    from distributed_kernels.errors import KernelError
-    from distributed_kernels.sketching.calibration import input_covariance
-    from distributed_kernels.sketching.conv import SKConv2d
-    from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
-    from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
-    from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
-    from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
-    from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
-    from distributed_kernels.sketching.linear import SKLinear
-    from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
-    from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs
-    from distributed_kernels.sketching.sketch_sync import (
-        check_sketch_sync,
-        sketch_checksums,
-        synchronize_sketches,
-    )
     from distributed_kernels.sketching.tensor_parallel import (
         SKColwiseParallel,
         SKRowwiseParallel,
         TensorParallelSKLinear,
     )
-
-_NAMES = {
-    "attention.block_kernels": ("chosen_blocks", "use_blocks"),
-    "attention.block_sparse": ("block_sparse_attention",),
-    "attention.dense": ("attention_with_lse", "merge_attention"),
-    "attention.dilated": ("dilated_attention",),
-    "attention.language_model": ("DilatedLanguageModel", "PRESETS", "create_distributed_model"),
-    "attention.modules": (
-        "BlockSparseRingDistributedDilatedAttention",
-        "DilatedTransformerBlock",
-        "DistributedImprovedMultiheadDilatedAttention",
-        "DistributedMultiheadDilatedAttention",
-        "MultiheadDilatedAttention",
-        "RingDistributedDilatedAttention",
-    ),
-    "attention.patterns": ("block_density", "block_pattern"),
-    "attention.ring": ("ring_attention", "zigzag_gather", "zigzag_positions", "zigzag_slice"),
-    "attention.ring_exchange": ("Traffic", "count_traffic"),
-    "attention.sparse_dilated": ("block_sparse_dilated_attention",),
-    "attention.ulysses": ("ulysses_attention",),
-    "errors": ("KernelError",),
-    "sketching.calibration": ("input_covariance",),
-    "sketching.conv": ("SKConv2d",),
-    "sketching.convert_model": ("SketchReport", "sketch_model"),
-    "sketching.costs": ("CostlyError", "LayerReport", "break_even_rank"),
-    "sketching.factorize": ("factorize_conv", "factorize_linear"),
-    "sketching.frozen_sketches": ("GivenSketch", "SignSketch", "Sketch"),
-    "sketching.fused": ("fused_linear", "fused_linear_available", "use_fused_linear"),
-    "sketching.linear": ("SKLinear",),
-    "sketching.mlp": ("DistributedSketchedModel", "SketchedMLP"),
-    "sketching.random_signs": ("SIGN_ALGORITHM", "sketch_signs"),
-    "sketching.sketch_sync": ("check_sketch_sync", "sketch_checksums", "synchronize_sketches"),
-    "sketching.tensor_parallel": ("SKColwiseParallel", "SKRowwiseParallel", "TensorParallelSKLinear"),
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BlockSparseRingDistributedDilatedAttention",
@@ -150,12 +116,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'distributed_kernels' has no attribute {name!r}")
-    value = getattr(import_module(f"distributed_kernels.{home}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module("distributed_kernels.sketching.tensor_parallel"), name)
 
 
 def __dir__() -> list[str]:

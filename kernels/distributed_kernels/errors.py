@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KernelError"]
-
 
 class KernelError(ValueError):
     """Arguments that cannot be computed; the message is one paragraph with the remedy.

@@ -16,20 +16,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed import __version__
 from distributed.config import DistributedConfig, explain
 from distributed.errors import Preempted, WorkerError
+from distributed.interfaces.history import History
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.tracker import Tracker, TrackerSpec
 from distributed.operations.report.record_format import VERSION, append
 from distributed.registry.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from distributed.interfaces.history import History
-    from distributed.interfaces.plan import RunPlan
-
-__all__ = ["RecordTracker", "on_restart", "on_run_end", "on_run_start", "register_trackers"]
 
 logger = logging.getLogger("distributed")
 

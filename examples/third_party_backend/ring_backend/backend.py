@@ -1,6 +1,6 @@
-"""RingBackend: every rank holds the whole model; gradients travel around a ring.
+"""RingBackend: every rank holds the whole model; gradients are summed around a ring.
 
-`ProcessGroupBackend` brings the ranks together and does what every data-parallel backend does alike:
+`ProcessGroupBackend` connects the ranks and does what all data-parallel backends have in common:
 windows of micro-batches, the loss's scale, unscaling, clipping, state. What is left is the one thing
 that makes a backend: how gradients are exchanged.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import ProcessGroupBackend, StepModule, StepResult
-from distributed.training.torch_backend import alike
+from distributed.training.torch_backend import group_by_dtype
 from ring_backend.section import RingSection
 
 __all__ = ["RingBackend", "ring_all_reduce"]
@@ -30,7 +30,7 @@ class RingBackend(ProcessGroupBackend):
     _waited = 0.0
 
     def wrap(self, step: StepModule) -> nn.Module:
-        """Begin alike: ranks that a launcher started may have built different weights."""
+        """Broadcast rank 0's weights: ranks that a launcher started may have built different ones."""
         if self.world.size > 1:
             for tensor in (*step.parameters(), *step.buffers()):
                 dist.broadcast(tensor.detach(), 0)
@@ -38,7 +38,7 @@ class RingBackend(ProcessGroupBackend):
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         """Average first: the norm that clipping uses is that of the whole global batch (C6), and
-        what is not finite on one rank is finite on none, so that all skip the step alike (C8)."""
+        a value that is not finite on one rank is finite on none, so all skip the step (C8)."""
         start = perf_counter()
         if self.world.size > 1:
             self._average()
@@ -47,14 +47,14 @@ class RingBackend(ProcessGroupBackend):
 
     def _average(self) -> None:
         # `step_module` holds the model and, where only the ranks together know how many tokens
-        # counted, a parameter whose gradient is that count: it has to travel too (C2).
+        # counted, a parameter whose gradient is that count: it has to be reduced too (C2).
         parameters = [p for p in self.step_module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:  # a rank that sent less than its neighbours expect would hang
                 parameter.grad = torch.zeros_like(parameter)
         options = RingSection.of(self.config)
         step = 1 if options.direction == "right" else -1
-        for gradients in alike([p.grad for p in parameters if p.grad is not None]):
+        for gradients in group_by_dtype([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             for chunk in flat.split(options.chunk_size or max(1, flat.numel())):
                 ring_all_reduce(chunk, self.world.rank, self.world.size, step)

@@ -21,8 +21,6 @@ from distributed_kernels.attention import block_kernels_cpu, block_kernels_cuda,
 from distributed_kernels.attention.block_kernels_reference import Block, Grads
 from distributed_kernels.errors import KernelError
 
-__all__ = ["block_backward", "block_forward", "chosen_blocks", "use_blocks"]
-
 _VARIABLE = "DISTRIBUTED_KERNELS"
 _MAX_FLASH_HEAD = 256
 """Columns of a head that the CUDA flash kernel takes."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from distributed_kernels.attention.block_kernels_reference import Block, Grads, accumulator
 
-__all__ = ["backward", "forward"]
-
 _HALVE_ABOVE = 128
 """Rows above which a causal block is halved; below, the calls cost more than the products saved."""
 

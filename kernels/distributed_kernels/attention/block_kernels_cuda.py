@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 
 from distributed_kernels.attention.block_kernels_reference import Block, Grads
 
-__all__ = ["efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
-
 _HEAD_MULTIPLE = 8
 """Both kernels read heads in vectors of this many elements."""
 _LSE_MULTIPLE = 32

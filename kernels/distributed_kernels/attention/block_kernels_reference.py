@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Grads", "accumulator", "backward", "forward"]
-
 Grads = tuple[Tensor, Tensor, Tensor]
 
 

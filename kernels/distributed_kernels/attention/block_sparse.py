@@ -16,8 +16,6 @@ from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["block_sparse_attention", "masked_pieces"]
-
 
 def block_sparse_attention(
     q: Tensor,

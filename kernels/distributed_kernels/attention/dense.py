@@ -13,8 +13,6 @@ from distributed_kernels.attention.input_checks import check_attention, scale_of
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["attention_with_lse", "merge_attention"]
-
 
 def attention_with_lse(
     q: Tensor,

@@ -21,8 +21,6 @@ from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowRange, RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["Cut", "SlicePair", "dilated_attention", "dilated_branches"]
-
 
 @dataclass(frozen=True)
 class SlicePair:

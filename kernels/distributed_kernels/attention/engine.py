@@ -24,8 +24,6 @@ from distributed_kernels.attention.block_kernels_reference import accumulator
 from distributed_kernels.attention.ring_exchange import Ring
 from distributed_kernels.attention.row_views import RowView
 
-__all__ = ["Piece", "RingPart", "local", "piecewise_attention"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["check_attention", "check_segments", "scale_of"]
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

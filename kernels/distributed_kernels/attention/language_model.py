@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from distributed_kernels.attention.modules import DilatedTransformerBlock
 from distributed_kernels.errors import KernelError
 
-__all__ = ["DilatedLanguageModel", "PRESETS", "create_distributed_model"]
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small": {
         "embed_dim": 768,

@@ -20,15 +20,6 @@ from distributed_kernels.attention.patterns import check_pattern
 from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
 from distributed_kernels.errors import KernelError
 
-__all__ = [
-    "BlockSparseRingDistributedDilatedAttention",
-    "DilatedTransformerBlock",
-    "DistributedImprovedMultiheadDilatedAttention",
-    "DistributedMultiheadDilatedAttention",
-    "MultiheadDilatedAttention",
-    "RingDistributedDilatedAttention",
-]
-
 
 class _Shared:
     """A process group in a module: copies of the module share it, and it stays out of pickles."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["PATTERNS", "block_density", "block_pattern", "check_pattern"]
-
 PATTERNS = ("local", "strided", "global")
 
 

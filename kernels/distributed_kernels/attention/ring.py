@@ -20,8 +20,6 @@ from distributed_kernels.attention.ring_exchange import Ring, all_gather, check_
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["ring_attention", "zigzag_gather", "zigzag_positions", "zigzag_slice"]
-
 
 def ring_attention(
     q: Tensor,

@@ -16,17 +16,6 @@ from torch.distributed import ProcessGroup
 
 from distributed_kernels.errors import KernelError
 
-__all__ = [
-    "Ring",
-    "Shift",
-    "Traffic",
-    "all_gather",
-    "all_to_all",
-    "check_equal_slices",
-    "count_traffic",
-    "default_group",
-]
-
 
 @dataclass
 class Traffic:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["EVERY_HEAD", "RowRange", "RowView"]
-
 EVERY_HEAD = slice(None)
 
 

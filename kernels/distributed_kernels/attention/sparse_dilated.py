@@ -15,8 +15,6 @@ from distributed_kernels.attention.patterns import block_pattern
 from distributed_kernels.attention.row_views import RowView
 from distributed_kernels.errors import KernelError
 
-__all__ = ["block_sparse_dilated_attention"]
-
 
 def block_sparse_dilated_attention(
     q: Tensor,

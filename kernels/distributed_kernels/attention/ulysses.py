@@ -21,8 +21,6 @@ from distributed_kernels.attention.input_checks import check_attention
 from distributed_kernels.attention.ring_exchange import all_to_all, check_equal_slices, default_group
 from distributed_kernels.errors import KernelError
 
-__all__ = ["ulysses_attention"]
-
 _Step = Callable[[Tensor, ProcessGroup], Tensor]
 
 

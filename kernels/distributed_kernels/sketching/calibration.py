@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["input_covariance", "select_modules"]
-
 
 def select_modules(model: nn.Module, modules: Iterable[str] | None) -> dict[str, nn.Module]:
     """The `nn.Linear` and `nn.Conv2d` of `model` by name, those alone that `modules` names.

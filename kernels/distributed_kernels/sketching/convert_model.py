@@ -14,8 +14,6 @@ from distributed_kernels.sketching.calibration import input_covariance, select_m
 from distributed_kernels.sketching.costs import CostlyError, LayerReport, break_even_rank
 from distributed_kernels.sketching.factorize import factorize_conv, factorize_linear
 
-__all__ = ["LayerRow", "SketchReport", "sketch_model"]
-
 
 @dataclass(frozen=True)
 class LayerRow:

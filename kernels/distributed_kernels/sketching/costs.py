@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["CostlyError", "LayerReport", "break_even_rank", "check_rank"]
-
 
 @dataclass(frozen=True)
 class LayerReport:

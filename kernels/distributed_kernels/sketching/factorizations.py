@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["OVERSAMPLING", "balanced", "least_squares", "rescaled", "spectral", "truncated_svd"]
-
 OVERSAMPLING = 10
 """Directions that the randomized SVD follows beyond those asked for (Halko, Martinsson and Tropp, 2011)."""
 _POWER_STEPS = 2

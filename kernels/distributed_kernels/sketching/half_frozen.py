@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["half_frozen_columns", "half_frozen_rows"]
-
 
 def half_frozen_rows(x: Tensor, trained: Tensor, frozen: Tensor) -> Tensor:
     """x (..., in) -> x @ [trained; frozen]^T of shape (..., r1 + r2).

@@ -11,8 +11,6 @@ from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.costs import break_even_rank
 from distributed_kernels.sketching.linear import SKLinear
 
-__all__ = ["DistributedSketchedModel", "SketchedMLP"]
-
 
 class SketchedMLP(nn.Module):
     """input_size -> hidden sizes, each with ReLU -> output_size, every layer an `SKLinear`.

@@ -16,8 +16,6 @@ from distributed_kernels.errors import KernelError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["assign", "exchange", "is_cut", "local"]
-
 
 def is_cut(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor. Their module takes a second to import, which most runs need not spend."""

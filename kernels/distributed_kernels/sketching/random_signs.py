@@ -7,8 +7,6 @@ from torch import Tensor
 
 from distributed_kernels.errors import KernelError
 
-__all__ = ["SIGN_ALGORITHM", "sketch_signs"]
-
 SIGN_ALGORITHM = "mix32-v1"
 """Name of the function that makes the signs; saved beside a seed. Another function gets another name."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.frozen_sketches import Sketch
 
-__all__ = ["check_sketch_sync", "sketch_checksums", "synchronize_by", "synchronize_sketches"]
-
 
 def sketch_checksums(module: nn.Module) -> dict[str, int]:
     """A number by name for every `Sketch` in `module`; equal sketches have equal numbers."""

@@ -24,8 +24,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from distributed_kernels.errors import KernelError
 from distributed_kernels.sketching.linear import SKLinear
 
-__all__ = ["SKColwiseParallel", "SKRowwiseParallel", "TensorParallelSKLinear"]
-
 
 class _SKParallel(ParallelStyle):
     """Base of both styles: parameters become DTensors, hooks bring inputs and outputs into layout."""

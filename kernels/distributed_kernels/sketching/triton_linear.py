@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["launch"]
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(
