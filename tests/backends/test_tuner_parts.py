@@ -19,6 +19,7 @@ from distributed.config import DistributedConfig, Layer, load, read_file
 from distributed.config.script_overlay import active
 from distributed.operations.report.record_format import NAME
 from distributed.operations.tuning.parent_run import ParentRun
+from distributed.operations.tuning.search_folder import SearchFolder
 from distributed.operations.tuning.search_space import Range, parse_space
 from distributed.operations.tuning.trial import EPOCHS, MISSING, SCORE, Session, TrialOrder, run_trial
 from distributed.operations.tuning.trial_channel import TRIAL, TrialListener, TrialReport
@@ -273,7 +274,7 @@ def claim(tmp_path: Path, **given: Any) -> None:
     search = DistributedTuner(
         print, {"lr": {"uniform": [0, 1]}}, **{"output_dir": tmp_path / "s", **usual, **given}
     )
-    search._claim(search._asked(RayTune(), 1))
+    SearchFolder(search.output_dir).claim(search._asked(RayTune(), 1), search.resume)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,13 @@ from distributed.config.load import as_layers
 from distributed.errors import UserError
 from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.operations.tuning.parent_run import ParentRun
+from distributed.operations.tuning.search_folder import SearchFolder, new_folder
 from distributed.operations.tuning.search_space import parse_space
-from distributed.operations.tuning.trial import ORDER, TrialOrder
+from distributed.operations.tuning.trial import TrialOrder
 from distributed.operations.tuning.trial_record import Trial, best_of, is_number, load_trial, ranked
 from distributed.registry.catalog import get_catalog, load_target, require
-from distributed.system.private_files import draft_of, write_private
 
 __all__ = ["DistributedTuner"]
-
-ASKED = "search.json"
-"""File with the arguments of the search in a folder; a resumed search must have the same."""
-RESULTS = "results.json"
 
 
 class DistributedTuner:
@@ -127,7 +122,7 @@ class DistributedTuner:
         self.metric, self.mode, self.scheduler = metric, mode, scheduler
         self.scheduler_options = dict(scheduler_options or {})
         self.grace_period, self.max_epochs, self.checkpoints = grace_period, max_epochs, checkpoints
-        self.output_dir = (Path(output_dir) if output_dir else _new_folder(Path("tuned"))).absolute()
+        self.output_dir = (Path(output_dir) if output_dir else new_folder(Path("tuned"))).absolute()
         self.name, self.seed, self.resume = name or self.output_dir.name, seed, resume
         self.time_limit, self.address = time_limit, address
         self.mlflow, self.tensorboard = mlflow, tensorboard
@@ -175,18 +170,19 @@ class DistributedTuner:
                 allowed="True",
             )
         load_layers(self._layers)
-        before = self._claim(self._asked(engine, num_samples))
+        folder = SearchFolder(self.output_dir)
+        before = folder.claim(self._asked(engine, num_samples), self.resume)
         if before.get("complete"):
-            return self._conclude([Trial(**trial) for trial in _read(self.output_dir / RESULTS)["trials"]])
+            return self._conclude(folder.read_results())
         params = {"num_samples": num_samples, "scheduler": str(self.scheduler), "seed": self.seed}
         with ParentRun(self._layers, self.name, before.get("trackers", {}), params) as parent:
-            self._note({"trackers": parent.contexts})
-            self._write_order(hands_over, parent.contexts)
+            folder.note(trackers=parent.contexts)
+            folder.write_order(self._order(hands_over, parent.contexts))
             ends = engine.run(search)
             trials = [self._trial(end) for end in ends]
-            self._save(trials, complete=len(trials) == engine.num_trials(search))
+            folder.write_results(trials, self._is_complete(trials, engine.num_trials(search)))
             best = self._conclude(trials)
-            parent.conclude(self.best, [self.output_dir / RESULTS])
+            parent.conclude(self.best, [folder.results])
         return best
 
     def plot(self, path: str | os.PathLike[str]) -> str:
@@ -276,42 +272,8 @@ class DistributedTuner:
             resume=self.resume,
         )
 
-    # -- the search's folder -----------------------------------------------------------
-
-    def _claim(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Make the folder this search's own; what it holds of the same search, if that is resumed."""
-        path = self.output_dir / ASKED
-        if not path.exists():
-            self.output_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(path, {"asked": asked})
-            return {}
-        known = _read(path)
-        if not self.resume:
-            raise UserError(
-                "this folder already holds a search",
-                field="output_dir",
-                got=str(self.output_dir),
-                remedy="Resume it (resume=True), or choose another folder",
-            )
-        for field, value in asked.items():
-            # A folder of an earlier version lacks some arguments.
-            if known["asked"].get(field, value) != value:
-                raise UserError(
-                    f"the search in {self.output_dir} was started with {known['asked'][field]!r}",
-                    field=field,
-                    got=value,
-                    remedy="Resume it with the same value, or start another search in another folder",
-                )
-        return known
-
-    def _note(self, more: Mapping[str, Any]) -> None:
-        path = self.output_dir / ASKED
-        _write(path, {**_read(path), **more})
-
-    def _write_order(self, hands_over: int, contexts: Mapping[str, dict[str, Any]]) -> None:
-        from distributed.communication.task_file import save_task
-
-        order = TrialOrder(
+    def _order(self, hands_over: int, contexts: Mapping[str, dict[str, Any]]) -> TrialOrder:
+        return TrialOrder(
             train_fn=self.train_fn,
             folder=str(self.output_dir),
             ranks=self.ranks_per_trial,
@@ -323,16 +285,6 @@ class DistributedTuner:
             layers=tuple(self._layers),
             tracker_contexts=contexts,
         )
-        with draft_of(self.output_dir / ORDER) as draft:
-            draft.unlink(missing_ok=True)
-            try:
-                save_task(order, draft)
-            except Exception as error:
-                raise UserError(
-                    f"train_fn cannot be pickled for the trials: {type(error).__name__}: {error}",
-                    field="train_fn",
-                    remedy="Open files, locks and connections inside the function",
-                ) from error
 
     # -- results -----------------------------------------------------------------------
 
@@ -347,27 +299,15 @@ class DistributedTuner:
         trial.judge(self.metric, self.mode)
         return trial
 
-    def _save(self, trials: list[Trial], complete: bool) -> None:
-        _write(self.output_dir / RESULTS, {"trials": [trial.to_dict() for trial in trials]})
+    def _is_complete(self, trials: list[Trial], num_trials: int) -> bool:
         # Without a scheduler only a time limit stops a trial, and a search that is resumed has more of it.
-        open_still = ("waiting", "stopped") if self.scheduler is None else ("waiting",)
-        if complete and not any(trial.status in open_still for trial in trials):
-            self._note({"complete": True})
+        unfinished = ("waiting", "stopped") if self.scheduler is None else ("waiting",)
+        return len(trials) == num_trials and not any(trial.status in unfinished for trial in trials)
 
     def _conclude(self, trials: list[Trial]) -> dict[str, Any]:
         self.results = ranked(trials, self.mode)
         self._best = best_of(trials, self.metric, self.mode)
         return dict(self._best.parameters)
-
-
-def _new_folder(root: Path) -> Path:
-    """Create a new folder named after the time."""
-    start = root / time.strftime("%Y-%m-%d_%H-%M-%S")
-    taken, folder = 1, start
-    while folder.exists():
-        taken += 1
-        folder = start.with_name(f"{start.name}_{taken}")
-    return folder
 
 
 def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_trial: Any) -> None:
@@ -395,12 +335,3 @@ def _check_count(field: str, count: Any, optional: bool) -> None:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UserError("must be a positive integer", field=field, got=count, allowed="1, 2, 3, ...")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    write_private(path, json.dumps(value, indent=1, default=repr).encode())
