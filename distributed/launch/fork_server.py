@@ -37,6 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed.launch.forked import ADDRESS, ForkRequest, namespaces, run_forked
+from distributed.system.addresses import bind_path
 
 __all__ = ["ForkServer", "status_of"]
 
@@ -65,7 +66,7 @@ class ForkServer:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         env.pop(ADDRESS, None)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(self.address)
+            bind_path(listener, Path(self.address))
             listener.listen(64)
             command = [sys.executable, "-c", _SERVE, str(listener.fileno()), *preload]
             self._process = subprocess.Popen(

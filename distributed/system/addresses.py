@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+
+from distributed.errors import UserError
 
 _ELSEWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737)."""
+
+
+_MAX_SOCKET_PATH = 107  # of Linux's unix(7), without the final zero
+
+
+def bind_path(listener: socket.socket, path: Path) -> None:
+    """Bind the Unix socket `listener` to `path`, in a temporary folder.
+
+    Raises:
+        UserError: `path` is too long for a socket.
+    """
+    if (length := len(bytes(path))) > _MAX_SOCKET_PATH:
+        raise UserError(
+            f"the path of a socket is too long: {path}",
+            field="TMPDIR",
+            got=length,
+            allowed=f"at most {_MAX_SOCKET_PATH} bytes",
+            remedy="Set TMPDIR to a folder with a shorter path",
+        )
+    listener.bind(str(path))
 
 
 def is_own_address(host: str) -> bool:

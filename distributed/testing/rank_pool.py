@@ -31,6 +31,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.launch.rank_process import leave, run_folder, watch_parent
 from distributed.registry.catalog import load_target
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
+from distributed.system.addresses import bind_path
 
 __all__ = ["RankPool", "serve"]
 
@@ -116,7 +117,7 @@ class _Ranks:
             "distributed.testing.rank_pool:serve",
         )
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(command.env[_SOCKET])
+        bind_path(listener, home / "socket")
         listener.listen(plan.world_size)
         listener.settimeout(_POLL)
         self._thread = threading.Thread(target=self._launch, args=(plan, command), daemon=True)

@@ -101,7 +101,10 @@ assert not set(sys.modules) & {"torch", "tensorflow", "ray", "deepspeed", "horov
 """
 
 
-def test_a_section_is_part_of_the_tree(acme: Callable[..., str], tmp_path: Path) -> None:
+def test_a_section_is_part_of_the_tree(
+    acme: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     out = acme(GOOD, "-c", PROGRAM)
     assert "unknown configuration field 'acme.chunk'. Did you mean 'acme.chunks'?" in out
     assert "Field: acme.chunks" in out or "acme.chunks" in out.splitlines()[-1]

@@ -1,11 +1,16 @@
-"""What a host tells the others of where it is."""
+"""Addresses of a host and of its sockets."""
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 
+from distributed.errors import UserError
 from distributed.system import addresses
-from distributed.system.addresses import address_among
+from distributed.system.addresses import address_among, bind_path
 
 LOOPBACK = "127.0.0.1"
 
@@ -34,3 +39,19 @@ def test_the_address_that_a_host_tells_the_others(
     monkeypatch.setattr(addresses, "own_addresses", lambda: own)
     assert address_among("head") == expected
     assert [address_among(name) for name in (LOOPBACK, "localhost")] == [LOOPBACK] * 2
+
+
+@pytest.mark.parametrize("length", [108, 150])
+def test_a_socket_whose_path_is_too_long(tmp_path: Path, length: int) -> None:
+    path = Path(f"{tmp_path}/".ljust(length, "x"))
+    with socket.socket(socket.AF_UNIX) as listener, pytest.raises(UserError) as caught:
+        bind_path(listener, path)
+    text = f"TMPDIR: the path of a socket is too long: {path}. Got {length}. Allowed: at most 107 bytes. Set"
+    assert str(caught.value).startswith(text)
+
+
+def test_the_longest_path_of_a_socket() -> None:
+    with TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(f"{folder}/".ljust(107, "x"))
+        bind_path(listener, path)
+        assert path.is_socket()
