@@ -281,7 +281,11 @@ def plan_of(resources: int = 0, **fields: Any) -> Any:
     ("fields", "field", "text"),
     [
         ({"num_processes": 4, "fsdp": {"replicate": 3}}, "fsdp.replicate", "1, 2, 4"),
-        ({"num_processes": 1, "fsdp": {"cpu_offload": True}, "device": "cuda"}, "fsdp.cpu_offload", "a single rank has no other rank"),
+        (
+            {"num_processes": 1, "fsdp": {"cpu_offload": True}, "device": "cuda"},
+            "fsdp.cpu_offload",
+            "a single rank has no other rank",
+        ),
         ({"num_processes": 2, "find_unused_parameters": True}, "find_unused_parameters", "pytorch-ddp"),
     ],
 )
