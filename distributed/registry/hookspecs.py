@@ -46,7 +46,7 @@ def register_callbacks(config: DistributedConfig) -> list[Callback]:  # type: ig
 
 @hookspec
 def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add verbs to the command line: set ``run=callable(args) -> exit code`` as a default."""
+    """Add subcommands to the command line: set ``run=callable(args) -> exit code`` as a default."""
 
 
 @hookspec

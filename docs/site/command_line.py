@@ -15,9 +15,10 @@ __all__ = ["command_line_page", "parsers"]
 
 _HEAD = f"""# Command line
 
-`{PROG} VERB ...`, or `distributed VERB ...` where the package is installed. Every verb and
-flag, from the parsers, by `python -m docs.site.generate`; `--help` after a verb prints the same. A plugin's
-verbs are listed by `{PROG} --help`. Exit codes are in [Launching](launching.md#errors-and-exit-codes).
+`{PROG} VERB ...`, or `distributed VERB ...` where the package is installed. `VERB` is a
+subcommand. This page lists every subcommand and flag, written from the parsers by
+`python -m docs.site.generate`. `--help` after a subcommand prints the same. `{PROG} --help`
+also lists the subcommands of plugins. Exit codes are in [Launching](launching.md#errors-and-exit-codes).
 
 """
 _SHARED = ("configuration", "configuration fields")
@@ -48,7 +49,7 @@ def command_line_page() -> str:
             if shared:
                 rows += "\nAnd the [flags of the configuration](#configuration-flags).\n"
             parts.append(rows)
-    parts.append(f"## Configuration flags\n\nAccepted by each verb that links here.\n\n{fields}")
+    parts.append(f"## Configuration flags\n\nAccepted by each subcommand that links here.\n\n{fields}")
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part.strip())
 
 

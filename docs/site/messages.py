@@ -70,7 +70,7 @@ _RUN_TIME_VALUES = {
     "', '.join(sorted(needed | options))": "parameters of DilatedLanguageModel",
     "', '.join(sorted(needed))": "all required parameters of DilatedLanguageModel",
     "', '.join(sorted(self.backends))": "names of installed backends",
-    "', '.join(sorted(verbs))": "the verbs in [Command line](cli.md)",
+    "', '.join(sorted(verbs))": "the subcommands in [Command line](cli.md)",
     "' or '.join(map(repr, harmless)) or None": "values that leave the option off",
     "', '.join((kind.__name__ for kind in _ELEMENTWISE))": "elementwise optimizers, such as AdamW",
     "SIGN_ALGORITHM": "signs of the version that saved it",
