@@ -215,6 +215,21 @@ def test_one_node_meets_on_loopback_alone(pool: RankPool, nodes: int, address: s
     assert listening() == before
 
 
+def test_a_rank_that_waits_leaves_its_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's own wait polls without a pause, so that it is called once there is a result."""
+    from distributed_backends.horovod import collectives
+
+    pending, pauses = [False] * 40, list[float]()
+    monkeypatch.setattr(collectives.hvd, "poll", lambda handle: not pending)
+    monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: (handle, len(pending)))
+    monkeypatch.setattr(collectives.time, "sleep", lambda pause: (pauses.append(pause), pending.pop()))
+    assert collectives.wait(7) == (7, 0)
+    assert len(pauses) == 40
+    assert pauses == sorted(pauses)
+    assert 0 <= pauses[0] < 5e-5
+    assert pauses[-1] == 1e-3
+
+
 def test_a_killed_rank_is_named(pool: RankPool) -> None:
     trainer = trainer_of(small_model(), callbacks=[Die(1, rank=1)])
     with pytest.raises(WorkerError, match=r"rank 1 \(.*SIGKILL") as caught:

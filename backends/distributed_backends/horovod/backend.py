@@ -21,6 +21,7 @@ from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
+from distributed_backends.horovod.collectives import broadcast_object, gather_objects, sum_in_place, wait
 from distributed_backends.horovod.gradients import GradientSum
 from distributed_backends.horovod.section import HorovodSection
 from distributed_backends.horovod.world import start_horovod
@@ -138,7 +139,7 @@ class HorovodBackend(TorchBackend):
             if wire.numel():
                 sent.append((values, wire, hvd.broadcast_async_(wire, 0, name=f"weights.{i}")))
         for values, wire, handle in sent:
-            hvd.synchronize(handle)
+            wait(handle)
             if not values.is_contiguous():
                 values.copy_(wire.view(values.dtype).view(values.shape))
 
@@ -148,21 +149,18 @@ class HorovodBackend(TorchBackend):
         if self.world.size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        result: list[float] = hvd.allreduce_(tensor, op=hvd.Sum, name="values").tolist()
+        result: list[float] = sum_in_place(tensor, "values").tolist()
         return result
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value if self.world.size == 1 else hvd.broadcast_object(value, root, name="object")
+        return value if self.world.size == 1 else broadcast_object(value, root, "object")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if self.world.size == 1:
-            return [value]
-        found: list[Any] = hvd.allgather_object(value, name="objects")
-        return found
+        return [value] if self.world.size == 1 else gather_objects(value, "objects")
 
     def barrier(self) -> None:
         if self.world.size > 1:
-            hvd.barrier()
+            sum_in_place(torch.zeros(1), "barrier")
 
     # -- the end ---------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed.errors import UserError
+from distributed_backends.horovod.collectives import wait
 
 
 class GradientSum:
@@ -68,13 +69,13 @@ class GradientSum:
             if parameter not in self._sent:
                 self._send(parameter)
         for parameter, (handle, wire) in self._sent.items():
-            hvd.synchronize(handle)
+            wait(handle)
             assert parameter.grad is not None
             if wire.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.copy_(wire)
         self._sent.clear()
         if used is not None:
-            for parameter, ranks in zip(trained, hvd.synchronize(used).tolist(), strict=True):
+            for parameter, ranks in zip(trained, wait(used).tolist(), strict=True):
                 if ranks == 0:  # an optimizer skips parameters that no rank used
                     parameter.grad = None
         self.waited += perf_counter() - start
