@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -174,6 +175,8 @@ class _Server:
                     if function:
                         getattr(imported, function)()
                 self._loaded.add(name)
+        for finalizer in vars(weakref.finalize)["_registry"]:
+            finalizer.atexit = False  # they unload libraries, which ends with the process anyway
         gc.collect()
         gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
 

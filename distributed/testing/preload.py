@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 
 _MODULES = (
     "distributed.commands.train",
@@ -37,6 +39,8 @@ def torch_ranks() -> None:
     imports ``torch._dynamo``, which takes over a second. Modules that are not installed are left out."""
     import torch
 
+    # Without it, tensorboard imports TensorFlow, which doubles the memory of every fork.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     for name in _MODULES:
         with suppress(ImportError):
             import_module(name)

@@ -119,6 +119,12 @@ def test_random_numbers_that_nobody_seeded_differ(server: ForkServer) -> None:
     assert first[1] != second[1]
 
 
+def test_its_own_finalizers_run_at_its_end(server: ForkServer) -> None:
+    code = "import sys, weakref; weakref.finalize(sys.modules['__main__'], print, 'finalized')"
+    done = commands.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "finalized\n"
+
+
 def test_input_output_and_errors_are_connected(server: ForkServer) -> None:
     code = "import sys; print(input()[::-1]); print('bad', file=sys.stderr)"
     env = {**os.environ, ADDRESS: server.address}
