@@ -56,7 +56,7 @@ def own_words(args: argparse.Namespace, accepts: bool = True) -> list[str]:
         flag = nearly(word, flags_of(args.parser))
         if flag is not None or not accepts:
             raise UserError(
-                f"unknown argument {word}." + (f" Did you mean '{flag}'?" if flag else ""),
+                f"unknown argument {word}. Did you mean '{flag}'?" if flag else f"unknown argument {word}.",
                 remedy=f"If it is the script's own, give it after `--`: -- {word}",
             )
     return [*args.unknown, *args.rest]
