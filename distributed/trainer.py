@@ -221,12 +221,7 @@ class Trainer:
         if val_loader is not None:
             val_data = Source.of(framework.read(val_loader, "val_loader", config), "val_loader")
         train_data = framework.read(train_loader, "train_loader", config)
-        task = Task(
-            model=self._model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            loss_fn=self.loss_fn,
-            training_step=self.training_step,
+        task = self._bare_task(
             validation_step=self.validation_step,
             metrics=self.metrics,
             train_data=Source.of(train_data, "train_loader", config.data.shuffle),
@@ -336,13 +331,14 @@ class Trainer:
         loss: float = self._stepper.step(data, target)
         return loss
 
-    def _bare_task(self) -> Task:
+    def _bare_task(self, **more: Any) -> Task:
         return Task(
             model=self._model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loss_fn=self.loss_fn,
             training_step=self.training_step,
+            **more,
         )
 
 

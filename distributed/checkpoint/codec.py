@@ -78,8 +78,8 @@ def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     return _encode_array(value, path)
 
 
-def _encode_list(value: list[Any], path: str, parents: tuple[int, ...]) -> Any:
-    return _items(value, path, parents)
+def _items(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> list[Any]:
+    return [_encode(item, f"{path}[{index}]", parents) for index, item in enumerate(value)]
 
 
 def _encode_tuple(value: tuple[Any, ...], path: str, parents: tuple[int, ...]) -> Any:
@@ -103,17 +103,13 @@ def _encode_counter(value: Counter[Any], path: str, parents: tuple[int, ...]) ->
 
 
 _CONTAINERS: dict[type, Callable[..., Any]] = {
-    list: _encode_list,
+    list: _items,
     tuple: _encode_tuple,
     set: _encode_set,
     frozenset: _encode_set,
     Counter: _encode_counter,
     **dict.fromkeys(_DICTS, _encode_dict),
 }
-
-
-def _items(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> list[Any]:
-    return [_encode(item, f"{path}[{index}]", parents) for index, item in enumerate(value)]
 
 
 def _pairs(value: dict[Any, Any], path: str, parents: tuple[int, ...]) -> list[Any]:

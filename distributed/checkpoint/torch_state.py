@@ -251,7 +251,6 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
 
 
 def _range(name: str, key: str, part: Part) -> list[Chunk]:
-    """One range of the tensor `name`."""
     count = math.prod(part.shape)
     if part.data.dim() != 1 or part.start + len(part.data) > count:
         raise UserError(

@@ -87,7 +87,15 @@ def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview
             f"chunk of '{chunk.name}' ({chunk.key}) at {chunk.start} of shape"
             f" {tuple(chunk.data.shape)} is not a flat piece of {chunk.shape}"
         )
-    raw = _raw_bytes(chunk.data)
+    if sys.byteorder != "little":
+        raise UserError(
+            "portable checkpoints hold little-endian bytes, and this machine is big-endian",
+            field="checkpoint_dir",
+            remedy="Train without checkpoint_dir on this machine",
+        )
+    import torch
+
+    raw = memoryview(chunk.data.detach().contiguous().view(torch.uint8).numpy().data)
     entry = ChunkEntry(
         chunk.key,
         chunk.name,
@@ -101,22 +109,6 @@ def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview
         zlib.crc32(raw),
     )
     return entry, raw
-
-
-def _raw_bytes(data: Any) -> memoryview:
-    import torch
-
-    _need_little_endian()
-    return memoryview(data.detach().contiguous().view(torch.uint8).numpy().data)
-
-
-def _need_little_endian() -> None:
-    if sys.byteorder != "little":
-        raise UserError(
-            "portable checkpoints hold little-endian bytes, and this machine is big-endian",
-            field="checkpoint_dir",
-            remedy="Train without checkpoint_dir on this machine",
-        )
 
 
 def manifest_of(

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.commands.parser import positive_int
+from distributed.commands.parser import add_set, positive_int
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
 from distributed.operations.report.formats import plural
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags("--width", default="256", metavar="N", help="Width of the bundled network. Default: 256.")
     flags("--depth", default="4", metavar="N", help="Hidden layers of the bundled network. Default: 4.")
     flags("--script", metavar="FILE", help="Script to train instead of the bundled network.")
-    flags(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Any configuration field, as for train. Repeatable.",
-    )
+    add_set(scaling, "Any configuration field, as for train. Repeatable.")
     flags("--json", action="store_true", help="Print JSON with every repeat.")
     flags("--output", metavar="FILE", help="Also write an HTML page with plots.")
 
@@ -127,7 +121,6 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _machine() -> str:
-    """The hardware of the measurement."""
     from distributed.system.devices import visible_gpus
 
     gpus = visible_gpus()
@@ -138,7 +131,6 @@ def _machine() -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """Caveats for a reader of the results."""
     from distributed.system.devices import visible_gpus
 
     gpus, found = visible_gpus(), []

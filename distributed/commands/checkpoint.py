@@ -116,26 +116,20 @@ def _show(args: argparse.Namespace) -> None:
         "tied": dict(reader.aliases),
         "groups": [{**group, "names": len(group["names"])} for group in reader.groups],
     }
+    tensors = {
+        f"{key} {name}": (list(shape), reader.dtype(key, name))
+        for (key, name), shape in reader.tensors().items()
+    }
     if args.json:
-        print_json({**facts, "config": reader.extra["config"], "tensors": _tensors(reader)})
+        print_json({**facts, "config": reader.extra["config"], "tensors": tensors})
         return
     print_table(["", ""], [[name, str(value)] for name, value in facts.items()])
     print_table(
         ["configuration", ""], [[n, str(v)] for n, v in _leaves(reader.extra["config"]) if v is not None]
     )
-    rows = [
-        [f"{key} {name}", " x ".join(map(str, shape)) or "-", reader.dtype(key, name)]
-        for (key, name), shape in reader.tensors().items()
-    ]
+    rows = [[name, " x ".join(map(str, shape)) or "-", dtype] for name, (shape, dtype) in tensors.items()]
     print_table(["tensor", "shape", "dtype"], rows)
     print(_totals(reader))
-
-
-def _tensors(reader: PortableReader) -> dict[str, Any]:
-    return {
-        f"{key} {name}": [list(shape), reader.dtype(key, name)]
-        for (key, name), shape in reader.tensors().items()
-    }
 
 
 def _totals(reader: PortableReader) -> str:

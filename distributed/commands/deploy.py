@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     target = TARGETS[args.target]
     module: Any = import_module(target.module)
     settings = read_settings(getattr(module, target.settings), args.settings, collect_model(args))
-    output = _output(args.output)
+    if not args.output or "\0" in args.output or not args.output.isprintable():
+        raise UserError("not a directory name", field="--output", got=args.output)
+    output = Path(args.output)
     script = None if args.script is None else find_script(args.script)
     named = args.script or ""
     job = make_job(
@@ -102,9 +104,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"submit with: {rendered.submit}")
     return 0
-
-
-def _output(text: str) -> Path:
-    if not text or "\0" in text or not text.isprintable():
-        raise UserError("not a directory name", field="--output", got=text)
-    return Path(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from distributed.commands.parser import add_set
 from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
 from distributed.config.load import all_fields, top_fields
 
@@ -24,12 +25,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         "configuration", "Weakest first: defaults, --config, the flags below, --set."
     )
     sources.add_argument("--config", metavar="FILE", help="YAML file with configuration fields.")
-    sources.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Set any field, also in a section (data.per_sample_rng=true); overrides flags. Repeatable.",
+    add_set(
+        sources, "Set any field, also in a section (data.per_sample_rng=true); overrides flags. Repeatable."
     )
     group = parser.add_argument_group("configuration fields")
     for name in top_fields():

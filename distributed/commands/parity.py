@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from distributed.commands.parser import positive_int
+from distributed.commands.parser import add_set, positive_int
 from distributed.commands.tables import print_json, print_table
 from distributed.config import parse_assignments
 from distributed.errors import UserError
@@ -65,13 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="Largest allowed difference of a weight. Default: depends on dtype and optimizer.",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Configuration field of both runs. Repeatable.",
-    )
+    add_set(parser, "Configuration field of both runs. Repeatable.")
     parser.add_argument(
         "--final-weights",
         action="store_true",
@@ -152,7 +146,8 @@ def _exercise(args: argparse.Namespace) -> Exercise:
 
 def _print(a: Record, b: Record, rows: Sequence[Row], found: Divergence | None, tolerance: float) -> None:
     heads = ["step", "loss A", "loss B", "norm A", "norm B", "weights apart"]
-    print_table(heads, [_cells(row) for row in rows], [_style(row, found) for row in rows])
+    styles = ["bold" if found is not None and row.step == found.step else "" for row in rows]
+    print_table(heads, [_cells(row) for row in rows], styles)
     if found is None:
         print(
             f"{_describe_side(a)} and {_describe_side(b)} agree within {tolerance:g} over {len(rows)} steps"
@@ -168,10 +163,6 @@ def _print(a: Record, b: Record, rows: Sequence[Row], found: Divergence | None, 
 def _cells(row: Row) -> list[str]:
     figures = [f"{value:.10g}" for value in (*row.loss, *row.norm)]
     return [str(row.step), *figures, "" if row.distance is None else f"{row.distance:.1e}"]
-
-
-def _style(row: Row, found: Divergence | None) -> str:
-    return "bold" if found is not None and row.step == found.step else ""
 
 
 def _describe_side(side: Record) -> str:

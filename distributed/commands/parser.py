@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from distributed.errors import UserError
 
-__all__ = ["PROG", "Parser", "flags_of", "nearly", "positive_int", "refuse_unknown"]
+__all__ = ["PROG", "Parser", "add_set", "flags_of", "nearly", "own_words", "positive_int", "refuse_unknown"]
 
 PROG = "python -m distributed.cli"
 
@@ -27,6 +27,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message, remedy=f"`{self.prog} --help` lists the flags")
 
 
+def add_set(parser: argparse._ActionsContainer, about: str) -> None:
+    """Add ``--set NAME=VALUE``, which may be repeated."""
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=about)
+
+
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     """Every long flag that `parser` knows."""
     return [flag for flag in parser._option_string_actions if flag.startswith("--")]
@@ -39,6 +44,22 @@ def nearly(word: str, flags: Iterable[str], above: float = 0.8) -> str | None:
         return None
     similarity, flag = max((SequenceMatcher(None, name, flag).ratio(), flag) for flag in flags)
     return flag if similarity > above else None
+
+
+def own_words(args: argparse.Namespace, accepts: bool = True) -> list[str]:
+    """The arguments that go to the script; with `accepts` also unknown ones that resemble no flag.
+
+    Raises:
+        UserError: another unknown argument.
+    """
+    for word in args.unknown:
+        flag = nearly(word, flags_of(args.parser))
+        if flag is not None or not accepts:
+            raise UserError(
+                f"unknown argument {word}. Did you mean '{flag}'?" if flag else f"unknown argument {word}.",
+                remedy=f"If it is the script's own, give it after `--`: -- {word}",
+            )
+    return [*args.unknown, *args.rest]
 
 
 def positive_int(text: str, flag: str) -> int:

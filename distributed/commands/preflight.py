@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_rank(config: DistributedConfig) -> LauncherEnvironment:
-    """This host's rank, from its launcher or the configuration."""
     joined = detect(os.environ)
     if joined is not None:
         if joined.local_size > 1:

@@ -77,7 +77,7 @@ def _row(path: str, one: Run) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from distributed.operations.report.formats import moment, with_unit
+    from distributed.operations.report.formats import cell, moment, with_unit
 
     best = (
         f"{row['best_metric']} {with_unit(row['best_metric'], row['best'])}" if row.get("best_metric") else ""
@@ -87,11 +87,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["path"],
         moment(row["started"]),
-        *[_text(row.get(name)) for name in ("backend", "ranks", "status", "epoch", "step")],
+        *[cell(row.get(name)) for name in ("backend", "ranks", "status", "epoch", "step")],
         best,
         remark,
     ]
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed.commands.flags import add_config_flags, collect_layers
-from distributed.commands.parser import flags_of, nearly, refuse_unknown
+from distributed.commands.parser import own_words, refuse_unknown
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.script_overlay import ScriptRun, command_line
@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         UserError: a wrong value, no such script, or a script that never called `fit`.
     """
     script = bundled_script() if args.script is None else find_script(args.script)
-    arguments = _script_arguments(args)
+    if args.script is None and args.unknown:
+        refuse_unknown(args.unknown, args.parser)
+    arguments = own_words(args)
     layers = collect_layers(args)
     _check_values(layers)
     if _launch(layers) == "per-rank":
@@ -70,19 +72,6 @@ def run(args: argparse.Namespace) -> int:
             " the script itself on every rank, as torchrun does",
         )
     return 0
-
-
-def _script_arguments(args: argparse.Namespace) -> list[str]:
-    if args.script is None and args.unknown:
-        refuse_unknown(args.unknown, args.parser)
-    for word in args.unknown:
-        flag = nearly(word, flags_of(args.parser))
-        if flag is not None:
-            raise UserError(
-                f"unknown argument {word}. Did you mean '{flag}'?",
-                remedy=f"If it is the script's own, give it after `--`: -- {word}",
-            )
-    return [*args.unknown, *args.rest]
 
 
 def _check_values(layers: Sequence[Layer]) -> None:

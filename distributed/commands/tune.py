@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.commands.parser import PROG, flags_of, nearly
+from distributed.commands.parser import PROG, add_set, own_words
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
@@ -93,13 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--script", metavar="FILE", help="Python script to run. Default: the bundled digits.py."
     )
     parser.add_argument("--resume", action="store_true", help="Resume the search in --output-dir.")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Set any configuration field of the trials; overrides the file. Repeatable.",
-    )
+    add_set(parser, "Set any configuration field of the trials; overrides the file. Repeatable.")
     parser.add_argument("--json", action="store_true", help="Print the trials as JSON.")
     for name, (metavar, text) in _FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -117,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from distributed.operations.tuning.tuner import DistributedTuner
 
     script = bundled_script() if args.script is None else find_script(args.script)
-    arguments = _script_arguments(args)
+    arguments = own_words(args, accepts=args.script is not None)
     values, options = _read(args.config)
     options |= _flags(args)
     layers = [Layer(f"file {args.config}", values), Layer("--set", parse_assignments(args.set))]
@@ -177,17 +171,6 @@ def split(sampled: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def as_arguments(own: Mapping[str, Any]) -> list[str]:
     """``{"hidden_size": 8}`` -> ``["--hidden-size", "8"]``."""
     return [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-def _script_arguments(args: argparse.Namespace) -> list[str]:
-    for word in args.unknown:
-        flag = nearly(word, flags_of(args.parser))
-        if flag is not None or args.script is None:
-            raise UserError(
-                f"unknown argument {word}." + (f" Did you mean '{flag}'?" if flag else ""),
-                remedy=f"If it is the script's own, give it after `--`: -- {word}",
-            )
-    return [*args.unknown, *args.rest]
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -269,7 +252,8 @@ def _how_to_train(
         fields["num_processes"] = tuner.best.ranks
     config = load_layers([*layers, Layer("sample", fields)])
     path = tuner.output_dir / "best.yaml"
-    write_private(path, yaml.safe_dump(_plain(_explicit(config)), sort_keys=False).encode())
+    plain = json.loads(json.dumps(_explicit(config), default=str))
+    write_private(path, yaml.safe_dump(plain, sort_keys=False).encode())
     words = [
         *PROG.split(),
         "train",
@@ -286,11 +270,6 @@ def _how_to_train(
     except UserError as error:
         lines.append(f"no plot: {error}")
     return lines
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
-    return plain
 
 
 def _row(trial: Trial, names: list[str]) -> list[str]:

@@ -315,8 +315,7 @@ class DistributedConfig(BaseModel):
     @property
     def record_dir(self) -> str | None:
         """Where the run's record is written; None nowhere."""
-        folder = self.tracking.record_dir or self.checkpoint_dir
-        return local_path(folder)
+        return local_path(self.tracking.record_dir or self.checkpoint_dir)
 
     @property
     def heeds_signals(self) -> bool:

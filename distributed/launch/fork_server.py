@@ -210,7 +210,7 @@ class _Server:
     def _answer(self, connection: socket.socket, data: bytes, fds: list[int]) -> _Job | _Branch | None:
         """Fork for one request, let a branch fork for it, or refuse it."""
         request = ForkRequest(**json.loads(data))
-        missing = tuple(name for name in request.preload if not self._has(name))
+        missing = tuple(n for n in request.preload if n not in self._loaded and n not in sys.modules)
         if missing:
             return self._forward(missing, connection, data, fds)
         refusal = _refusal(request)
@@ -227,9 +227,6 @@ class _Server:
             _send(connection, {"refused": refusal})
             _close(connection)
         return None
-
-    def _has(self, name: str) -> bool:
-        return name in self._loaded or name in sys.modules
 
     def _forward(
         self, missing: tuple[str, ...], connection: socket.socket, data: bytes, fds: list[int]

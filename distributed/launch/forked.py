@@ -27,10 +27,6 @@ def namespaces() -> list[str]:
     return [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid")]
 
 
-def _blocked_signals() -> list[int]:
-    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-
 def _resource_limits() -> dict[str, tuple[int, int]]:
     return {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS}
 
@@ -61,7 +57,7 @@ class ForkRequest:
     new_session: bool = False
     tied: bool = False
     cwd: str = field(default_factory=os.getcwd)
-    blocked: list[int] = field(default_factory=_blocked_signals)
+    blocked: list[int] = field(default_factory=lambda: sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     cpus: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
     limits: dict[str, tuple[int, int]] = field(default_factory=_resource_limits)
     namespaces: list[str] = field(default_factory=namespaces)

@@ -142,7 +142,7 @@ def run_folder(folder: Path) -> int:
     try:
         from distributed.communication.task_file import load_task
 
-        sys.path[:] = _caller_path(folder)
+        sys.path[:] = json.loads((folder / "sys_path.json").read_text(encoding="utf-8"))
         job: RankPayload = load_task(folder / "task.bin")
         job.plan = _as_placed(job.plan, os.environ)
         _ENDED.append(run_here(job, folder))
@@ -164,11 +164,6 @@ def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
     nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
     placed = rescale(plan, 1, int(env["WORLD_SIZE"]))
     return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
-
-
-def _caller_path(folder: Path) -> list[str]:
-    path: list[str] = json.loads((folder / "sys_path.json").read_text(encoding="utf-8"))
-    return path
 
 
 def report_error(error: BaseException, folder: Path) -> None:

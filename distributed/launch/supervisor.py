@@ -179,7 +179,6 @@ class Supervisor:
                 self.ended.get(timeout=left)
 
     def _raise_first(self) -> NoReturn:
-        """Raise the error of the first failed rank."""
         reports = [self._report(entry) for entry in self._ranks if entry.status not in (None, 0)]
         first, failed = find_cause(reports), [report.rank for report in reports]
         if self.watch is not None:
@@ -231,7 +230,5 @@ def _is_terminal_or_file(stream: Any) -> bool:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        return

@@ -149,7 +149,8 @@ def check_capabilities(
     for need in needs:
         name, wanted, able, _ = need
         if wanted(config) and not able(spec.capabilities):
-            raise _cannot(need, spec, catalog, _value(config, name))
+            got = config.num_ranks if name == "num_gpus" else getattr(config, name)
+            raise _cannot(need, spec, catalog, got)
     if config.sync_batchnorm and device == "cpu" and world_size > 1:
         raise UserError(
             "torch synchronises BatchNorm on GPUs only",
@@ -178,7 +179,3 @@ def _cannot(need: _Need, spec: BackendSpec, catalog: Catalog, got: Any) -> UserE
         got=got,
         remedy=f"Backends that can: {', '.join(others) or 'none installed'}",
     )
-
-
-def _value(config: DistributedConfig, name: str) -> Any:
-    return config.num_ranks if name == "num_gpus" else getattr(config, name)

@@ -60,7 +60,9 @@ def _choose_device(
             notes.append("no GPU found: the ranks run as CPU processes over gloo")
         return "cpu"
     where, per = ("on this host", "per host") if joined or not spec.remote else ("there",) * 2
-    if resources.num_gpus < here and not _one_visible_each(resources, joined):
+    # Slurm and others may show every task a single device of its own.
+    one_visible_each = joined is not None and resources.num_gpus == 1
+    if resources.num_gpus < here and not one_visible_each:
         if _may_share(config, spec, resources):
             notes.append(f"{here} ranks share {resources.num_gpus} GPU(s) over gloo")
             return "cuda"
@@ -74,11 +76,6 @@ def _choose_device(
             " share a GPU",
         )
     return "cuda"
-
-
-def _one_visible_each(resources: Resources, joined: LauncherEnvironment | None) -> bool:
-    # Slurm and others may show every task a single device of its own.
-    return joined is not None and resources.num_gpus == 1
 
 
 def _may_share(config: DistributedConfig, spec: BackendSpec, resources: Resources) -> bool:

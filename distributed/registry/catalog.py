@@ -147,12 +147,10 @@ class Catalog:
 
     def _add_section(self, plugin: str, name: str, target: str) -> None:
         try:
-            self.sections[name] = load_section(name, target, self._section_names())
+            taken = {*self.sections, *(s.native.name for s in self.sections.values() if s.native)}
+            self.sections[name] = load_section(name, target, taken)
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             self.broken.append(_broken(plugin, self.sources.get(plugin, plugin), error))
-
-    def _section_names(self) -> set[str]:
-        return {*self.sections, *(s.native.name for s in self.sections.values() if s.native)}
 
 
 def load_target(target: str) -> Any:
@@ -213,7 +211,8 @@ def _build_catalog(extra: Iterable[Any], found: Iterable[EntryPoint] | None) -> 
     manager.add_hookspecs(hookspecs)
     broken: list[BrokenPlugin] = []
     points = [p for group in GROUPS for p in entry_points(group=group)] if found is None else list(found)
-    points.sort(key=_is_a_strangers)  # the name of a built-in backend cannot be taken
+    # The name of a built-in backend cannot be taken.
+    points.sort(key=lambda point: point.dist is None or point.dist.name != _OURS)
     sources: dict[str, str] = {}
     # A distribution found twice on sys.path lists its entry points twice.
     for point in {(p.group, p.name, p.value): p for p in points}.values():
@@ -231,10 +230,6 @@ def _build_catalog(extra: Iterable[Any], found: Iterable[EntryPoint] | None) -> 
 def get_catalog() -> Catalog:
     """The installed plugins, loaded once per process."""
     return build_catalog()
-
-
-def _is_a_strangers(point: EntryPoint) -> bool:
-    return point.dist is None or point.dist.name != _OURS
 
 
 def _origin(point: EntryPoint) -> str:

@@ -53,11 +53,9 @@ def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: b
         *_describe_others(culprits[1:]),
         *_describe_waiting(ranks, diagnosis),
     ]
-    parts += (
-        [f"Rank {snapshot.rank} is waiting for {'; '.join(map(_describe_worker, snapshot.workers))}."]
-        if snapshot.workers
-        else []
-    )
+    if snapshot.workers:
+        workers = "; ".join(map(_describe_worker, snapshot.workers))
+        parts.append(f"Rank {snapshot.rank} is waiting for {workers}.")
     parts.append(_suggest_fix(snapshot, diagnosis))
     if ended:
         parts.append("The run was stopped (hang_timeout).")
@@ -119,8 +117,7 @@ def _describe_waiting(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis) -> li
         f"{name_ranks(who)} {'are' if len(who) > 1 else 'is'} waiting {word}in {place}"
         for place, who in places.items()
     ]
-    text = "; ".join(clauses)
-    return [f"{text[0].upper()}{text[1:]}."] if clauses else []
+    return [_as_sentence("; ".join(clauses))] if clauses else []
 
 
 def _pick_waiting(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis) -> list[RankSnapshot]:

@@ -202,7 +202,6 @@ def _position() -> dict[str, Any]:
 
 
 def _arguments(error: UserError) -> dict[str, Any]:
-    """The arguments of `error` as plain values."""
     plain = error.got is None or isinstance(error.got, (bool, int, float, str))
     return {
         "message": error.message,

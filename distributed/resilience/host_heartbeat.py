@@ -59,8 +59,6 @@ class LostHost:
 
 @dataclass
 class _Peer:
-    """State of another host."""
-
     node: int
     host: str
     ranks: tuple[int, ...]
@@ -223,7 +221,6 @@ class HostHeartbeat:
         return None
 
     def _listen(self, peer: _Peer, messages: Any) -> None:
-        """Receive the messages of `peer` until it ends."""
         try:
             for text in messages:
                 peer.last_heartbeat = time.monotonic()

@@ -160,7 +160,6 @@ def _name_of(path: str, folder: str) -> str:
 
 
 def _path_of(target: Any) -> str:
-    """Path of a path or an open file."""
     return os.readlink(f"/proc/self/fd/{target.fileno()}") if hasattr(target, "fileno") else str(target)
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
-from typing import Any
 
 from distributed.testing.kill_runs import (
     CASES,
@@ -62,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw, results = random.Random(args.seed), list[tuple[Scenario, Outcome]]()
     with ExitStack() as stack, ThreadPoolExecutor(args.at_once) as pool:
         keys = list(_turns(args.backend, args.ranks, 1 if args.restarts else args.number))
-        references = dict(zip(dict.fromkeys(keys), pool.map(_reference, dict.fromkeys(keys)), strict=True))
+        distinct = list(dict.fromkeys(keys))
+        uninterrupted = [Scenario(CASES[name], ranks) for name, ranks in distinct]
+        references = dict(zip(distinct, pool.map(reference_of, uninterrupted), strict=True))
         for _, home in references.values():
             stack.callback(shutil.rmtree, home, ignore_errors=True)
         known = {key: reference for key, (reference, _) in references.items()}
@@ -88,10 +89,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--restarts", type=int, default=0, help="Kill one run this many times in a row.")
     parser.add_argument("--at-once", type=int, default=2, help="Runs side by side; default 2.")
     return parser.parse_args(argv)
-
-
-def _reference(key: Key) -> tuple[Reference, Any]:
-    return reference_of(Scenario(CASES[key[0]], key[1]))
 
 
 def _turns(backends: Sequence[str] | None, ranks: Sequence[int], number: int) -> Iterator[Key]:

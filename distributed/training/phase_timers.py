@@ -55,12 +55,6 @@ class PhaseTimers:
         return seconds
 
 
-def name_stragglers(per_rank: Sequence[Mapping[str, float]]) -> str | None:
-    """The report of `find_straggler` on the rank that it finds, None when there is none."""
-    found = find_straggler(per_rank)
-    return found[1] if found else None
-
-
 def find_straggler(per_rank: Sequence[Mapping[str, float]]) -> tuple[int, str] | None:
     """(rank, a sentence about it) of the rank that holds the others up, None when there is none.
 

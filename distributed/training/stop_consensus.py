@@ -37,12 +37,10 @@ class Goal:
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """Optimizer steps of the whole run up to the goal, for decaying schedules; None when unknown."""
-        by_epochs = None
+        limits = [] if self.step is None else [self.step]
         if steps_per_epoch is not None and self.epoch != math.inf:
-            by_epochs = int(self.epoch) * steps_per_epoch
-        if self.step is None or by_epochs is None:
-            return by_epochs if self.step is None else self.step
-        return min(by_epochs, self.step)
+            limits.append(int(self.epoch) * steps_per_epoch)
+        return min(limits, default=None)
 
 
 class StopConsensus:

@@ -54,11 +54,9 @@ class StepModule(nn.Module):
         if reduce_count:
             dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
             # Half-precision counts would round; a wider parameter costs a bucket of its own.
-            exact = dtypes & {torch.float32, torch.float64}
+            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
             device = next(model.parameters()).device
-            self.count = nn.Parameter(
-                torch.zeros((), dtype=max(exact, key=_bits, default=torch.float32), device=device)
-            )
+            self.count = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
         self.reduce_count = reduce_count
 
     def forward(
@@ -361,10 +359,6 @@ def move(batch: Any, device: str) -> Any:
 def _inverse(count: Tensor) -> Tensor:
     """1 / count; 0 where nothing counted, since the mean over nothing moves nothing."""
     return torch.where(count > 0, count.reciprocal(), 0.0)
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return torch.finfo(dtype).bits
 
 
 def group_by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

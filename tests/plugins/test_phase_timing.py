@@ -10,9 +10,9 @@ import pytest
 from distributed.training.phase_timers import (
     PHASES,
     PhaseTimers,
+    find_straggler,
     gpu_utilisation,
     memory_metrics,
-    name_stragglers,
 )
 
 EVEN = {"data": 0.2, "forward": 0.3, "backward": 0.4, "communication": 0.0, "optimizer": 0.1}
@@ -21,6 +21,11 @@ EVEN = {"data": 0.2, "forward": 0.3, "backward": 0.4, "communication": 0.0, "opt
 def ranks(num: int, **odd: dict[str, float]) -> list[dict[str, float]]:
     """`num` equal ranks, of which ``rank<r>`` differs in some phases."""
     return [EVEN | odd.get(f"rank{r}", {}) for r in range(num)]
+
+
+def name_straggler(per_rank: list[dict[str, float]]) -> str | None:
+    found = find_straggler(per_rank)
+    return found[1] if found else None
 
 
 def test_a_snapshot_holds_the_seconds_since_the_last_one():
@@ -39,7 +44,7 @@ def test_an_unknown_phase_is_refused():
 
 
 def test_the_slow_rank_and_its_phase_are_named():
-    assert name_stragglers(ranks(4, rank3={"data": 0.48})) == (
+    assert name_straggler(ranks(4, rank3={"data": 0.48})) == (
         "rank 3 spends 140 % more time in data than the median rank"
     )
 
@@ -49,26 +54,26 @@ def test_waiting_in_a_later_phase_does_not_hide_the_straggler():
     # every rank's total is 1.4 s.
     for waiting in ({"backward": 0.8}, {"forward": 0.7}):
         found = ranks(4, rank0=waiting, rank1=waiting, rank2=waiting, rank3={"data": 0.6})
-        assert name_stragglers(found) == "rank 3 spends 200 % more time in data than the median rank"
+        assert name_straggler(found) == "rank 3 spends 200 % more time in data than the median rank"
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
 def test_each_phase_of_a_ranks_own_work_can_be_blamed(phase):
-    sentence = name_stragglers(ranks(3, rank1={phase: EVEN[phase] + 0.3}))
+    sentence = name_straggler(ranks(3, rank1={phase: EVEN[phase] + 0.3}))
     assert sentence is not None
     assert sentence.startswith("rank 1 spends ")
     assert f"in {phase} " in sentence
 
 
 def test_of_two_ranks_the_faster_one_is_the_measure():
-    assert name_stragglers(ranks(2, rank0={"forward": 0.6})) == (
+    assert name_straggler(ranks(2, rank0={"forward": 0.6})) == (
         "rank 0 spends 100 % more time in forward than the median rank"
     )
 
 
 def test_a_phase_that_costs_the_others_nothing_is_told_in_milliseconds():
     found = [{"forward": 1.0, "data": 0.0}, {"forward": 1.0, "data": 0.5}, {"forward": 1.0, "data": 0.0}]
-    assert name_stragglers(found) == "rank 1 spends 500 ms in data, the median rank 0 ms"
+    assert name_straggler(found) == "rank 1 spends 500 ms in data, the median rank 0 ms"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_a_phase_that_costs_the_others_nothing_is_told_in_milliseconds():
     ],
 )
 def test_no_sentence_without_a_straggler(found):
-    assert name_stragglers(found) is None
+    assert name_straggler(found) is None
 
 
 def test_resident_memory_is_what_the_kernel_says():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,7 @@ def _read_file(path: Path) -> Any:
 
 def _check_names(native: Mapping[str, Any]) -> None:
     known = _PASSED | {name.partition(".")[0] for name in _FIELDS}
-    for name in native:
-        if name not in known:
-            raise UserError(
-                f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
-                field=f"{NATIVE}.{name}",
-                allowed=", ".join(sorted(known)),
-                remedy=_REMEDIES.get(name),
-            )
+    _refuse_others(native, known, NATIVE, _REMEDIES)
     for path, (harmless, reason) in _REFUSED.items():
         value = _get(native, path)
         if value not in (None, _AUTO, *harmless):
@@ -163,12 +156,17 @@ def _check_names(native: Mapping[str, Any]) -> None:
 def _check_section(native: Mapping[str, Any], section: str) -> None:
     own = [name.partition(".")[2] for name in (*_REFUSED, *_FIELDS) if name.startswith(f"{section}.")]
     known = ["enabled", "initial_scale_power", *own] if section == "fp16" else ["enabled", *own]
-    for name in native.get(section) or {}:
+    _refuse_others(native.get(section) or {}, known, f"{NATIVE}.{section}", {})
+
+
+def _refuse_others(names: Iterable[str], known: Collection[str], path: str, remedies: dict[str, str]) -> None:
+    for name in names:
         if name not in known:
             raise UserError(
                 f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
-                field=f"{NATIVE}.{section}.{name}",
+                field=f"{path}.{name}",
                 allowed=", ".join(sorted(known)),
+                remedy=remedies.get(name),
             )
 
 

@@ -220,17 +220,14 @@ class TensorFlowBackend(GroupMixin, Backend):
         """Every call passes its mode. Evaluation uses the saved statistics: rank 0's."""
         if training or self.world.size * self.world.num_replicas == 1:
             return
-        statistics = self._statistics()
+        seeds = {id(state) for state in seed_states(self.module)}
+        statistics = [v for v in self.module.non_trainable_variables if id(v) not in seeds]
         if statistics:
             # Of one that replicas mirror, an array is the first replica's.
             arrays = self.broadcast_object([to_array(v) for v in statistics])
             with self.strategy.scope():
                 for variable, value in zip(statistics, arrays, strict=True):
                     variable.assign(value)
-
-    def _statistics(self) -> list[Any]:
-        seeds = {id(state) for state in seed_states(self.module)}
-        return [v for v in self.module.non_trainable_variables if id(v) not in seeds]
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}

@@ -90,12 +90,8 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
     def get_config(self) -> dict[str, Any]:
         """Arguments that rebuild it."""
         base: dict[str, Any] = super().get_config()
-        return {
-            "learning_rate": base["learning_rate"],
-            "momentum": self.momentum,
-            "l2": self.l2,
-            "name": self.name,
-        }
+        own = {"momentum": self.momentum, "l2": self.l2, "name": self.name}
+        return {"learning_rate": base["learning_rate"], **own}
 
 
 class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]

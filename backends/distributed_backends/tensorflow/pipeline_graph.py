@@ -52,7 +52,8 @@ def reseeded(graph: bytes, run_seed: int, epoch: int) -> bytes:
     definition = tf.compat.v1.GraphDef.FromString(graph)
     for number, (nodes, node, inner) in enumerate(list(_shuffles(definition))):
         known = {other.name: other for other in nodes}
-        seeds = [_constant(known.get(_source(node.input[place]))) for place in (2, 3)]
+        sources = [node.input[place].split(":")[0].lstrip("^") for place in (2, 3)]
+        seeds = [_constant(known.get(source)) for source in sources]
         if any(seeds) and not node.attr["reshuffle_each_iteration"].b:
             continue
         base = mix(*seeds, epoch) if any(seeds) else mix(run_seed, number)
@@ -100,10 +101,6 @@ def _shuffles(definition: Any) -> Iterator[tuple[Any, Any, bool]]:
         for node in list(function.node_def):
             if node.op in _SHUFFLES:
                 yield function.node_def, node, True
-
-
-def _source(name: str) -> str:
-    return name.split(":")[0].lstrip("^")
 
 
 def _constant(node: Any) -> int:

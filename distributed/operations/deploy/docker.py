@@ -117,19 +117,9 @@ def _own_extras() -> list[str]:
 
 
 def _dockerfile(job: Job, settings: DockerSettings, extras: list[str], base: str, cuda: bool) -> str:
-    return (
-        "\n\n".join(
-            [
-                f"FROM {base}",
-                *_packages(job, settings, cuda),
-                _pip(settings, extras),
-                *_built(settings),
-                *_ssh(job),
-                _user(settings),
-            ]
-        )
-        + "\n"
-    )
+    parts = [f"FROM {base}", *_packages(job, settings, cuda), _pip(settings, extras)]
+    parts += [*_built(settings), *_ssh(job), _user(settings)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _packages(job: Job, settings: DockerSettings, cuda: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from distributed.operations.doctor import Finding
+from distributed.operations.doctor.preflight_facts import installed_versions
 from distributed.registry.catalog import Catalog, get_catalog, missing_modules
 
 __all__ = ["TESTED", "backends", "import_name", "kernels_name", "packages", "plugins", "python"]
@@ -51,7 +52,7 @@ def packages(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
     Args:
         installed: name to version, instead of what is installed here.
     """
-    found = _installed() if installed is None else installed
+    found = installed_versions(TESTED) if installed is None else installed
     lowest, needed = _lowest_releases()
     for name, tested in TESTED.items():
         version, floor = found.get(name), lowest.get(name.lower(), "0")
@@ -128,16 +129,6 @@ def backends(catalog: Catalog | None = None) -> Iterator[Finding]:
 def _home() -> Path:
     spec = util.find_spec("distributed")
     return Path(spec.origin).parent.parent if spec and spec.origin else Path()
-
-
-def _installed() -> dict[str, str]:
-    versions = {}
-    for name in TESTED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _lowest_releases() -> tuple[dict[str, str], set[str]]:

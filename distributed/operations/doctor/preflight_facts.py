@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -87,7 +88,7 @@ def own_facts(node: int, address: str, with_gpus: bool = True) -> Facts:
         host=socket.gethostname(),
         address=address,
         name_resolves_to=_resolved(),
-        versions=_versions(),
+        versions={"python": platform.python_version(), **installed_versions(_PACKAGES)},
         gpus=_gpus() if with_gpus else [],
         cpus=len(os.sched_getaffinity(0)),
         memory=int(psutil.virtual_memory().total),
@@ -102,9 +103,10 @@ def _resolved() -> str:
         return ""
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the distributions `names` that are installed."""
+    found = {}
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -141,7 +141,9 @@ def _shared(exchange: _Exchange, directory: str | None) -> str | None:
     if path is None:
         return None
     folder = Path(path)
-    name = f".preflight_{exchange.receive('token') if exchange.node else _new_token(exchange)}"
+    if exchange.node == 0:
+        exchange.publish("token", secrets.token_hex(8))
+    name = f".preflight_{exchange.receive('token')}"
     problem = _written(folder / f"{name}_{exchange.node}")
     exchange.all("written", problem)
     if not problem and not _seen(folder / f"{name}_0"):
@@ -150,12 +152,6 @@ def _shared(exchange: _Exchange, directory: str | None) -> str | None:
     with suppress(OSError):
         (folder / f"{name}_{exchange.node}").unlink()
     return problem
-
-
-def _new_token(exchange: _Exchange) -> str:
-    token = secrets.token_hex(8)
-    exchange.publish("token", token)
-    return token
 
 
 def _written(path: Path) -> str:

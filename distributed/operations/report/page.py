@@ -47,8 +47,9 @@ def report(runs: Sequence[Run], title: str | None = None) -> str:
 
 def _alone(run: Run, title: str) -> tuple[list[Html], list[Panel]]:
     panels = panels_of([run], [run.name])
+    badge = f'<span class="badge {escape(run.status)}">{escape(run.status)}</span>'
     body = [
-        Html(f"<h1>{escape(title)} {_badge(run)}</h1>\n<p class=lead>{escape(_sentence(run))}</p>\n"),
+        Html(f"<h1>{escape(title)} {badge}</h1>\n<p class=lead>{escape(_sentence(run))}</p>\n"),
         html.facts(_facts(run)),
         *map(html.note, run.notes),
         html.section("Curves", html.plots(panels, key=_key(run))),
@@ -337,10 +338,6 @@ def _scaling_panels(scaled: Sequence[Scaling]) -> list[Panel]:
 
 
 # -- words -------------------------------------------------------------------------------------
-
-
-def _badge(run: Run) -> str:
-    return f'<span class="badge {escape(run.status)}">{escape(run.status)}</span>'
 
 
 def _hosts(run: Run) -> list[str]:

@@ -82,11 +82,15 @@ def read_record(path: Path) -> Record:
     for number, text in enumerate([*whole, rest], 1):
         if not text.strip():
             continue
-        line = _parsed(text)
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        line = _parsed(found)
         if line is not None:
             record.lines.append(line)
         elif number <= len(whole):
-            (unknown if _is_object(text) else bad).append(number)
+            (unknown if isinstance(found, dict) else bad).append(number)
         else:
             record.notes.append(
                 "The last line is incomplete: the run is writing it, or was killed while writing it."
@@ -116,12 +120,8 @@ def _check(record: Record, path: Path) -> None:
         )
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parsed(line: Any) -> dict[str, Any] | None:
     """The line, with its metrics as numbers; None when it is not a record line."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
     if not isinstance(line, dict) or not isinstance(line.get("time"), int | float):
         return None
     needed = _NEEDED.get(str(line.get("kind")))
@@ -143,13 +143,6 @@ def _figures(found: Mapping[str, Any]) -> dict[str, float]:
 
 def _is_setting(item: Any) -> bool:
     return isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
-
-
-def _is_object(text: bytes) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 def _note(numbers: Sequence[int], what: str) -> list[str]:

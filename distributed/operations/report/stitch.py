@@ -41,7 +41,6 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def _group_runs(record: Record) -> list[Run]:
-    """Group the lines of a record into runs."""
     runs: list[Run] = []
     attempts: dict[str, Attempt] = {}
     owners: dict[str, Run] = {}

@@ -174,7 +174,10 @@ def _nothing(trials: list[Trial], metric: str | None) -> Exception:
     if failed and len(failed) == len([t for t in trials if t.status != "waiting"]):
         first = failed[0]
         what = f"all {len(failed)} trials failed" if len(failed) > 1 else "the only trial failed"
-        return _failure(f"{what}; trial {first.name}: {first.error}", first)
+        text = f"{what}; trial {first.name}: {first.error}"
+        if first.is_mistake:
+            return UserError(text)
+        return WorkerError(text, rank=-1, host=socket.gethostname(), exc_type="TrialFailed")
     if any(t.status == "nan" for t in trials):
         name = next(t.metric for t in trials if t.status == "nan")
         return UserError(
@@ -196,9 +199,3 @@ def _nothing(trials: list[Trial], metric: str | None) -> Exception:
         allowed=", ".join(names),
         remedy="Name one of them",
     )
-
-
-def _failure(text: str, first: Trial) -> Exception:
-    if first.is_mistake:
-        return UserError(text)
-    return WorkerError(text, rank=-1, host=socket.gethostname(), exc_type="TrialFailed")

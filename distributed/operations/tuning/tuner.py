@@ -97,13 +97,10 @@ class DistributedTuner:
         if not callable(train_fn):
             raise UserError("not a function", field="train_fn", got=type(train_fn).__name__)
         self.train_fn, self.search_space = train_fn, parse_space(search_space)
-        _check_slots(num_gpus, num_cpus, trials_per_gpu, ranks_per_trial)
-        for field, count in (
-            ("max_concurrent", max_concurrent),
-            ("grace_period", grace_period),
-            ("max_epochs", max_epochs),
-        ):
-            _check_count(field, count, optional=field != "grace_period")
+        self.num_gpus, self.num_cpus, self.trials_per_gpu = num_gpus, num_cpus, trials_per_gpu
+        self.ranks_per_trial, self.max_concurrent = ranks_per_trial, max_concurrent
+        self.grace_period, self.max_epochs, self.checkpoints = grace_period, max_epochs, checkpoints
+        self._check_counts()
         if mode not in ("auto", "max", "min"):
             raise UserError("unknown mode", field="mode", got=mode, allowed="auto, max, min")
         if time_limit is not None and not (is_number(time_limit) and time_limit > 0):
@@ -117,11 +114,8 @@ class DistributedTuner:
                 got=True,
                 remedy="Set output_dir to its folder",
             )
-        self.num_gpus, self.num_cpus, self.trials_per_gpu = num_gpus, num_cpus, trials_per_gpu
-        self.ranks_per_trial, self.max_concurrent = ranks_per_trial, max_concurrent
         self.metric, self.mode, self.scheduler = metric, mode, scheduler
         self.scheduler_options = dict(scheduler_options or {})
-        self.grace_period, self.max_epochs, self.checkpoints = grace_period, max_epochs, checkpoints
         self.output_dir = (Path(output_dir) if output_dir else new_folder(Path("tuned"))).absolute()
         self.name, self.seed, self.resume = name or self.output_dir.name, seed, resume
         self.time_limit, self.address = time_limit, address
@@ -152,7 +146,7 @@ class DistributedTuner:
             UserError: impossible resources; a metric that no trial reported; only user errors.
             WorkerError: every trial failed in another way.
         """
-        _check_count("num_samples", num_samples, optional=False)
+        _check_count("num_samples", num_samples)
         if detect(os.environ) is not None:
             raise UserError(
                 "a search starts its trials itself, but a launcher has started this process as a rank",
@@ -199,6 +193,26 @@ class DistributedTuner:
         return write_plot(self.results, self.mode, self.best, path, title=self.name)
 
     # -- arguments -------------------------------------------------------------------
+
+    def _check_counts(self) -> None:
+        for field in ("num_gpus", "num_cpus", "max_concurrent", "max_epochs"):
+            if getattr(self, field) is not None:
+                _check_count(field, getattr(self, field))
+        for field in ("trials_per_gpu", "ranks_per_trial", "grace_period"):
+            _check_count(field, getattr(self, field))
+        if self.num_gpus is not None and self.num_cpus is not None:
+            raise UserError(
+                "num_gpus and num_cpus both set the number of slots",
+                field="num_cpus",
+                remedy="Set only one of them",
+            )
+        if self.trials_per_gpu > 1 and self.ranks_per_trial > 1:
+            raise UserError(
+                "a trial of several ranks needs whole GPUs; trials_per_gpu shares one",
+                field="trials_per_gpu",
+                got=self.trials_per_gpu,
+                allowed="1 with ranks_per_trial above 1",
+            )
 
     def _configure(self, config: Any) -> list[Layer]:
         layers = []
@@ -310,28 +324,6 @@ class DistributedTuner:
         return dict(self._best.parameters)
 
 
-def _check_slots(num_gpus: Any, num_cpus: Any, trials_per_gpu: Any, ranks_per_trial: Any) -> None:
-    _check_count("num_gpus", num_gpus, optional=True)
-    _check_count("num_cpus", num_cpus, optional=True)
-    _check_count("trials_per_gpu", trials_per_gpu, optional=False)
-    _check_count("ranks_per_trial", ranks_per_trial, optional=False)
-    if num_gpus is not None and num_cpus is not None:
-        raise UserError(
-            "num_gpus and num_cpus both set the number of slots",
-            field="num_cpus",
-            remedy="Set only one of them",
-        )
-    if trials_per_gpu > 1 and ranks_per_trial > 1:
-        raise UserError(
-            "a trial of several ranks needs whole GPUs; trials_per_gpu shares one",
-            field="trials_per_gpu",
-            got=trials_per_gpu,
-            allowed="1 with ranks_per_trial above 1",
-        )
-
-
-def _check_count(field: str, count: Any, optional: bool) -> None:
-    if count is None and optional:
-        return
+def _check_count(field: str, count: Any) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UserError("must be a positive integer", field=field, got=count, allowed="1, 2, 3, ...")

@@ -111,13 +111,9 @@ class StepContracts(Suite):
                 y,
                 global_batch_size=2 * self.slices(ranks),
                 steps=12,
-                scheduler=LambdaLR(optimizer, _warm_up),
+                scheduler=LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
                 skip_non_finite=True,
             )
             assert self.distance(model, reference) < EXACT
             assert history.num_skipped_steps == sum(not math.isfinite(norm) for norm in seen.norms)
             assert history.steps["learning_rate"] == pytest.approx(seen.rates)
-
-
-def _warm_up(step: int) -> float:
-    return min(1.0, (step + 1) / 5)

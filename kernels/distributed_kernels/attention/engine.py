@@ -125,15 +125,9 @@ class _Softmax:
             return
         total, total_lse = self.state
         out, lse = out.reshape(row_view.shape(total)), lse.reshape(row_view.shape(total_lse))
-        views = zip(row_view.views(total), row_view.views(total_lse), strict=True)
-        for (head, row, rows), (_, _, rows_lse) in views:
-            part = (
-                slice(None),
-                slice(head, head + rows.shape[1]),
-                slice(None),
-                slice(row, row + rows.shape[3]),
-            )
-            _merge_rows(rows, rows_lse, out[part], lse[part])
+        pairs = zip(row_view.matched(total, out), row_view.matched(total_lse, lse), strict=True)
+        for (part, rows), (part_lse, rows_lse) in pairs:
+            _merge_rows(rows, rows_lse, part, part_lse)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,8 @@ class DilatedLanguageModel(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reinitialize every parameter from torch's global generator."""
-        residual = {id(layer) for block in self.blocks for layer in _ending_in_the_stream(block)}
+        # The outputs of these layers are added to the residual stream.
+        residual = {id(block.get_submodule(n)) for block in self.blocks for n in ("attention.out", "mlp.2")}
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
@@ -181,11 +182,6 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
     options = {"dropout", "use_gradient_checkpointing", "group"}
     _check_names(set(chosen), needed, options)
     return DilatedLanguageModel(**chosen)
-
-
-def _ending_in_the_stream(block: nn.Module) -> list[nn.Module]:
-    """The two layers of a block whose outputs are added to the residual stream."""
-    return [block.get_submodule("attention.out"), block.get_submodule("mlp.2")]
 
 
 _IN_CONFIG = {

@@ -112,16 +112,17 @@ class RowView:
             row_ranges = [view for _, _, view in self.views(x)]
             return row_ranges[0] if len(row_ranges) == 1 else torch.cat(row_ranges, 3)
         block = x.new_empty(self.shape(x))
-        for part, view in self._matched(x, block):
+        for part, view in self.matched(x, block):
             part.copy_(view)
         return block
 
     def add_to(self, x: Tensor, block: Tensor) -> None:
         """Add a gathered block to the rows it came from."""
-        for part, view in self._matched(x, block):
+        for part, view in self.matched(x, block):
             view.add_(part)
 
-    def _matched(self, x: Tensor, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def matched(self, x: Tensor, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(part of the gathered block, view of the rows it came from) for each row range."""
         for head, row, view in self.views(x):
             yield block[:, head : head + view.shape[1], :, row : row + view.shape[3]], view
 

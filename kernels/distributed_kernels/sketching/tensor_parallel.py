@@ -11,7 +11,6 @@ Either sum carries rows x rank elements, once; everything else is local.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,6 +29,8 @@ class _SKParallel(ParallelStyle):
 
     _cut: ClassVar[dict[str, Placement]]
     """Sharded dimension of each parameter; others are unsharded on every rank."""
+    _side: ClassVar[str]
+    """Which features are sharded: ``in`` or ``out``."""
     _inner_input: Placement
     _inner_output: Placement
 
@@ -46,7 +47,10 @@ class _SKParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _one_layer(module, device_mesh, type(self).__name__)
-        self._share(layer, device_mesh)
+        features = f"{self._side}_features"
+        own = _own_range(features, getattr(layer, features), device_mesh)
+        if layer.sketch is not None:
+            setattr(layer.sketch, f"{self._side}_range", own)
         for name, parameter in list(layer.named_parameters(recurse=False)):
             place = self._cut.get(name, Replicate())
             part = distribute_tensor(parameter.detach(), device_mesh, [place])
@@ -54,10 +58,6 @@ class _SKParallel(ParallelStyle):
         layer.register_forward_pre_hook(partial(self._enter, mesh=device_mesh))
         layer.register_forward_hook(partial(self._leave, mesh=device_mesh))
         return layer
-
-    @abstractmethod
-    def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
-        """Set this rank's range of the sharded features in the layer's sketch."""
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = args[0]
@@ -87,12 +87,8 @@ class SKColwiseParallel(_SKParallel):
     """
 
     _cut: ClassVar[dict[str, Placement]] = {"factor_out": Shard(0), "bias": Shard(0)}
+    _side = "out"
     _inner_input, _inner_output = Replicate(), Shard(-1)
-
-    def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
-        own = _own_range("out_features", layer.out_features, mesh)
-        if layer.sketch is not None:
-            layer.sketch.out_range = own
 
 
 class SKRowwiseParallel(_SKParallel):
@@ -108,12 +104,8 @@ class SKRowwiseParallel(_SKParallel):
     """
 
     _cut: ClassVar[dict[str, Placement]] = {"factor_in": Shard(1)}
+    _side = "in"
     _inner_input, _inner_output = Shard(-1), Replicate()
-
-    def _share(self, layer: SKLinear, mesh: DeviceMesh) -> None:
-        own = _own_range("in_features", layer.in_features, mesh)
-        if layer.sketch is not None:
-            layer.sketch.in_range = own
 
 
 class TensorParallelSKLinear(SKLinear):

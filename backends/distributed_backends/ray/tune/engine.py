@@ -237,8 +237,6 @@ class _Ends(tune.Stopper):
 
 
 class _TrialPrinter(tune.Callback):
-    """Print a line for every trial that has ended."""
-
     def __init__(self, folder: str) -> None:
         self.folder = folder
 

@@ -30,12 +30,10 @@ def _translated(value: Any) -> Any:
         return translate(value)
     if not isinstance(value, Range):
         return value
-    if value.kind in ("choice", "grid"):
-        return (
-            tune.choice(list(value.values))
-            if value.kind == "choice"
-            else tune.grid_search(list(value.values))
-        )
+    if value.kind == "choice":
+        return tune.choice(list(value.values))
+    if value.kind == "grid":
+        return tune.grid_search(list(value.values))
     return _MAKERS[value.kind](*value.values)
 
 

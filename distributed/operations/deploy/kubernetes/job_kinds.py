@@ -155,7 +155,9 @@ def mpijob(pod: Pod, train: list[str]) -> Made:
 def rayjob(pod: Pod, train: list[str]) -> Made:
     """A RayJob: a Ray cluster for the run alone, with the driver on its head."""
     nodes = pod.job.num_nodes
-    head = pod.template(None, name="ray-head", gpus=False, fixed=False, ports=_ray_ports())
+    numbers = {"gcs": 6379, "dashboard": 8265, "client": 10001}
+    ports = [{"name": name, "containerPort": port} for name, port in numbers.items()]
+    head = pod.template(None, name="ray-head", gpus=False, fixed=False, ports=ports)
     head["spec"]["containers"][0]["resources"].setdefault("requests", {})["cpu"] = "1"
     worker = pod.template(None, name="ray-worker", fixed=False)
     for template in (head, worker):
@@ -239,11 +241,6 @@ def _service(pod: Pod) -> dict[str, Any]:
 
 def _port() -> list[dict[str, Any]]:
     return [{"name": "rendezvous", "containerPort": PORT}]
-
-
-def _ray_ports() -> list[dict[str, Any]]:
-    ports = {"gcs": 6379, "dashboard": 8265, "client": 10001}
-    return [{"name": name, "containerPort": port} for name, port in ports.items()]
 
 
 def _mpirun(pod: Pod, train: list[str]) -> str:
