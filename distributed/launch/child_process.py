@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -47,7 +47,7 @@ class _FreshProcess:
     def has_ended(self, timeout: float | None) -> bool:
         descriptor = os.pidfd_open(self.pid)
         try:
-            return bool(select.select([descriptor], [], [], timeout)[0])
+            return bool(wait([descriptor], timeout))
         finally:
             os.close(descriptor)
 
@@ -97,7 +97,7 @@ class ForkedProcess:
         """As `ChildProcess.has_ended`."""
         if self._status is not None:
             return True
-        return bool(select.select([self._server], [], [], timeout)[0])
+        return bool(wait([self._server], timeout))
 
     def wait_end(self) -> int:
         """As `ChildProcess.wait_end`. A process whose server is gone counts as killed."""

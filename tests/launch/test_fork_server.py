@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -229,6 +231,24 @@ def test_a_server_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     assert process.stdout.read() == b"here\n"
     assert process.wait_end() == 0
     process.reap()
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_an_end_is_detected_where_a_thousand_files_are_open(server: ForkServer, forked: bool) -> None:
+    """select() takes no descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2000)), hard))
+    env = {**os.environ, ADDRESS: server.address if forked else ""}
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        null = os.open(os.devnull, os.O_RDONLY)
+        for descriptor in (null, *(os.dup(null) for _ in range(1100))):
+            stack.callback(os.close, descriptor)
+        process = child_process.start([sys.executable, "-c", "pass"], env)
+        assert isinstance(process, ForkedProcess) == forked
+        assert process.has_ended(60)
+        assert process.wait_end() == 0
+        process.reap()
 
 
 def test_the_server_ends_with_its_owner() -> None:

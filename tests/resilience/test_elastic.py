@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ def two_are_left(two: int, hosts: list[Any]) -> bool:
     ready: set[int] = set()
     try:
         while two not in ready and len(ends) >= 2:
-            ready = set(select.select([two, *ends], [], [], 280)[0])
+            ready = set(wait([two, *ends], 280))
             if not ready:
                 return False
             for ended in ready & ends:
