@@ -34,7 +34,12 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
             ),
             deploy_form="mpi",
-            blocking_modules=("torch.distributed", "horovod", "mpi4py"),
+            blocking_modules=(
+                "torch.distributed",
+                "horovod",
+                "distributed_backends.horovod.collectives",
+                "mpi4py",
+            ),
         )
     ]
 
