@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from distributed.launch.fork_server import ForkServer
 from distributed.launch.forked import ADDRESS
-from tests.support.fast import Fast
+from tests.support.fast import Fast, NeedsMark
 from tests.support.forking_python import PRELOAD, write_forking_python
 
 MakeDistribution = Callable[..., Path]
@@ -26,7 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Do as the options say."""
+    """Register the plugins of the suite."""
+    config.pluginmanager.register(NeedsMark())
     if config.getoption("--fast"):
         config.pluginmanager.register(Fast())
 

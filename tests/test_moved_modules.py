@@ -87,6 +87,7 @@ def test_an_unknown_name_is_no_attribute() -> None:
         import_module("distributed.nothing")
 
 
+@pytest.mark.starts_processes
 def test_plugins_by_their_old_paths_in_a_fresh_process() -> None:
     source = (
         "import sys\n"

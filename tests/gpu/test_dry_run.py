@@ -26,6 +26,7 @@ def run(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.timeout(900)  # one to three minutes where other programs run beside it
 def test_every_row_passes_but_those_that_need_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path / "results.json", "--dry-run", "--scratch", str(tmp_path / "scratch"))
@@ -39,6 +40,7 @@ def test_every_row_passes_but_those_that_need_a_gpu(tmp_path: Path) -> None:
             assert became["status"] == "pass", became
 
 
+@pytest.mark.starts_processes
 def test_without_a_gpu_a_full_run_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -74,6 +76,7 @@ def test_what_becomes_of_rows(tmp_path: Path) -> None:
     assert became(probe("declines", 1.0), tmp_path) == [("skipped", "not here")]
 
 
+@pytest.mark.starts_processes
 def test_a_process_that_dies_or_hangs_takes_only_its_own_rows(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json", resume=False)
     setting = Settings("cpu", 0, True, str(tmp_path))

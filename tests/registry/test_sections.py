@@ -16,6 +16,8 @@ from distributed import DistributedConfig, Section
 from distributed.registry.catalog import build_catalog
 from distributed.registry.hookspecs import hookimpl
 
+pytestmark = pytest.mark.starts_processes
+
 PLUGIN = """
 from distributed import DistributedConfig, hookimpl
 

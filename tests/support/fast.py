@@ -2,20 +2,21 @@
 
 A test starts processes if it is marked ``starts_processes``, as a function, a class or a file, or if it uses
 a fixture that does. One that computes for seconds is marked ``slow``. A test without a mark that starts
-Python all the same fails with ``--fast``, and its message asks for the mark.
+Python all the same fails, with and without ``--fast``, and its message asks for the mark.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import pytest
 
 from distributed.launch.forked import ADDRESS
 
-__all__ = ["Fast"]
+__all__ = ["Fast", "NeedsMark"]
 
 FIXTURES = {"rank_pool", "ray_cluster", "forking_python", "browser", "site", "ranks"}
 """Fixtures that start processes; `ranks` is that of tests/kernels and of tests/resilience/test_watcher.py."""
@@ -25,28 +26,31 @@ KEPT = {"serial", "pytorch-ddp"}
 
 
 class Fast:
-    """The plugin that ``--fast`` brings."""
+    """Leave out what starts processes or is slow."""
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        left_out = [item for item in items if _is_dear(item) and not _is_kept(item)]
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+class NeedsMark:
+    """Let a test fail that starts a process without a mark."""
 
     def __init__(self) -> None:
         self._test = ""
         sys.addaudithook(self._see)
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what starts processes or is slow."""
-        left_out = [item for item in items if _is_dear(item) and not _is_kept(item)]
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.hook.pytest_deselected(items=left_out)
-
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Note which test is not to start a process."""
-        self._test = "" if _is_kept(item) else item.nodeid
+        self._test = "" if _is_dear(item) or _is_kept(item) else item.nodeid
 
     def pytest_sessionfinish(self) -> None:
         """What fixtures of the session end is no test's."""
         self._test = ""
 
     def _see(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._test:
+        if not self._test or threading.current_thread() is not threading.main_thread():
             return
         python = event == "subprocess.Popen" and _is_python(*args[:2])
         fork = event == "socket.connect" and args[1] == os.environ.get(ADDRESS)
