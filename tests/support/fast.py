@@ -1,8 +1,8 @@
 """``pytest --fast``: quick tests that start no process, and the contracts on `serial` and `pytorch-ddp`.
 
-A test starts processes if it is marked ``starts_processes``, as a function, a class or a file, or if it uses
-a fixture that does. One that computes for seconds is marked ``slow``. A test without a mark that starts
-Python all the same fails, with and without ``--fast``, and its message asks for the mark.
+A test starts processes if it is marked ``starts_processes`` or ``real_start``, as a function, a class or a
+file, or if it uses a fixture that does. One that computes for seconds is marked ``slow``. A test without a
+mark that starts Python all the same fails, with and without ``--fast``, and its message asks for the mark.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ __all__ = ["Fast", "NeedsMark"]
 
 FIXTURES = {"rank_pool", "ray_cluster", "forking_python", "browser", "site", "ranks"}
 """Fixtures that start processes; `ranks` is that of tests/kernels and of tests/resilience/test_watcher.py."""
+
+_MARKS = ("starts_processes", "real_start", "slow")
 
 KEPT = {"serial", "pytorch-ddp"}
 """Backends whose contracts are held even so."""
@@ -65,7 +67,7 @@ def _is_python(executable: Any, words: Any) -> bool:
 
 
 def _is_dear(item: pytest.Item) -> bool:
-    marked = any(item.get_closest_marker(name) is not None for name in ("starts_processes", "slow"))
+    marked = any(item.get_closest_marker(name) is not None for name in _MARKS)
     return marked or bool(FIXTURES & set(getattr(item, "fixturenames", ())))
 
 
