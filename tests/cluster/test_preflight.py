@@ -49,7 +49,8 @@ def test_healthy_hosts_pass_and_a_slow_one_is_named(tmp_path: Path) -> None:
         assert [host["host"] for host in survey["hosts"]] == list(NAMES)
         assert [host["address"] for host in survey["hosts"]] == [network[name].address for name in NAMES]
         assert {f["name"] for f in survey["findings"]} >= {"clocks", "links", "checkpoint_dir", "all-reduce"}
-        limit = ("rate", "100mbit", "burst", "128kb", "latency", "200ms")
+        # Far below the other links also where a busy machine slows those.
+        limit = ("rate", "30mbit", "burst", "128kb", "latency", "200ms")
         inside(network["n2"], "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
         codes, survey = preflight(network)
     assert codes == [0, 0, 0]  # it would train, slowly
