@@ -31,7 +31,7 @@ class Fast:
     """Leave out what starts processes or is slow."""
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        left_out = [item for item in items if _is_dear(item) and not _is_kept(item)]
+        left_out = [item for item in items if _is_expensive(item) and not _is_kept(item)]
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
 
@@ -45,7 +45,7 @@ class NeedsMark:
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Note which test is not to start a process."""
-        self._test = "" if _is_dear(item) or _is_kept(item) else item.nodeid
+        self._test = "" if _is_expensive(item) or _is_kept(item) else item.nodeid
 
     def pytest_sessionfinish(self) -> None:
         """What fixtures of the session end is no test's."""
@@ -66,7 +66,7 @@ def _is_python(executable: Any, words: Any) -> bool:
     return "python" in os.path.basename(os.fsdecode(executable)) and not served
 
 
-def _is_dear(item: pytest.Item) -> bool:
+def _is_expensive(item: pytest.Item) -> bool:
     marked = any(item.get_closest_marker(name) is not None for name in _MARKS)
     return marked or bool(FIXTURES & set(getattr(item, "fixturenames", ())))
 

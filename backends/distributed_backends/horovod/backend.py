@@ -21,7 +21,13 @@ from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
-from distributed_backends.horovod.collectives import broadcast_object, gather_objects, sum_in_place, wait
+from distributed_backends.horovod.collectives import (
+    barrier,
+    broadcast_object,
+    gather_objects,
+    sum_in_place,
+    wait,
+)
 from distributed_backends.horovod.gradients import GradientSum
 from distributed_backends.horovod.section import HorovodSection
 from distributed_backends.horovod.world import start_horovod
@@ -160,7 +166,7 @@ class HorovodBackend(TorchBackend):
 
     def barrier(self) -> None:
         if self.world.size > 1:
-            sum_in_place(torch.zeros(1), "barrier")
+            barrier()
 
     # -- the end ---------------------------------------------------------------------
 

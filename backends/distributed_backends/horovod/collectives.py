@@ -1,7 +1,7 @@
-"""Horovod's collectives, with a wait that leaves the core to others.
+"""Horovod's collectives with a wait that does not occupy a core.
 
-Horovod's own wait (`hvd.synchronize`) polls without a pause: a rank that waits for a slower one takes a whole
-core, on a full host from that rank.
+Horovod's own wait (`hvd.synchronize`) polls without a pause: a rank that waits for a slower one occupies a
+whole core, which the slower one lacks if the host has no other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def wait(handle: int) -> Tensor:
 
 
 def sum_in_place(tensor: Tensor, name: str) -> Tensor:
-    """The sum over all ranks."""
+    """Replace `tensor` by its sum over all ranks, and return it."""
     return wait(hvd.allreduce_async_(tensor, op=hvd.Sum, name=name))
+
+
+def barrier() -> None:
+    """Wait until every rank has called it."""
+    sum_in_place(torch.zeros(1), "barrier")
 
 
 def broadcast_object(value: Any, root: int, name: str) -> Any:

@@ -27,6 +27,7 @@ from distributed.config import DistributedConfig
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import loopback_interface
 from distributed.system.processes import environment
+from distributed_backends.horovod.collectives import barrier, broadcast_object
 from distributed_backends.horovod.section import HorovodSection
 
 _ours: dict[str, str] | None = None
@@ -51,7 +52,7 @@ def start_horovod(place: LauncherEnvironment, config: DistributedConfig) -> Stor
             _start({}, settings, config)
         if place.num_nodes > 1:
             # Its variables name the host that serves the rendezvous, which rank 0 may not be on.
-            host = hvd.broadcast_object(socket.gethostname(), 0, "distributed.host")
+            host = broadcast_object(socket.gethostname(), 0, "distributed.host")
             place = replace(place, master_addr=host)
         return open_store(place, place.rank, place.size, timeout)
     store = open_store(place, place.rank, place.size, timeout)
@@ -92,7 +93,7 @@ def _start(variables: Mapping[str, str], settings: dict[str, str], config: Distr
     # Read once, at the start: later they would only mislead `joined.detect`.
     with environment({**limits, **os.environ, **variables, **settings}):
         hvd.init()
-        hvd.barrier()
+        barrier()
     _ours = settings
 
 
