@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     remarks = _remarks(plan)
     for text in [_machine(), *remarks]:
         print(f"note: {text}", file=sys.stderr)
-    results = measure(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
+    results = measure(plan, report=lambda text: print(text, file=sys.stderr, flush=True))
     if args.json:
         print_json(
             {"machine": _machine(), "remarks": remarks, "results": [_as_json(result) for result in results]}

@@ -120,7 +120,7 @@ def _run_table(args: argparse.Namespace, exercise: Exercise) -> int:
 
     ranks = [positive_int(word, "--ranks") for word in (args.ranks or "1,2,4").split(",")]
     rows = measure(
-        args.backends or default_backends(), ranks, exercise, say=lambda text: print(text, file=sys.stderr)
+        args.backends or default_backends(), ranks, exercise, report=lambda text: print(text, file=sys.stderr)
     )
     lines = []
     for line in render(rows):

@@ -28,7 +28,7 @@ from distributed.errors import Preempted, WorkerError
 from distributed.interfaces.launcher import RankCommand, Supervisor
 from distributed.interfaces.plan import RunPlan
 from distributed.registry.catalog import get_catalog
-from distributed.resilience.failure_reports import say
+from distributed.resilience.failure_reports import print_line
 from distributed.resilience.preemption import catch_signals
 
 Supervise = Callable[["RunPlan", str, int], "Supervisor"]
@@ -152,7 +152,7 @@ class Elastic:
             with catch_signals(self._on_signal) if self.plan.config.heeds_signals else nullcontext():
                 self._rounds()
         except Preempted as preempted:
-            say(str(preempted), sys.stdout)  # not in the handler: a signal may interrupt a print
+            print_line(str(preempted), sys.stdout)  # not in the handler: a signal may interrupt a print
             raise
 
     def _on_signal(self, name: str) -> None:
@@ -206,7 +206,7 @@ class Elastic:
                 except WorkerError as error:
                     # Before leaving the rendezvous, which may take long if the network is down.
                     if self._failures < plan.config.max_restarts:
-                        say(error.summary, sys.stdout)
+                        print_line(error.summary, sys.stdout)
                     self._signal = supervisor.received_signal
                     raise
                 self._ended_well = True
@@ -224,12 +224,12 @@ class Elastic:
         self.members.note_failure(error, checkpoint)
         self.restarts.append(error.summary)
         get_catalog().manager.hook.on_restart(plan=self.plan, error=error)
-        say(f"restart {self._failures} of {allowed}", sys.stdout)
+        print_line(f"restart {self._failures} of {allowed}", sys.stdout)
 
     def _announce(self, before: int, plan: RunPlan) -> None:
         changed = f" instead of {before}" if plan.world_size != before else ""
         place = newest_checkpoint(self.plan) or "the beginning"
-        say(f"continuing with {plan.world_size} ranks{changed} from {place}; {plan.batch}", sys.stdout)
+        print_line(f"continuing with {plan.world_size} ranks{changed} from {place}; {plan.batch}", sys.stdout)
 
     def _ended_for_newcomer(self) -> bool:
         """Whether the ranks saved and ended because another host joined."""

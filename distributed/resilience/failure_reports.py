@@ -27,7 +27,7 @@ from distributed.system.private_files import write_private
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["GRACE", "FailureBoard", "FailureReport", "find_cause", "is_second_hand", "say"]
+__all__ = ["GRACE", "FailureBoard", "FailureReport", "find_cause", "is_second_hand", "print_line"]
 
 GRACE = 2.0
 """Seconds that ranks have to report their own failure after the first one."""
@@ -50,7 +50,7 @@ _SECOND_HAND = (
 )
 
 
-def say(text: str, stream: IO[str] | None = None) -> None:
+def print_line(text: str, stream: IO[str] | None = None) -> None:
     """Print `text` to `stream`, by default stderr. Errors of a closed stream are ignored, so that they
     do not hide the reported failure."""
     with suppress(OSError, ValueError):

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience import stack_dumps
-from distributed.resilience.failure_reports import GRACE, FailureReport, say
+from distributed.resilience.failure_reports import GRACE, FailureReport, print_line
 from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, instrument, open_journal
 from distributed.resilience.preemption import SIGNALS
@@ -135,7 +135,7 @@ class MonitoredRank:
             return
         named = replace(FailureReport.from_error(error, self._rank), second_hand=False).to_error()
         write_report(self.plan.config.checkpoint_dir, str(named))
-        say(named.args[0].partition("\n")[0])
+        print_line(named.args[0].partition("\n")[0])
 
     def end(self, status: int = ENDED) -> None:
         """End the journal and the monitor with the run."""

@@ -17,7 +17,7 @@ from typing import Any
 from distributed.errors import WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.resilience import failure_messages, stack_dumps
-from distributed.resilience.failure_reports import FailureReport, say
+from distributed.resilience.failure_reports import FailureReport, print_line
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
 from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
@@ -194,7 +194,7 @@ class RankMonitor:
             )
         text = failure_messages.describe_stall(ranks, diagnosis, ended=False)
         write_report(self.limits.folder, text)
-        say(text)
+        print_line(text)
 
     def _error(self, text: str, **about: Any) -> WorkerError:
         """The error with the message and the stacks of `text`, which is also written to a report file."""
@@ -216,7 +216,9 @@ class RankMonitor:
             return
         rank, before = self._reported
         self._reported = None
-        say(f"rank {rank} ({self.host}) is making progress again after a stall of more than {before:.0f} s")
+        print_line(
+            f"rank {rank} ({self.host}) is making progress again after a stall of more than {before:.0f} s"
+        )
 
     def explain(self, report: FailureReport, failed: Iterable[int], pids: Mapping[int, int]) -> FailureReport:
         """Add to `report` where the failed rank was, what the others were doing, and what to try.
@@ -284,7 +286,7 @@ def write_report(folder: str | None, text: str) -> str | None:
             target.unlink(missing_ok=True)
             raise
     except OSError as error:
-        say(f"cannot write the failure report to {place}: {error}")
+        print_line(f"cannot write the failure report to {place}: {error}")
         return None
     return str(target)
 

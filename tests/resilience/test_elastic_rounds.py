@@ -23,7 +23,7 @@ from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Elastic, SingleHost
-from distributed.resilience.failure_reports import say
+from distributed.resilience.failure_reports import print_line
 from distributed.resilience.phase_journal import Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.resilience.stack_dumps import stack_path
@@ -173,7 +173,7 @@ def test_a_report_that_nobody_hears_ends_nothing() -> None:
             raise BrokenPipeError
 
     said = Closed()
-    say("rank 0 has made no progress", said)
+    print_line("rank 0 has made no progress", said)
     assert said.getvalue() == "rank 0 has made no progress\n"
     said.close()
-    say("it still has not", said)
+    print_line("it still has not", said)

@@ -24,7 +24,7 @@ from distributed.registry.catalog import get_catalog
 from distributed.resilience import phase_journal as journal
 from distributed.resilience import rank_monitor
 from distributed.resilience.divergence import checksum, trained
-from distributed.resilience.failure_reports import say
+from distributed.resilience.failure_reports import print_line
 from distributed.resilience.hang_diagnosis import RankSnapshot, diagnose
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor, write_report
@@ -134,7 +134,7 @@ def test_a_slow_rank_is_reported_and_not_ended(
     reported = tmp_path / "reported"
 
     def note(text: str) -> None:
-        say(text)
+        print_line(text)
         if f"rank 0 ({HOST}) is making progress again" in text:
             reported.touch()
 

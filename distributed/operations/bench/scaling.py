@@ -116,12 +116,12 @@ def cases_of(plan: Plan) -> dict[tuple[str, str, int], Case]:
     return found
 
 
-def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[Result]:
+def measure(plan: Plan, report: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Run every case `plan.repeats` times, interleaved, so that background load affects all cases
     equally.
 
     Args:
-        say: called with a line about each run.
+        report: called with a line about each run.
 
     Raises:
         UserError: a run failed; holds the line with the cause.
@@ -133,7 +133,7 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[
         for case in cases:
             rate, fits = _run(plan, case)
             rates[case].append(rate)
-            say(
+            report(
                 f"{repeat + 1}/{plan.repeats}  {case.backend}, {case.ranks} x {case.batch_size}:"
                 f" {rate:,.0f} samples/s{f' in the last of {fits} trainings' if fits > 1 else ''}"
             )

@@ -39,9 +39,9 @@ def measure(
     backends: Iterable[str],
     ranks: Iterable[int],
     exercise: Exercise,
-    say: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Iterator[TableRow]:
-    """Train everything; `say` is called with a line about each row before it begins.
+    """Train everything; `report` is called with a line about each row before it begins.
 
     Raises:
         UserError: no such backend.
@@ -53,7 +53,7 @@ def measure(
         # A pool each: on a cluster, ranks that wait for their turn would hold what these need.
         with closing(RankPool(timeout=120.0)) as pool:
             for accumulation in (1, 2):
-                say(f"{side}, ranks {side.ranks}, accumulation {accumulation}")
+                report(f"{side}, ranks {side.ranks}, accumulation {accumulation}")
                 runs = [replace(column, accumulation=accumulation) for column in columns]
                 found = [record(side, run, every_step=False, launcher=pool) for run in runs]
                 yield TableRow(side, accumulation, tuple(map(_distance, references, found)))
