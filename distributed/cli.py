@@ -15,7 +15,8 @@ from typing import Any
 
 from distributed._version import __version__
 from distributed.commands import VERBS, Subparsers, add_verbs
-from distributed.commands.parser import PROG, Parser, refuse_unknown
+from distributed.commands.corrections import refuse_unknown
+from distributed.commands.parser import PROG, Parser
 from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
 from distributed.system.garbage_collection import spare_imports
 
@@ -74,16 +75,17 @@ def _dispatch(words: list[str]) -> int:
             refuse_unknown(unknown, parser)
         parser.print_help()
         return 0
-    args.unknown, args.rest = unknown, rest
+    verb = own.index(args.verb)
+    args.unknown, args.rest, args.words = unknown, rest, [*own[:verb], *own[verb + 1 :]]
     if (unknown or dashes) and not getattr(args, "passes_arguments_on", False):
         refuse_unknown(unknown or rest or ["--"], getattr(args, "parser", parser))
     return int(args.run(args) or 0)
 
 
 def _without_local_rank(words: list[str]) -> list[str]:
-    """Drop the argument of deepspeed's launcher, which repeats LOCAL_RANK."""
-    first = words[0] if words else ""
-    return words[1:] if first == f"--local_rank={os.environ.get('LOCAL_RANK')}" else words
+    """Drop the argument of the launchers of deepspeed and torch, which repeats LOCAL_RANK."""
+    first, rank = words[0] if words else "", os.environ.get("LOCAL_RANK")
+    return words[1:] if first in (f"--local_rank={rank}", f"--local-rank={rank}") else words
 
 
 def _asked(words: Sequence[str]) -> str | None:

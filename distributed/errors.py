@@ -9,9 +9,29 @@ no other exception hierarchy in the project.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
-__all__ = ["EXIT_MISTAKE", "EXIT_PREEMPTED", "Preempted", "UserError", "WorkerError", "did_you_mean"]
+__all__ = [
+    "EXIT_MISTAKE",
+    "EXIT_PREEMPTED",
+    "Preempted",
+    "UserError",
+    "WorkerError",
+    "did_you_mean",
+    "hide_own_frames",
+]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_HIDDEN = {
+    *("distributed", "distributed_backends", "distributed_plugins", "distributed_kernels"),
+    *("contextlib", "pluggy", "pydantic"),  # between two frames of ours
+}
+"""Top-level packages without a line that a user could change."""
 
 EXIT_MISTAKE = 2
 """Exit code after a `UserError`."""
@@ -126,3 +146,37 @@ class WorkerError(RuntimeError):
         self.phase, self.step = phase, step
         text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
         super().__init__(text.rstrip())
+
+
+def hide_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorate a public entry point: a `UserError` leaves it with the frames of the user's code alone.
+
+    The error concerns a line of the user, which would otherwise stand above many lines of this library.
+    Other exceptions keep their frames, and so does a UserError under ``python -X dev``.
+    """
+
+    @wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        # A bare `raise` takes the traceback as it was set, without a frame of this function.
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            if not sys.flags.dev_mode:
+                error.__traceback__ = _users_part(error.__traceback__)
+            raise
+        except BaseException as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
+
+    return call
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _HIDDEN:
+            kept.append(trace)
+        trace = trace.tb_next
+    for entry in reversed(kept):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace

@@ -12,7 +12,7 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.load import as_layers
 from distributed.config.script_overlay import active
-from distributed.errors import Preempted, UserError
+from distributed.errors import Preempted, UserError, hide_own_frames
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.framework import Framework
@@ -43,7 +43,7 @@ class Trainer:
             builds the config's.
         scheduler: a scheduler of that optimizer, or a function from the optimizer to one;
             or a name; None builds the config's. `scheduler_interval` sets when an object steps.
-        loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None is cross-entropy.
+        loss_fn: ``(output, target) -> mean`` or ``(sum, count)``; None is cross-entropy with class indices.
         training_step: ``(model, batch) -> mean`` or ``(sum, count)``, instead of `loss_fn`.
         validation_step: ``(model, batch) -> {name: (sum, count)}``, instead of the loss and
             `metrics`.
@@ -58,6 +58,7 @@ class Trainer:
 
     default_backend: str | None = None
 
+    @hide_own_frames
     def __init__(
         self,
         model: Any,
@@ -134,6 +135,7 @@ class Trainer:
 
     # -- training --------------------------------------------------------------------
 
+    @hide_own_frames
     def fit(
         self,
         train_loader: Any,
@@ -214,6 +216,7 @@ class Trainer:
     def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
         framework = self.framework
         framework.check(self._model, self.optimizer)
+        self._check_unused()
 
         from distributed.data import Source
 
@@ -233,6 +236,27 @@ class Trainer:
             # A factory's model may need data to know its shapes.
             self._task_done = task
         return self._continued(task)
+
+    def _check_unused(self) -> None:
+        """Raise a UserError for a metric or loss that another argument would replace in silence."""
+        step = "validation_step" if self.validation_step is not None else "training_step"
+        if self.metrics and getattr(self, step) is not None:
+            raise UserError(
+                f"metrics are computed from (output, target), which a {step} does not return, so they would"
+                " be ignored",
+                field="metrics",
+                got=", ".join(map(str, self.metrics)),
+                allowed=f"metrics without {step}",
+                remedy="Return them from validation_step=lambda model, batch: {name: (sum, count)}",
+            )
+        if self.loss_fn is not None and self.training_step is not None:
+            raise UserError(
+                "training_step computes the loss itself, so loss_fn would be ignored",
+                field="loss_fn",
+                got=getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__),
+                allowed="either loss_fn or training_step",
+                remedy="Leave one of them out",
+            )
 
     def _continued(self, task: Task) -> Task:
         """Let a second `fit` begin where the first ended."""
@@ -262,6 +286,7 @@ class Trainer:
             val_batch_size=task.val_data.batch_size if task.val_data else None,
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=framework.carries_rate(self._model, self.optimizer),
+            drop_last=bool(task.train_data and task.train_data.drop_last),
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
@@ -306,6 +331,7 @@ class Trainer:
 
     # -- for people with their own loop --------------------------------------------------
 
+    @hide_own_frames
     def train_step(self, data: Any, target: Any) -> float:
         """One optimizer step on this rank's batch, for a loop of your own.
 

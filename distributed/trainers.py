@@ -10,7 +10,7 @@ from typing import Any
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.config.load import top_fields
-from distributed.errors import UserError
+from distributed.errors import UserError, hide_own_frames
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.registry.catalog import Catalog, get_catalog
@@ -55,6 +55,7 @@ class HorovodTrainer(Trainer):
 
     default_backend = "horovod"
 
+    @hide_own_frames
     def __init__(
         self, model: Any, config: Any = None, *, verbose: bool = True, compression: Any = None, **given: Any
     ) -> None:
@@ -64,6 +65,7 @@ class HorovodTrainer(Trainer):
             given["horovod.compression"] = compression
         super().__init__(model, config, **given)
 
+    @hide_own_frames
     def metric_average(self, value: Any, name: str | None = None) -> float:
         """The mean of `value` over all ranks. Collective where code around `fit` runs on every
         rank (horovodrun, torchrun); where `fit` starts the ranks it is `value`.
@@ -98,6 +100,7 @@ class RayTrainer(Trainer):
 
     default_backend = "ray"
 
+    @hide_own_frames
     def __init__(self, model: Any, config: Any = None, **given: Any) -> None:
         self.hyperparameters: dict[str, Any] = {}
         if isinstance(config, Mapping):

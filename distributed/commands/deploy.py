@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distributed.commands.corrections import refuse_unknown
 from distributed.commands.flags import add_config_flags, add_model_flags, collect_layers, collect_model
-from distributed.commands.parser import refuse_unknown
 from distributed.commands.script import find_script
 from distributed.errors import UserError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,23 @@ from pydantic import BaseModel
 from distributed.commands.parser import add_set
 from distributed.config import DistributedConfig, Layer, parse_assignments, read_file
 from distributed.config.load import all_fields, top_fields
+from distributed.errors import UserError
 
 # Short names that a tired person types, beside the field's own.
 _ALIASES = {"resume_from_checkpoint": "--resume", "mlflow_tracking": "--mlflow"}
+_FLAGS_ELSEWHERE = {
+    "--gpus": "num_gpus",
+    "--nproc-per-node": "gpus_per_node",
+    "--strategy": "backend",
+    "--lr": "learning_rate",
+    "--max-epochs": "epochs",
+    "--num-epochs": "epochs",
+    "--precision": "mixed_precision",
+}
+"""Flag of other tools -> our field of the same meaning and values."""
 _PREFIX = "field:"
 _OWN = "own:"
+_AMBIGUOUS = "ambiguous:gpus"
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +52,11 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         # A plugin's flag that the verb already has is left out: --set reaches its field.
         if "." in name and "flag" in schema and schema["flag"] not in parser._option_string_actions:
             _add_field(group, name, [schema["flag"]], schema)
+    for flag, name in _FLAGS_ELSEWHERE.items():
+        if flag not in parser._option_string_actions:
+            about = f"Same as --{name.replace('_', '-')}."
+            metavar = _metavar(schema_of(name).get("anyOf", [schema_of(name)]))
+            group.add_argument(flag, dest=_PREFIX + name, action=_Alias, metavar=metavar, help=about)
     group.add_argument(
         "--nnodes",
         action=_NumNodes,
@@ -51,7 +69,7 @@ def collect_layers(args: argparse.Namespace) -> list[Layer]:
     """Layers of the flags of `add_config_flags`: file, then flags, then ``--set``.
 
     Raises:
-        UserError: the file cannot be read, or an assignment names no field.
+        UserError: the file cannot be read, or an assignment names no field, or ``--gpus`` is ambiguous.
     """
     layers = [read_file(args.config)] if args.config is not None else []
     given = {
@@ -59,7 +77,21 @@ def collect_layers(args: argparse.Namespace) -> list[Layer]:
         for name, value in vars(args).items()
         if name.startswith(_PREFIX) and value is not None
     }
-    return [*layers, Layer("flag", given), Layer("--set", parse_assignments(args.set))]
+    layers += [Layer("flag", given), Layer("--set", parse_assignments(args.set))]
+    _check_gpus(getattr(args, _AMBIGUOUS, None), layers)
+    return layers
+
+
+def _check_gpus(number: str | None, layers: Sequence[Layer]) -> None:
+    """Refuse ``--gpus`` for several hosts: other tools count the GPUs of one host by it, or of all."""
+    nodes = [layer.values["num_nodes"] for layer in layers if "num_nodes" in layer.values] or [1]
+    if number is not None and str(nodes[-1]) != "1":
+        raise UserError(
+            f"ambiguous on {nodes[-1]} hosts: a number per host, or over all hosts",
+            field="--gpus",
+            got=number,
+            remedy="Use --gpus-per-node for a number per host, or --num-gpus for the number over all hosts",
+        )
 
 
 def add_model_flags(group: argparse._ArgumentGroup, model: type[BaseModel]) -> None:
@@ -80,6 +112,11 @@ def collect_model(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in own.items() if value is not None}
 
 
+def field_of(action: argparse.Action) -> str:
+    """The field that an argument of `add_config_flags` sets; its own name for another argument."""
+    return action.dest.removeprefix(_PREFIX)
+
+
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON schema of the field `name`, dotted for sections."""
     root = _root_schema()
@@ -94,6 +131,15 @@ def schema_of(name: str) -> dict[str, Any]:
 @cache
 def _root_schema() -> dict[str, Any]:
     return DistributedConfig.model_json_schema()
+
+
+class _Alias(argparse.Action):
+    """A flag of other tools; notes ``--gpus``, which is not clear on several hosts."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        if option == "--gpus":
+            setattr(namespace, _AMBIGUOUS, values)
 
 
 class _NumNodes(argparse.Action):

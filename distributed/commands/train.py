@@ -6,16 +6,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed.commands.flags import add_config_flags, collect_layers
-from distributed.commands.parser import own_words, refuse_unknown
+from distributed.commands.corrections import move_behind, refuse_unknown, script_words
+from distributed.commands.flags import add_config_flags, collect_layers, field_of
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
 _EPILOG = """
-Flags override the script's own configuration. Unknown arguments go to the script; everything after `--` goes
-to it unchanged.
+Flags override the script's own configuration. Arguments after `--` are passed to the script unchanged. An
+unknown argument before `--` is an error.
 """
 
 
@@ -37,7 +37,7 @@ _RANK_FIELDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``train``."""
-    parser.usage = f"{parser.prog} [--script FILE] [flags] [script's arguments] [-- script's arguments]"
+    parser.usage = f"{parser.prog} [--script FILE] [flags] [-- arguments of the script]"
     parser.epilog = _EPILOG
     parser.add_argument(
         "--script", metavar="FILE", help="Python script to run. Default: the bundled digits.py."
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     script = bundled_script() if args.script is None else find_script(args.script)
     if args.script is None and args.unknown:
         refuse_unknown(args.unknown, args.parser)
-    arguments = own_words(args)
+    arguments = script_words(args)
     layers = collect_layers(args)
     _check_values(layers)
     if _launch(layers) == "per-rank":
-        _check_reach(layers)
+        _check_reach(layers, args)
         return _run_per_rank(load_layers(layers), script, arguments, args.dry_run)
     with command_line(ScriptRun(layers, args.dry_run)) as script_run:
         execute(script, arguments)
@@ -90,17 +90,22 @@ def _check_values(layers: Sequence[Layer]) -> None:
         get_catalog().backend(config.backend)
 
 
-def _check_reach(layers: Sequence[Layer]) -> None:
+def _check_reach(layers: Sequence[Layer], args: argparse.Namespace) -> None:
     """Refuse flags for a Trainer, which ``per-rank`` does not use."""
     typed = [name for layer in layers if layer.origin in ("flag", "--set") for name in layer.values]
     lost = sorted(set(typed) - _RANK_FIELDS)
     if lost:
+        behind = move_behind(args, lambda action: action is not None and field_of(action) in lost)
+        flags_alone = not any(layer.origin == "--set" and set(lost) & set(layer.values) for layer in layers)
         raise UserError(
             f"--launch per-rank runs the script without Trainer, so these fields would be ignored:"
             f" {', '.join(lost)}",
             field="--launch",
             got="per-rank",
-            remedy="Pass them to the script after `--`, or leave out --launch per-rank",
+            remedy=f"Pass arguments of the script after `--`: `{behind}`; for a"
+            " script with a Trainer, leave out --launch per-rank"
+            if flags_alone
+            else "Leave them out, or leave out --launch per-rank",
         )
 
 

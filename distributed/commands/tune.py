@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.commands.parser import PROG, add_set, own_words
+from distributed.commands.corrections import refuse_unknown, script_words
+from distributed.commands.parser import PROG, add_set
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers, parse_assignments, read_file
@@ -28,7 +29,8 @@ _EPILOG = """
 The file holds configuration fields as for `train`, and a section `tune:` with search_space, num_samples and
 the other arguments of DistributedTuner. The script runs once in each trial. Sampled configuration fields
 override the script's configuration; other sampled values reach it as arguments: hidden_size becomes
---hidden-size. Unknown arguments go to the script in every trial.
+--hidden-size. Arguments after `--` are passed to the script in every trial. An unknown argument before `--`
+is an error.
 """
 
 _OPTIONS = (
@@ -86,7 +88,7 @@ _OPTION = "tune:"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``tune``."""
-    parser.usage = f"{parser.prog} --config FILE [--script FILE] [flags] [-- script's arguments]"
+    parser.usage = f"{parser.prog} --config FILE [--script FILE] [flags] [-- arguments of the script]"
     parser.epilog = _EPILOG
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with a section `tune:`.")
     parser.add_argument(
@@ -111,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
     from distributed.operations.tuning.tuner import DistributedTuner
 
     script = bundled_script() if args.script is None else find_script(args.script)
-    arguments = own_words(args, accepts=args.script is not None)
+    if args.script is None and args.unknown:
+        refuse_unknown(args.unknown, args.parser)
+    arguments = script_words(args)
     values, options = _read(args.config)
     options |= _flags(args)
     layers = [Layer(f"file {args.config}", values), Layer("--set", parse_assignments(args.set))]

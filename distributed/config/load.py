@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from distributed.config.aliases import guess_field
 from distributed.config.schema import DistributedConfig, complete
 from distributed.config.validation_errors import field_names
-from distributed.errors import UserError, did_you_mean
+from distributed.errors import UserError, hide_own_frames
 
 __all__ = [
     "Layer",
@@ -39,6 +40,7 @@ class Layer:
     values: Mapping[str, Any]
 
 
+@hide_own_frames
 def load(
     file: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -101,12 +103,12 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
     """One YAML (or JSON) file as a layer.
 
     Raises:
-        UserError: no such file, not YAML, or not a mapping at the top.
+        UserError: no such file, not YAML, a key that is set twice, or not a mapping at the top.
     """
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = _parse(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UserError(
             f"cannot read the configuration file: {error.strerror}",
@@ -128,6 +130,31 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
             allowed="a mapping",
         )
     return Layer(f"file {path}", data)
+
+
+def _parse(text: str, path: str) -> Any:
+    """What ``yaml.safe_load`` returns, which would keep the last of two equal keys."""
+    import yaml
+
+    from distributed.config.duplicate_keys import find_duplicate
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        twice = find_duplicate(root)
+        if twice is not None:
+            raise UserError(
+                f"the key '{twice.name}' is set twice, on line {twice.first} and on line {twice.second}",
+                field="config",
+                got=path,
+                allowed="each key once",
+                remedy="Remove one of the two lines",
+            )
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -152,7 +179,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name not in known and name not in top_fields():
             raise UserError(
-                f"unknown configuration field '{name}'.{did_you_mean(name, known)}",
+                f"unknown configuration field '{name}'.{guess_field(name, known)}",
                 field="--set",
                 remedy="`python -m distributed.cli config fields` lists every field",
             )

@@ -30,6 +30,7 @@ from distributed.config.sections import (
     local_path,
 )
 from distributed.config.validation_errors import user_error
+from distributed.errors import hide_own_frames
 
 __all__ = ["DistributedConfig", "complete"]
 
@@ -233,6 +234,7 @@ class DistributedConfig(BaseModel):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    @hide_own_frames
     def __init__(self, **values: Any) -> None:
         complete()
         origins: dict[str, str] = {}

@@ -108,7 +108,8 @@ class DataSection(Section):
     )
     verify: bool = Field(
         True,
-        description="Compare the dataset length and its first samples between ranks that a launcher started.",
+        description="Compare dataset lengths and first samples between ranks: of map-style data if a launcher"
+        " started the ranks, and of streams in each epoch.",
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from distributed.errors import UserError, did_you_mean
+from distributed.config.aliases import BACKEND_SECTIONS, guess_field
+from distributed.errors import UserError
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
@@ -49,12 +50,21 @@ def _one(detail: ErrorDetails, model: type[BaseModel]) -> UserError:
     name, kind = _dotted(detail), detail["type"]
     if kind == "extra_forbidden":
         return UserError(
-            f"unknown configuration field '{name}'.{did_you_mean(name, field_names(model))}",
+            f"unknown configuration field '{name}'.{guess_field(name, field_names(model))}",
             remedy="`python -m distributed.cli config fields` lists every field",
         )
     if kind == "value_error":
         message = str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
         return UserError(message, field="config" if name == "config" else name)
+    if kind in ("model_type", "model_attributes_type"):
+        inside = ", ".join(field for field in field_names(model) if field.startswith(f"{name}."))
+        return UserError(
+            "a section holds names and values",
+            field=name,
+            got=detail["input"],
+            allowed=inside,
+            remedy=f"Set backend={name} to select the backend" if name in BACKEND_SECTIONS else None,
+        )
     allowed = allowed_values(name, model) or detail["msg"].lower().removeprefix("input should be ")
     return UserError("invalid value", field=name, got=detail["input"], allowed=allowed)
 

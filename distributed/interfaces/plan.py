@@ -62,12 +62,14 @@ class Facts:
         val_batch_size: the validation loader's.
         num_samples: training samples in an epoch, None when unknown.
         has_optimizer: an optimizer object was given.
+        drop_last: the training loader drops the last, smaller global batch.
     """
 
     train_batch_size: int | None = None
     val_batch_size: int | None = None
     num_samples: int | None = None
     has_optimizer: bool = False
+    drop_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from distributed.errors import UserError, did_you_mean
+from distributed.config.aliases import guess_backend
+from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.tracker import TrackerSpec
@@ -102,7 +103,7 @@ class Catalog:
             return self.backends[name]
         broken = "".join(f" The plugin '{b.name}' could not be loaded: {b.error}." for b in self.broken)
         raise UserError(
-            f"no backend is called '{name}'.{did_you_mean(name, self.backends)}{broken}",
+            f"no backend is called '{name}'.{guess_backend(name, self.backends)}{broken}",
             field=field,
             allowed=", ".join(sorted(self.backends)),
             remedy="`python -m distributed.cli backends` lists them",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 
 from distributed.cli import build_parser
@@ -44,6 +45,7 @@ def command_line_page() -> str:
         for number, parser in enumerate(parsers(verb.name)):
             if number:
                 parts.append(f"### {parser.prog.removeprefix(PROG).strip()}\n\n{parser.description or ''}\n")
+            parts.append(textwrap.fill(" ".join((parser.epilog or "").split()), 120))
             rows, shared = _rows(parser)
             fields = fields or shared
             if shared:

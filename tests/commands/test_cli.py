@@ -171,7 +171,8 @@ def test_a_script_sees_what_python_would_show_it(script: WriteScript, tmp_path: 
     facts = []
     for command in ([path], ["-m", "distributed.cli", "train", "--script", path, "--epochs", "2"]):
         environment = {**os.environ, "FACTS": str(tmp_path / f"facts-{len(facts)}")}
-        words = [sys.executable, *command, "--data", "here", "more"]
+        behind = ["--"] if "train" in command else []
+        words = [sys.executable, *command, *behind, "--data", "here", "more"]
         commands.run(words, env=environment, check=True, timeout=120)
         facts.append(json.loads(Path(environment["FACTS"]).read_text()))
     assert facts[0] == facts[1]
@@ -182,29 +183,6 @@ def test_the_process_is_as_it_was_afterwards(script: WriteScript) -> None:
     before = (list(sys.argv), list(sys.path), sys.modules["__main__"])
     assert main(["train", "--script", script(FIT + "import sys\nsys.path.append('x')\n")]) == 0
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
-
-
-def test_unknown_flags_and_what_follows_the_dashes_are_the_scripts(
-    script: WriteScript, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = script(FIT + "import sys\nprint(sys.argv[1:], run.layers[0].values)\n")
-    words = [
-        "--num-epochs",
-        "100",
-        "--epochs",
-        "2",
-        "-v",
-        "--lr=0.1",
-        "data",
-        "--",
-        "--epoch",
-        "9",
-        "--",
-        "-x",
-    ]
-    assert main(["train", "--script", path, *words]) == 0
-    expected = ["--num-epochs", "100", "-v", "--lr=0.1", "data", "--epoch", "9", "--", "-x"]
-    assert capsys.readouterr().out == f"{expected} {{'epochs': '2'}}\n"
 
 
 def test_a_flag_that_is_nearly_ours_is_an_error_before_the_script_runs(
@@ -279,6 +257,7 @@ def test_per_rank_starts_the_script_itself_on_every_rank(
         "per-rank",
         "--num-processes",
         "2",
+        "--",
         "--lr",
         "1",
     ]

@@ -136,6 +136,51 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     assert load(tmp_path / "empty.yaml") == DistributedConfig()
 
 
+# Keys that occur twice
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "first", "second"),
+    [
+        ("epochs: 1\nseed: 2\nepochs: 3\n", "epochs", 1, 3),
+        ("data:\n  verify: true\n  shuffle: true\n  verify: false\n", "data.verify", 2, 4),
+        ("data: {verify: true}\nseed: 1\ndata:\n  shuffle: true\n", "data", 1, 3),
+        ("data.verify: true\ndata:\n  verify: false\n", "data.verify", 1, 3),
+        ('{"epochs": 1,\n "epochs": 2}', "epochs", 1, 2),
+        ("epochs: 1\n'epochs': 2\n", "epochs", 1, 2),
+        ("tune:\n  search_space:\n    a: 1\n    a: 2\n", "tune.search_space.a", 3, 4),
+        ("fsdp:\n  block_classes: [{a: 1,\n a: 2}]\n", "fsdp.block_classes.0.a", 2, 3),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused_with_both_lines(
+    tmp_path: Path, text: str, name: str, first: int, second: int
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_file(path)
+    assert str(caught.value) == (
+        f"config: the key '{name}' is set twice, on line {first} and on line {second}. Got '{path}'."
+        " Allowed: each key once. Remove one of the two lines."
+    )
+
+
+def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    """``<<`` fills in the keys that a mapping does not set itself."""
+    (tmp_path / "run.yaml").write_text(
+        "data: &first\n  verify: true\n  shuffle: true\ncheckpoint: &c {every_n_steps: 3}\n"
+        "tune:\n  one: {<<: *first, verify: false}\n  two: [*c, *c]\n  three: *first\n"
+    )
+    values = read_file(tmp_path / "run.yaml").values
+    assert values["tune"]["one"] == {"verify": False, "shuffle": True}
+    assert values["tune"]["two"] == [{"every_n_steps": 3}] * 2
+
+
+def test_a_file_that_contains_itself_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("tune: &t\n  again: *t\n")
+    assert "again" in read_file(tmp_path / "run.yaml").values["tune"]
+
+
 # Assignments
 
 

@@ -324,7 +324,7 @@ print(f"{history.world_size} ranks, {len(history.epochs)} epochs")
     ("launch", "times"),
     [
         (["-m", "distributed.cli", "train", "--script", "train.py", "--num-gpus", "2",
-          "--backend", "pytorch-ddp", "--num-epochs", "2"], 1),
+          "--backend", "pytorch-ddp", "--", "--num-epochs", "2"], 1),
         (["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT", "train.py",
           "--num-epochs", "2", "--batch-size", "4", "--lr", "0.001"], 2),
     ],

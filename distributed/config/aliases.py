@@ -1,0 +1,158 @@
+"""What other tools call our fields and backends, and the guess for an unknown name in an error.
+
+A table first, then the nearest spelling: by its letters alone, ``lr`` is nearest to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from distributed.errors import did_you_mean
+
+__all__ = ["guess_backend", "guess_field", "meant_fields"]
+
+FIELDS = {
+    # Ranks and hosts
+    "world_size": "num_gpus num_processes",
+    "nproc": "num_gpus num_processes",
+    "num_ranks": "num_gpus num_processes",
+    "gpus": "num_gpus gpus_per_node",
+    "devices": "gpus_per_node num_gpus",
+    "nproc_per_node": "gpus_per_node",
+    "nnodes": "num_nodes",
+    "master_addr": "rdzv_endpoint",
+    "master_port": "rdzv_endpoint",
+    "init_method": "rdzv_endpoint",
+    "dist_url": "rdzv_endpoint",
+    "accelerator": "device",
+    # Backend
+    "strategy": "backend",
+    "ddp": "backend=pytorch-ddp",
+    "deepspeed": "backend=deepspeed deepspeed_config",
+    "zero_optimization": "zero_stage",
+    "stage": "zero_stage",
+    "dist_backend": "communication_backend",
+    "process_group_backend": "communication_backend",
+    "timeout": "collective_timeout",
+    "ddp_timeout": "collective_timeout",
+    "sync_bn": "sync_batchnorm",
+    # Batch
+    "bs": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "train_batch_size": "global_batch_size",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    # Training
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_train_steps": "max_steps",
+    "num_steps": "max_steps",
+    "total_steps": "max_steps",
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "optim": "optimizer",
+    "lr_scheduler": "scheduler",
+    "lr_scheduler_type": "scheduler",
+    "num_warmup_steps": "warmup_steps",
+    "precision": "mixed_precision",
+    "amp": "mixed_precision",
+    "dtype": "mixed_precision",
+    "fp16": "mixed_precision=fp16",
+    "bf16": "mixed_precision=bf16",
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "gradient_clip_val": "gradient_clipping",
+    # Checkpoints and logs
+    "resume": "resume_from_checkpoint",
+    "ckpt_path": "resume_from_checkpoint",
+    "ckpt_dir": "checkpoint_dir",
+    "save_dir": "checkpoint_dir",
+    "output_dir": "checkpoint_dir",
+    "default_root_dir": "checkpoint_dir",
+    "save_steps": "checkpoint.every_n_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "logging_steps": "log_every_n_steps",
+    "mlflow": "mlflow_tracking",
+}
+"""Name elsewhere -> our field, or several with the most likely first; ``=`` with the value to set."""
+
+NOT_FIELDS = {
+    "compile": "Pass a function that builds the model and returns torch.compile(model)",
+    "num_workers": "Set it in the DataLoader",
+    "pin_memory": "Set it in the DataLoader",
+    "local_rank": "The launcher sets it in the environment",
+    "rank": "The launcher sets it in the environment",
+    "per_device_eval_batch_size": "The validation DataLoader's own batch size is used",
+}
+"""Name elsewhere -> what to do instead of setting a field."""
+
+BACKENDS = {
+    "ddp": "pytorch-ddp",
+    "pytorch": "pytorch-ddp",
+    "torch": "pytorch-ddp",
+    "dp": "pytorch-ddp",
+    "torchrun": "pytorch-ddp",
+    "fsdp1": "fsdp",
+    "fsdp2": "fsdp",
+    "fully_sharded": "fsdp",
+    "zero": "deepspeed",
+    **{f"zero{stage}": f"deepspeed zero_stage={stage}" for stage in (1, 2, 3)},
+    **{f"deepspeed_stage_{stage}": f"deepspeed zero_stage={stage}" for stage in (1, 2, 3)},
+    "ds": "deepspeed",
+    "hvd": "horovod",
+    "tf": "tensorflow",
+    "keras": "tensorflow",
+    "single": "serial",
+    "single_device": "serial",
+    "none": "serial",
+}
+"""Name elsewhere -> our backend, with a field to set beside it."""
+
+BACKEND_SECTIONS = ("fsdp", "horovod", "ray", "tensorflow")
+"""Sections that a user may take for the switch that selects the backend."""
+
+_TRANSPORTS = ("nccl", "gloo", "mpi")
+
+
+def meant_fields(name: str, known: Iterable[str]) -> list[str]:
+    """Those of the fields `known` that `name` means elsewhere, the most likely first; ``field=value`` where
+    the name stands for one value. A field of a section is meant by its last part, if no other has it."""
+    fields, plain = list(known), _plain(name)
+    leaf = plain.rpartition(".")[2]
+    found = FIELDS.get(plain, FIELDS.get(leaf, "")).split()
+    ends = [field for field in fields if field.rpartition(".")[2] == leaf]
+    return found or (ends if len(ends) == 1 else [])
+
+
+def guess_field(name: str, known: Iterable[str]) -> str:
+    """A sentence, after a space, about the field that `name` most likely means; empty without a guess."""
+    fields = list(known)
+    instead = NOT_FIELDS.get(_plain(name))
+    if instead is not None:
+        return f" {instead}."
+    meant = meant_fields(name, fields)
+    return f" Did you mean {_either(meant)}?" if meant else did_you_mean(name, fields)
+
+
+def guess_backend(name: str, known: Iterable[str]) -> str:
+    """The same for a backend's name."""
+    names, plain = list(known), _plain(name)
+    if plain in _TRANSPORTS:
+        return f" It is a transport: communication_backend={plain}."
+    backend, _, beside = BACKENDS.get(plain, "").partition(" ")
+    if backend not in names:
+        return did_you_mean(name.lower(), names)
+    return f" Did you mean '{backend}'{f' with {beside}' if beside else ''}?"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
