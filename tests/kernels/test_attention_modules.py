@@ -91,6 +91,13 @@ def test_the_seeds_name_is_an_alias() -> None:
     )
 
 
+def test_a_group_without_sequence_parallel_is_refused() -> None:
+    """It would be ignored, and each rank would attend to its own slice alone."""
+    group = object()
+    with pytest.raises(kernels.KernelError, match="sequence_parallel=True"):
+        kernels.DistributedMultiheadDilatedAttention(16, 4, [8], [1], group=group)
+
+
 def test_without_sequence_parallelism_nobody_is_asked() -> None:
     layer = kernels.DistributedMultiheadDilatedAttention(16, 4, [8], [1], sequence_parallel=False)
     assert layer.group is None

@@ -196,6 +196,9 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
         sequence_parallel: each rank of `group` (torch's default group when None) holds a slice of the
             sequence; if not, each holds whole sequences of its own, without communication.
         **options: as for `MultiheadDilatedAttention`.
+
+    Raises:
+        KernelError: a `group` without `sequence_parallel`.
     """
 
     def __init__(
@@ -208,6 +211,14 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
         sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
+        if options.get("group") is not None and not sequence_parallel:
+            raise KernelError(
+                "group: the ranks of a group share a sequence, and without sequence_parallel each rank has"
+                " whole sequences",
+                got="a process group, with sequence_parallel=False",
+                allowed="group=None, or a process group with sequence_parallel=True",
+                remedy="Pass sequence_parallel=True, or leave group out",
+            )
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
         self.sequence_parallel = sequence_parallel
 
