@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.data.order import epoch_seed, mix, split_window
+from distributed.data.order import epoch_seed, split_window
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
-from distributed.data.stream import DealtStream, SelfShardedStream, same
+from distributed.data.stream import loses_samples
+from distributed.data.stream_reader import StreamReader, loader_generator
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 
@@ -28,6 +29,8 @@ class Feed:
         size: data-parallel size.
         broadcast: rank 0's object on every rank; used once an epoch for a user's sampler.
         total: sum of a number over the ranks; used per window for self-sharded streams.
+        gather: the objects of all ranks; used once an epoch for other streams, to compare their first
+            samples. None does not compare them.
         drop_last: overrides the source's own.
         per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
         evaluation: keep every sample and do not shuffle (C5).
@@ -44,6 +47,7 @@ class Feed:
         seed: int = 0,
         broadcast: Callable[[Any], Any] = lambda value: value,
         total: Callable[[int], int] = lambda value: value,
+        gather: Callable[[Any], list[Any]] | None = None,
         drop_last: bool | None = None,
         per_sample_rng: bool = False,
         evaluation: bool = False,
@@ -53,12 +57,24 @@ class Feed:
         self.global_batch_size = batch_size * accumulation * size
         self.drop_last = not evaluation and (source.drop_last if drop_last is None else drop_last)
         self.evaluation = evaluation
-        self._broadcast, self._total = broadcast, total
+        self._broadcast = broadcast
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
         self._loader: DataLoader[Any] | None = None
         self._end: int | None = None
         self._ahead, self._restored = _Ahead(iter(())), None
+        self._reader = StreamReader(
+            source,
+            batch_size,
+            accumulation,
+            rank=rank,
+            size=size,
+            seed=seed,
+            drop_last=self.drop_last,
+            keep_state=not evaluation,
+            total=total,
+            gather=gather,
+        )
 
     @property
     def num_samples(self) -> int | None:
@@ -106,7 +122,9 @@ class Feed:
 
     def restore(self, state: Any) -> None:
         """Let the next `windows` that does not begin at 0 resume from `state`."""
-        self._restored = state
+        # A checkpoint of an earlier version may hold a state that lost samples.
+        lost = "dataset" in (state or {}) and loses_samples(self.source.dataset)
+        self._restored = None if lost else state
 
     @property
     def rereads(self) -> bool:
@@ -200,12 +218,14 @@ class Feed:
         # The loader draws indices ahead of what has been yielded, so the shape of each
         # window waits in a queue beside it.
         windows: deque[tuple[int, list[int]]] = deque()
+        # Without a reference to this feed, so that persistent workers end with it.
+        keyed = self._per_sample_rng
 
         def draw() -> Iterator[list[Any]]:
             for count, micro_batches in plan:
                 windows.append((count, [number for _, number in micro_batches]))
                 for indices, _ in micro_batches:
-                    yield [(epoch, index) for index in indices] if self._per_sample_rng else indices
+                    yield [(epoch, index) for index in indices] if keyed else indices
 
         self._batches.source = draw
         batches = iter(self._dataloader(epoch))
@@ -243,67 +263,7 @@ class Feed:
                 allowed="false for iterable datasets",
             )
         state, self._restored = self._restored if start else None, None
-        windows = self._read(epoch, start, state)
-        if not self.source.shards_itself:
-            return windows
-        # A rank's position in its own stream follows from its state, or from reading it again.
-        position = start if "dataset" in (state or {}) else 0
-        return self._agreed(windows, position, start, epoch, state)
-
-    def _read(self, epoch: int, start: int, state: Any = None) -> Iterator[tuple[Window, Any]]:
-        """(window, state needed to resume after it) of this rank alone."""
-        own = self.source.shards_itself
-        kind = SelfShardedStream if own else DealtStream
-        # Ranks that read one stream have to read the same, also where it shuffles itself.
-        seed = mix(self.seed, epoch, self.rank if own else 0, 3)
-        stream = kind(
-            self.source,
-            self.batch_size,
-            self.accumulation,
-            self.rank,
-            self.size,
-            start,
-            self.drop_last,
-            seed,
-            state,
-            keep_state=not self.evaluation,
-        )
-        options = dict(self.source.options)
-        # Several workers would each replay the stream; one keeps the order and still prefetches.
-        options["num_workers"] = min(1, options.get("num_workers", 0))
-        if not options["num_workers"]:
-            options = {"num_workers": 0, "pin_memory": options.get("pin_memory", False)}
-        loader = DataLoader(
-            stream, batch_size=None, collate_fn=same, generator=self._generator(epoch), **options
-        )
-        for count, pairs, position in loader:
-            yield Window([MicroBatch(*pair) for pair in pairs], count), position
-
-    def _agreed(
-        self, windows: Iterator[tuple[Window, Any]], position: int, start: int, epoch: int, state: Any
-    ) -> Iterator[tuple[Window, Any]]:
-        """Synchronise the ranks of a self-sharded stream, which may end at different times."""
-        last: Window | None = None
-        while True:
-            window, state = next(windows, (None, state))
-            count = self._total(window.num_samples if window else 0)
-            if count == 0:
-                return
-            if window is None:
-                if last is None and position:
-                    # Its shard has ended: any earlier window serves as a placeholder.
-                    last = next(self._read(epoch, 0), (None, None))[0]
-                if last is None:
-                    raise UserError(
-                        f"rank {self.rank} got no sample from a self-sharded dataset",
-                        field=self.source.argument,
-                        remedy="Give every rank at least one sample, or use fewer ranks",
-                    )
-                window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
-            last = window
-            position += count
-            if position > start:
-                yield Window(window.micro_batches, count), state
+        return self._reader.windows(epoch, start, state)
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:
         if self._loader is None:
@@ -317,11 +277,8 @@ class Feed:
                 generator=torch.Generator(),
                 **self.source.options,
             )
-        self._loader.generator = self._generator(epoch)
+        self._loader.generator = loader_generator(self.seed, epoch, self.rank)
         return self._loader
-
-    def _generator(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(mix(self.seed, epoch, self.rank, 1))
 
 
 class _Ahead:

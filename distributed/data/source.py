@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,15 +13,15 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     TensorDataset,
     default_collate,
 )
 
+from distributed.data.recognition import check_loader, check_stream, is_random, refuse_loaders
 from distributed.errors import UserError
 
-__all__ = ["Source", "fingerprint"]
+__all__ = ["Source"]
 
 Order = Literal["sequential", "random", "sampler", "batch_sampler"]
 _KEPT = (
@@ -73,6 +72,7 @@ class Source:
             UserError: not one of these, empty, or made of tensors of unequal length.
         """
         if isinstance(data, DataLoader):
+            check_loader(data, argument)
             source = _of_loader(data, argument)
         else:
             dataset = _dataset(data, argument)
@@ -80,6 +80,7 @@ class Source:
             source = cls(dataset, order=bare, argument=argument)
         if shuffle is not None and source.order in ("sequential", "random") and source.is_map:
             source.order = "random" if shuffle else "sequential"
+        check_stream(source.dataset, argument)
         _check_length(source)
         return source
 
@@ -92,13 +93,22 @@ class Source:
     def length(self) -> int | None:
         """Samples in an epoch; None if unknown before reading."""
         if not self.is_map:
-            known: int | None = getattr(self.dataset, "num_stream_samples", None)
-            return known
+            return self._stream_length()
         if self.order == "batch_sampler":
             return None
         if self.order == "sampler":
             return len(self.sampler) if hasattr(self.sampler, "__len__") else None
         return len(self.dataset)
+
+    def _stream_length(self) -> int | None:
+        known: int | None = getattr(self.dataset, "num_stream_samples", None)
+        # The length of a stream that shards itself may be that of one rank.
+        if known is not None or self.shards_itself:
+            return known
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def shards_itself(self) -> bool:
@@ -113,11 +123,9 @@ class Source:
 
 
 def _check_length(source: Source) -> None:
-    """Raise a UserError for map-style data without a length, or of length 0."""
-    if not source.is_map:
-        return
+    """Raise a UserError for map-style data without a length, or data of length 0."""
     kind = type(source.dataset).__name__
-    if source.order in ("sequential", "random") and not hasattr(source.dataset, "__len__"):
+    if source.is_map and source.order in ("sequential", "random") and not hasattr(source.dataset, "__len__"):
         raise UserError(
             "the dataset has no length, so its samples cannot be split over ranks",
             field=source.argument,
@@ -148,6 +156,7 @@ def _is_map(dataset: Any) -> bool:
 def _dataset(data: Any, argument: str) -> Any:
     if isinstance(data, Dataset):
         return data
+    refuse_loaders(data, argument)
     if isinstance(data, torch.Tensor):
         return TensorDataset(data)
     if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
@@ -220,29 +229,6 @@ def _order_of(sampler: Any) -> tuple[Order, Any]:
     if isinstance(sampler, DistributedSampler):
         # Its slices are for another number of ranks; only the shuffle flag is kept.
         return ("random" if sampler.shuffle else "sequential"), None
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if is_random(sampler) and not sampler.replacement and sampler._num_samples is None:
         return "random", None
     return "sampler", sampler
-
-
-def fingerprint(samples: Iterable[Any]) -> str:
-    """Digest of the tensors, arrays, numbers and texts in `samples`; other things do not count."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        _add_to_digest(sample, digest)
-    return digest.hexdigest()
-
-
-def _add_to_digest(value: Any, digest: Any) -> None:
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            _add_to_digest(part, digest)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            _add_to_digest(value[key], digest)
-    elif isinstance(value, torch.Tensor):
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "tobytes"):
-        digest.update(value.tobytes())
-    elif isinstance(value, (bool, int, float, str)):
-        digest.update(repr(value).encode())

@@ -1,13 +1,15 @@
 """Iterable datasets, dealt out in whole windows inside the process that reads them.
 
 Each window carries the state that resumes the stream after it, taken before anything is read
-ahead: the dataset's own state where it has ``state_dict`` and ``load_state_dict``, else only a
-digest of the first sample, by which a stream that is read again is known to be another.
+ahead: the dataset's own state where it has ``state_dict`` and ``load_state_dict`` that restore its
+position exactly, else only a digest of the first sample, by which a stream that is read again is
+known to be another.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -15,12 +17,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from distributed.data.fingerprint import fingerprint
 from distributed.data.order import split_window
 from distributed.data.sample_rng import RandomStreams
-from distributed.data.source import Source, fingerprint
+from distributed.data.source import Source
 from distributed.errors import UserError
 
-__all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "same"]
+__all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "loses_samples", "same"]
 
 logger = logging.getLogger("distributed")
 
@@ -33,16 +36,49 @@ def same(value: Any) -> Any:
 
 
 def is_stateful(part: Any) -> bool:
-    """Whether a dataset, or its iterator, can save and restore its position."""
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    """Whether a dataset, or its iterator, can save its position and restore it exactly."""
+    return (
+        _callable_with(part, "state_dict")
+        and _callable_with(part, "load_state_dict", {})
+        and not (loses_samples(part))
+    )
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Whether `dataset` is a Hugging Face stream with a shuffle buffer, whose content its state lacks."""
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())):
+            if inner is not None:
+                parts.append(inner)
+    return False
+
+
+def _callable_with(part: Any, name: str, *args: Any) -> bool:
+    """Whether `part` has a method `name` that takes `args` and requires no others."""
+    method = getattr(part, name, None)
+    if not callable(method):
+        return False
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # methods of C may have none
+        return True
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 class DealtStream(IterableDataset[Any]):
     """Every rank reads the whole stream; each keeps its slice of every global batch.
 
-    Yields ``(samples over all ranks, [(batch, samples of this rank), ...], state)``. Reading all of
-    it costs each rank the reading of all samples; a dataset that can do better declares
-    ``shards_itself = True``.
+    Yields ``(samples over all ranks, [(batch, samples of this rank), ...], state)``; before them, if
+    `announce` is set, a digest of the first window's samples, by which ranks know that they read the same
+    stream. Each rank reads all samples; a dataset that can do better declares ``shards_itself = True``.
 
     Args:
         batch_size: samples per micro-batch.
@@ -54,6 +90,7 @@ class DealtStream(IterableDataset[Any]):
         seed: of the random numbers that the dataset draws while it is read.
         state: state of the window after which to resume; None skips `start` samples.
         keep_state: give each window its state.
+        announce: yield the digest of the first window first; that of a stream without samples is empty.
     """
 
     def __init__(
@@ -68,13 +105,19 @@ class DealtStream(IterableDataset[Any]):
         seed: int,
         state: Any = None,
         keep_state: bool = True,
+        announce: bool = False,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
-        self.state, self.keep_state = state or {}, keep_state
+        self.state, self.keep_state, self.announce = state or {}, keep_state, announce
 
-    def __iter__(self) -> Iterator[tuple[int, Pairs, Any]]:
-        for window, state in self._windows(self.batch_size * self.accumulation * self.size, self.start):
+    def __iter__(self) -> Iterator[Any]:
+        windows = self._windows(self.batch_size * self.accumulation * self.size, self.start)
+        if self.announce:
+            first = list(islice(windows, 1))
+            yield "".join(f"{len(window)} {fingerprint(window)}" for window, _ in first)
+            windows = chain(first, windows)
+        for window, state in windows:
             spans = split_window(len(window), self.rank, self.size, self.batch_size)
             yield len(window), [self._collate(window, *span) for span in spans], state
 
@@ -82,6 +125,7 @@ class DealtStream(IterableDataset[Any]):
         streams = RandomStreams(self.seed)
         with streams:
             origin, samples = self._opened()
+            self._stateful = is_stateful(origin)
             samples = samples if "dataset" in self.state else self._passed(samples, start)
         if "dataset" in self.state:
             streams.go_on_from(self.state["rng"])
@@ -131,7 +175,7 @@ class DealtStream(IterableDataset[Any]):
     def _position(self, origin: Any, streams: RandomStreams) -> Any:
         if not self.keep_state:
             return None
-        if is_stateful(origin):
+        if self._stateful:
             return {"dataset": copy.deepcopy(origin.state_dict()), "rng": streams.state}
         return {"first": self._first}
 
@@ -144,7 +188,7 @@ class SelfShardedStream(DealtStream):
     """The stream holds this rank's samples alone, read from its beginning. Yields this rank's
     count as the total: the feed sums it over the ranks and passes over what is done."""
 
-    def __iter__(self) -> Iterator[tuple[int, Pairs, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         for window, state in self._windows(self.batch_size * self.accumulation, 0):
             pairs = [
                 self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)

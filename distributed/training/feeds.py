@@ -38,6 +38,7 @@ def _make_feed(
         seed=config.seed,
         broadcast=backend.broadcast_object,
         total=lambda value: int(backend.all_reduce([value])[0]) // world.model_parallel_size,
+        gather=backend.gather_objects if world.size > 1 and config.data.verify else None,
         drop_last=config.data.drop_last,
         per_sample_rng=config.data.per_sample_rng,
         evaluation=evaluation,

@@ -7,6 +7,8 @@ with its count. How it is counted:
   set), weighed as torch weighs them when class weights are given;
 - any other `loss_fn` that returns a mean: the samples of the micro-batch;
 - a `loss_fn` or `training_step` that returns ``(sum, count)``: that count.
+
+The default cross-entropy is for class indices; `task_checks` refuses what it cannot train.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.errors import UserError
+from distributed.training.task_checks import check_class_axis, check_default_target, check_loss, read_pair
 
 __all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
 
@@ -36,6 +39,9 @@ class Objective:
         counted: whether the count is only known after the forward pass, so that it has to be
             reduced beside the gradients. Otherwise it is the number of samples.
         metrics: name -> ``(output, target) -> (sum, count)``.
+
+    Raises:
+        UserError: `loss_fn` is not a function or module that returns a mean.
     """
 
     def __init__(
@@ -46,11 +52,13 @@ class Objective:
         validation_step: Callable[..., Any] | None = None,
         device: str = "cpu",
     ) -> None:
+        check_loss(loss_fn)
         loss_fn = _placed(loss_fn, device)
         self._sum_loss, self._ignore_index, self._class_weights = _as_sum(loss_fn)
         self._loss_fn, self._training_step = loss_fn, training_step
         self._validation_step = validation_step
         classifies = self._sum_loss is not None and training_step is None
+        self._logits = classifies and _is_cross_entropy(loss_fn)
         if metrics is None and classifies:
             metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
         self.metrics = dict(metrics or {})
@@ -58,7 +66,13 @@ class Objective:
         self.counted = training_step is not None or classifies or not mean_module
 
     def declare_unmasked(self, targets: Tensor) -> None:
-        """Look through all `targets` once; without a masked one the count is arithmetic."""
+        """Look through all `targets` once; without a masked one the count is arithmetic.
+
+        Raises:
+            UserError: they are floating-point numbers and no loss was given.
+        """
+        if self._training_step is None and self._loss_fn is None:
+            check_default_target(targets)
         plain = self._class_weights is None and self._training_step is None
         if self._sum_loss is not None and plain and not targets.is_floating_point():
             per_sample = targets.dim() == 1
@@ -93,35 +107,44 @@ class Objective:
         inputs, target = split_batch(batch)
         output = model(*inputs)
         if self._sum_loss is not None:
-            output, target = align_classes(output, target)
+            output, target = self._aligned(output, target)
         result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
         return result
 
     def evaluate(self, model: Callable[..., Any], batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of the loss and every metric."""
         if self._validation_step is not None:
-            found: dict[str, Any] = dict(self._validation_step(model, batch))
-            return found
+            measured = self._validation_step(model, batch)
+            return {name: read_pair(name, pair, "validation_step") for name, pair in dict(measured).items()}
         if self._training_step is not None:
             return {"loss": self(model, batch, num_samples)}
         inputs, target = split_batch(batch)
         output = model(*inputs)
-        found = {"loss": self._terms(output, target, num_samples)}
+        found: dict[str, Any] = {"loss": self._terms(output, target, num_samples)}
         for name, metric in self.metrics.items():
-            found[name] = metric(output, target)
+            found[name] = read_pair(name, metric(output, target), "metrics")
         return found
 
     def _terms(self, output: Any, target: Any, num_samples: int) -> Terms:
         if self._sum_loss is None:
             assert self._loss_fn is not None
             return self._read(self._loss_fn(output, target), num_samples)
-        output, target = align_classes(output, target)
+        output, target = self._aligned(output, target)
         total = self._sum_loss(output, target)
         if target.is_floating_point():
             return total, target.numel() // target.shape[1]
         if self._class_weights is not None:
             return total, _weigh(self._class_weights, target, target != self._ignore_index)
         return total, (target != self._ignore_index).sum()
+
+    def _aligned(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """Output and target as a cross-entropy needs them, after checking what it would train in silence."""
+        if self._loss_fn is None:
+            check_default_target(target)
+        output, target = align_classes(output, target)
+        if self._logits:
+            check_class_axis(output)
+        return output, target
 
     def _read(self, result: Any, num_samples: int) -> Terms:
         if isinstance(result, tuple) and len(result) == 2:
@@ -175,6 +198,12 @@ def _as_sum(loss_fn: Callable[..., Any] | None) -> tuple[Callable[..., Tensor] |
             summed.reduction = "sum"
             return summed, loss_fn.ignore_index, loss_fn.weight
     return None, -100, None
+
+
+def _is_cross_entropy(loss_fn: Any) -> bool:
+    """Whether a loss that `_as_sum` knows reads logits; NLL reads log-probabilities."""
+    inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return inner in (None, F.cross_entropy) or isinstance(inner, nn.CrossEntropyLoss)
 
 
 def _refuse_reduction(reduction: str) -> None:

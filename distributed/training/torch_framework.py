@@ -11,6 +11,7 @@ from distributed.interfaces.state import StateReader
 from distributed.interfaces.task import Task
 from distributed.system.devices import visible_gpus
 from distributed.training.optimizers import build_model, check_optimizer, check_trainable
+from distributed.training.task_checks import check_task
 
 
 class TorchFramework(Framework):
@@ -33,6 +34,15 @@ class TorchFramework(Framework):
                 got=type(optimizer).__name__,
                 remedy="Give its class, or a function from the model to an optimizer",
             )
+
+    def complete(self, task: Task) -> Task:
+        """`task` as it is, once it was checked.
+
+        Raises:
+            UserError: `loss_fn`, `scheduler` or `metrics` would train something else, or nothing.
+        """
+        check_task(task)
+        return task
 
     def carries_rate(self, model: Any, optimizer: Any) -> bool:
         return hasattr(optimizer, "param_groups")

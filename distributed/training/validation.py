@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from distributed.data import Feed, Source
+from distributed.data.fingerprint import fingerprint
 from distributed.data.sample_rng import RandomStreams
-from distributed.data.source import fingerprint
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.plan import RunPlan

@@ -259,7 +259,7 @@ def test_a_run_killed_in_mid_epoch_uses_every_sample_once(
     history = resumed.fit(kind())
     assert history.steps["step"] == [5, 6, 7, 8]
     assert model.cells.tolist() == pytest.approx(ONCE, abs=1e-12)
-    again = "the stream has no state_dict: reads its first 24 samples again"
+    again = "the stream cannot restore its position: reads 24 samples again"
     assert capfd.readouterr().out.count(again) == (1 if kind is Plain else 0)
 
 

@@ -52,7 +52,8 @@ class Calls(Callback):
 @pytest.fixture
 def on_ranks(rank_pool: RankPool) -> Callable[..., None]:
     def run(check: Callable[..., None], size: int, **given: Any) -> None:
-        fields = {"batch_size": 1, "backend": "pytorch-ddp", "callbacks": [Calls(check, size, given)]}
+        fields = {"batch_size": 1, "backend": "pytorch-ddp", "callbacks": [Calls(check, size, given)],
+                  "loss_fn": nn.MSELoss()}  # fmt: skip
         data = torch.zeros(4, 1), torch.zeros(4, 1)
         make_trainer(nn.Linear(1, 1), RANKS, rank_pool, **fields).fit(data, max_steps=1)
 

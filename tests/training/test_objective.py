@@ -88,7 +88,8 @@ CASES: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], Any, Callable[..., T
         samples, nn.CrossEntropyLoss(label_smoothing=0.2, weight=WEIGHTS),
         partial(flat_mean, label_smoothing=0.2, weight=WEIGHTS)),
     "probabilities": (
-        lambda: (samples()[0], F.one_hot(samples()[1], 3).double() * 0.8 + 0.1), None, F.cross_entropy),
+        lambda: (samples()[0], F.one_hot(samples()[1], 3).double() * 0.8 + 0.1), nn.CrossEntropyLoss(),
+        F.cross_entropy),
     "nll": (
         samples, nn.NLLLoss(ignore_index=1),
         lambda o, t: F.nll_loss(o, t, ignore_index=1).nan_to_num(0.0)),

@@ -1,0 +1,47 @@
+"""Digests of samples, by which ranks and restarts compare what they read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["fingerprint"]
+
+
+def fingerprint(samples: Iterable[Any]) -> str:
+    """Digest of the tensors, arrays, numbers, texts and bytes in `samples`; other things do not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        _add_to_digest(sample, digest)
+    return digest.hexdigest()
+
+
+def _add_to_digest(value: Any, digest: Any) -> None:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            _add_to_digest(part, digest)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            _add_to_digest(value[key], digest)
+    elif isinstance(value, torch.Tensor):
+        digest.update(_bytes_of(value))
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):
+        _add_to_digest(value.tolist(), digest)  # an array of objects holds addresses
+    elif hasattr(value, "tobytes"):
+        digest.update(value.tobytes())
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif isinstance(value, (bool, int, float, str)):
+        digest.update(repr(value).encode())
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a dense tensor; of another only its layout, which is compared all the same."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return repr((tensor.layout, tensor.dtype)).encode()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
+    found: bytes = plain.view(torch.uint8).numpy().tobytes()
+    return found

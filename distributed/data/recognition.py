@@ -1,0 +1,103 @@
+"""Recognise loaders and datasets of other libraries, and refuse those that would be read in another way.
+
+They are recognised by their classes' names, because none of these libraries is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from distributed.errors import UserError
+
+__all__ = ["check_loader", "check_stream", "is_random", "refuse_loaders"]
+
+_STATEFUL_LOADER = "torchdata.stateful_dataloader"
+_INSTEAD = (
+    "Give a DataLoader over a dataset whose samples are final, with collate_fn for work on batches, or an"
+    " IterableDataset that yields samples"
+)
+_FIRST = 8
+"""Elements of a sequence that are looked at."""
+
+
+def check_loader(loader: DataLoader[Any], argument: str) -> None:
+    """Raise a UserError for a DataLoader whose class changes what it yields: only its settings are read."""
+    for name in ("__iter__", "_get_iterator"):
+        owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if owner is not DataLoader and not owner.__module__.startswith(_STATEFUL_LOADER):
+            raise UserError(
+                f"the class of this DataLoader has its own {name}, which would be ignored: the trainer reads"
+                " the dataset, the sampler and the settings of a loader, and draws no batches from it",
+                field=argument,
+                got=type(loader).__name__,
+                allowed="torch.utils.data.DataLoader, or torchdata's StatefulDataLoader",
+                remedy=_INSTEAD,
+            )
+
+
+def refuse_loaders(data: Any, argument: str) -> None:
+    """Raise a UserError for several loaders, and for a loader that is no DataLoader."""
+    several = data if isinstance(data, (list, tuple)) else []
+    several = list(data.values()) if isinstance(data, Mapping) else several
+    found = [part for part in several[:_FIRST] if isinstance(part, Dataset) or _is_loader(part)]
+    if found:
+        raise UserError(
+            "several loaders or datasets were given, and one is needed",
+            field=argument,
+            got=f"{type(data).__name__} with {type(found[0]).__name__}",
+            allowed="one DataLoader, dataset or set of tensors",
+            remedy="Join the datasets with torch.utils.data.ConcatDataset, or call fit or validate for each",
+        )
+    if _is_loader(data):
+        raise UserError(
+            "a loader of this class is not read, because its batches cannot be split evenly over the ranks",
+            field=argument,
+            got=type(data).__name__,
+            allowed="torch.utils.data.DataLoader, or torchdata's StatefulDataLoader",
+            remedy=_INSTEAD,
+        )
+
+
+def _is_loader(data: Any) -> bool:
+    """Whether `data` is a DataLoader, or iterates like one and has its attributes."""
+    if isinstance(data, DataLoader):
+        return True
+    if isinstance(data, (Dataset, type)) or not hasattr(type(data), "__iter__"):
+        return False
+    named = sum(hasattr(data, name) for name in ("dataset", "batch_size", "sampler", "batch_sampler"))
+    return named > (1 if hasattr(type(data), "__getitem__") else 0)
+
+
+def check_stream(dataset: Any, argument: str) -> None:
+    """Raise a UserError for streams that are known to yield batches, or the samples of one rank alone."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
+    if ("webdataset", "WebLoader") in kinds:
+        raise UserError(
+            "a WebLoader yields complete batches, whose samples cannot be split evenly over ranks",
+            field=argument,
+            got="WebLoader",
+            allowed="a dataset that yields single samples",
+            remedy="Give the WebDataset, or a torch DataLoader over it with batch_size",
+        )
+    split = getattr(dataset, "_distributed", None)
+    if ("datasets", "IterableDataset") not in kinds or getattr(split, "world_size", 1) == 1:
+        return
+    if not getattr(dataset, "shards_itself", False):
+        raise UserError(
+            "the dataset yields the samples of one rank alone, and would be split over the ranks once more",
+            field=argument,
+            got=f"IterableDataset after split_dataset_by_node for {getattr(split, 'world_size', 1)} ranks",
+            allowed="the whole dataset on every rank, or a dataset that declares shards_itself",
+            remedy="Leave split_dataset_by_node out, or set shards_itself = True on the dataset",
+        )
+
+
+def is_random(sampler: Any) -> bool:
+    """Whether `sampler` is torch's RandomSampler, or the one of torchdata that takes its place."""
+    kind = type(sampler)
+    return kind is RandomSampler or (
+        kind.__name__ == "RandomSampler" and kind.__module__.startswith(_STATEFUL_LOADER)
+    )

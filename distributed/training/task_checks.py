@@ -1,0 +1,175 @@
+"""Refuse losses, metrics and schedulers that would train something else, or nothing, in silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from distributed.errors import UserError
+from distributed.interfaces.task import Task
+
+__all__ = ["check_class_axis", "check_default_target", "check_loss", "check_task", "read_pair"]
+
+
+def check_task(task: Task) -> None:
+    """Check what the caller's process can see of a task, before ranks start.
+
+    Raises:
+        UserError: about `loss_fn`, `scheduler` or `metrics`.
+    """
+    check_loss(task.loss_fn)
+    _check_scheduler(task.scheduler)
+    _check_metrics(task.metrics)
+    if task.loss_fn is None and task.training_step is None:
+        for source in (task.train_data, None if task.validation_step else task.val_data):
+            dataset = getattr(source, "dataset", None)
+            if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
+                check_default_target(dataset.tensors[-1])
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise a UserError unless `loss_fn` is None or a function: a class or a name is neither."""
+    if isinstance(loss_fn, type):
+        raise UserError(
+            "a loss class was given instead of a loss",
+            field="loss_fn",
+            got=loss_fn.__name__,
+            allowed="a torch loss module, a function (output, target), or None for cross-entropy",
+            remedy=f"Create the loss: loss_fn={loss_fn.__name__}()",
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise UserError(
+            "not a loss",
+            field="loss_fn",
+            got=loss_fn if isinstance(loss_fn, str) else type(loss_fn).__name__,
+            allowed="a torch loss module, a function (output, target), or None for cross-entropy",
+            remedy="Give the loss itself, e.g. loss_fn=nn.MSELoss()",
+        )
+
+
+def check_default_target(target: Any) -> None:
+    """Raise a UserError for targets that the default loss would read as class probabilities."""
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise UserError(
+            "the targets are floating-point numbers, and the default cross-entropy is for class indices",
+            field="loss_fn",
+            got=f"None, with targets of {target.dtype} and shape {tuple(target.shape)}",
+            allowed="an explicit loss",
+            remedy="For regression set loss_fn=nn.MSELoss(), with an output of the targets' shape; for class"
+            " probabilities set loss_fn=nn.CrossEntropyLoss(); for class indices convert the targets with"
+            " .long()",
+        )
+
+
+def check_class_axis(output: Tensor) -> None:
+    """Raise a UserError for logits of which a cross-entropy has nothing to learn.
+
+    Args:
+        output: with the classes on its second axis.
+    """
+    if output.dim() > 1 and output.shape[1] != 1:
+        return
+    one = output.dim() > 1
+    raise UserError(
+        "the cross-entropy of a single class is always 0, so nothing would be learned"
+        if one
+        else "the output has no class axis, so the samples of a batch would be read as classes",
+        field="loss_fn",
+        got=f"output of shape {tuple(output.shape)}",
+        allowed="an output of shape (samples, classes) with two or more classes",
+        remedy="For one logit per sample set loss_fn=nn.BCEWithLogitsLoss(), for regression nn.MSELoss()",
+    )
+
+
+def read_pair(name: str, result: Any, field: str) -> Any:
+    """`result` of a metric, which has to be (sum, count).
+
+    Args:
+        name: of the metric.
+        field: the argument that it came from.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    paired = tuple(result.shape) == (2,) if isinstance(result, Tensor) else isinstance(result, (tuple, list))
+    if paired and len(result) == 2:
+        return result
+    raise UserError(
+        f"metric '{name}' is not a pair (sum, count), so it cannot be summed over batches and ranks",
+        field=field,
+        got=f"tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__,
+        allowed="(sum over the samples, number of samples)",
+        remedy="Return the sum and the count, e.g. (hits.sum(), len(target)), instead of their quotient",
+    )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """Raise a UserError unless `scheduler` is None, a scheduler, or callable with the optimizer alone."""
+    if scheduler is None or (hasattr(scheduler, "step") and not isinstance(scheduler, type)):
+        return
+    inner = getattr(scheduler, "func", scheduler)
+    name = getattr(inner, "__name__", type(inner).__name__)
+    if not callable(scheduler):
+        raise UserError(
+            "not a learning-rate scheduler",
+            field="scheduler",
+            got=name,
+            allowed="a scheduler, a function from the optimizer to one, or a name",
+            remedy="Give scheduler=lambda optimizer: ...",
+        )
+    if not _takes_one(scheduler):
+        arguments = "".join(f", {argument}=..." for argument in _required(scheduler)[1:])
+        raise UserError(
+            "the scheduler is built by calling this with the optimizer alone, and it takes other arguments",
+            field="scheduler",
+            got=name,
+            allowed="a scheduler, or a function from the optimizer to one",
+            remedy=f"Give scheduler=lambda optimizer: {name}(optimizer{arguments})",
+        )
+
+
+def _takes_one(function: Any) -> bool:
+    """Whether `function` can be called with one argument, as far as its signature is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # functions of C may have none
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _required(function: Any) -> list[str]:
+    """Names of the arguments without a default value."""
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in any_number]
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Raise a UserError unless `metrics` is None or maps names to functions."""
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            "not a mapping from names to metrics",
+            field="metrics",
+            got=type(metrics).__name__,
+            allowed="{name: function (output, target) -> (sum, count)}",
+            remedy="Name each metric, e.g. metrics={'accuracy': accuracy}",
+        )
+    for name, metric in metrics.items():
+        if isinstance(metric, type) or not callable(metric):
+            raise UserError(
+                f"metric '{name}' is not a function",
+                field="metrics",
+                got=metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__),
+                allowed="a function (output, target) -> (sum, count)",
+                remedy="Give the function itself",
+            )
