@@ -58,7 +58,11 @@ class Context(ABC):
 
     @abstractmethod
     def log(self, name: str, value: float) -> None:
-        """Add a number to the next log record. On rank 0; elsewhere it is ignored."""
+        """Add a number to the log record that the current step belongs to, and with it to `History.logs`.
+
+        In `on_step_end` that is the next record. In `on_log`, `on_validation_end` and `on_epoch_end` it is
+        the record of the step just taken, which is the last one. On rank 0; elsewhere it is ignored.
+        """
 
 
 class Callback:

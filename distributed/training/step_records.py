@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError, WorkerError
-from distributed.interfaces.backend import Backend
+from distributed.interfaces.backend import Backend, SharedSettings
 from distributed.interfaces.history import History
 from distributed.resilience.divergence import checksum, explain_divergence
 from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilisation, memory_metrics
@@ -56,13 +56,18 @@ class StepRecords:
     Args:
         state: its cursor and open epoch.
         history: receives series and log records.
+
+    Attributes:
+        settings: compared over the ranks at each log step; None before training.
     """
 
     def __init__(
         self, config: DistributedConfig, backend: Backend, state: TrainState, history: History
     ) -> None:
         self.config, self.backend, self.state, self.history = config, backend, state, history
+        self.settings: SharedSettings | None = None
         self._logged: dict[str, float] = {}
+        self._tracked = True
         self._interval_samples = 0
         self._interval_start = 0.0
         self._mean_loss = 0.0
@@ -86,17 +91,28 @@ class StepRecords:
         self._last_meeting = self._last_meeting or self._interval_start
 
     def begin_interval(self) -> None:
-        """Start the next log record."""
-        self._logged, self._interval_samples, self._interval_start = {}, 0, perf_counter()
+        """Start the next log record. What was logged before it was closed is part of it."""
+        self._interval_samples, self._interval_start = 0, perf_counter()
+        self._tracked = True
 
     def add(self, record: StepRecord) -> None:
         """Keep a step's loss as it is: on the device, unreduced."""
         self.state.open_epoch.steps.append((record.loss_sum, record.count, record.learning_rate))
         self._interval_samples += record.num_samples
 
-    def log(self, name: str, value: float) -> None:
-        """Add a number to the next log record."""
-        self._logged[name] = float(value)
+    def log(self, name: str, value: float) -> bool:
+        """Add a number to the log record that the current step belongs to.
+
+        After a step that is the next record. Once that record is closed (in `on_log`, `on_validation_end`,
+        `on_epoch_end` and later) it is the last one.
+
+        Returns:
+            Whether trackers have got that record already, so that they need the number by itself.
+        """
+        logs, step = self.history.logs, self.state.progress.step
+        closed = not self.state.open_epoch.steps and bool(logs) and logs[-1]["step"] == step
+        (logs[-1] if closed else self._logged)[name] = float(value)
+        return closed and self._tracked
 
     def note_meeting(self) -> None:
         """All ranks have just met in a collective; time is measured from here."""
@@ -122,6 +138,7 @@ class StepRecords:
             perf_counter() - (self._last_meeting or 0.0) - sum(seconds[phase] for phase in TIMED)
         )
         seconds["checksum"] = self._checksum()
+        seconds["settings"] = self.settings.digest() if self.settings else 0.0
         own = ReducedInterval.pack(losses, counts, seconds, (saved, stop, go), world.rank, world.size)
         reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses))
         self.note_meeting()
@@ -157,6 +174,7 @@ class StepRecords:
             record |= _phase_shares(reduced.phases[0], seconds)
             self._warn_of_stragglers(reduced.phases)
         self.history.logs.append(record)
+        self._logged, self._tracked = {}, False
         return record
 
     def epoch_metrics(self) -> dict[str, float]:
@@ -224,6 +242,15 @@ class StepRecords:
         if self.backend.world.rank == 0 and not self._reported_difference:
             logger.warning("%s", found)
         self._reported_difference = True
+
+    def check_settings(self, reduced: ReducedInterval) -> None:
+        """Stop when ranks train with different settings. Collective when they do.
+
+        Raises:
+            UserError: they do; names the first difference.
+        """
+        if self.settings is not None and len(set(reduced.settings)) > 1:
+            self.settings.check_equal(self.backend)
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
         # Once may be chance: on a busy machine any rank may have to wait for a core.

@@ -86,6 +86,52 @@ def test_logs_come_every_n_steps_and_at_the_end_of_an_epoch(rank_pool: RankPool)
     assert all(log["samples_per_second"] > 0 and log["memory_rss_mb"] > 0 for log in history.logs)
 
 
+class LogEverywhere(Callback):
+    """Logs a number in every event, so that it is known where it arrives."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_run_start(self, context: Context) -> None:
+        context.log("start", 1.0)
+
+    def on_step_end(self, context: Context) -> None:
+        self.num_steps += 1
+        context.log("steps", self.num_steps)
+
+    def on_log(self, context: Context, metrics: Mapping[str, float]) -> None:
+        context.log("log", metrics["step"])
+
+    def on_validation_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        context.log("validation", context.progress.step)
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        context.log("epoch end", context.progress.epoch)
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        context.log("run end", self.num_steps)
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_logged_in_any_event_arrives_in_the_record_of_its_step(
+    ranks: int, every: int, rank_pool: RankPool
+) -> None:
+    trainer = trainer_of(small_model(), ranks, rank_pool, log_every_n_steps=every, epochs=2)
+    trainer.callbacks = [LogEverywhere()]
+    logs = trainer.fit(problem(20), problem(4)).logs
+    ends = [5, 10]
+    steps = sorted({*range(every, 11, every), *ends})
+    assert [log["step"] for log in logs] == steps
+    assert [log["steps"] for log in logs] == steps
+    assert [log["log"] for log in logs] == steps
+    assert [(log["step"], log["validation"]) for log in logs if "validation" in log] == [(5, 5), (10, 10)]
+    assert [(log["step"], log["epoch end"]) for log in logs if "epoch end" in log] == [(5, 1), (10, 2)]
+    assert [log.get("start") for log in logs] == [1.0] + [None] * (len(logs) - 1)
+    if ranks == 1:  # started ranks have returned their history before
+        assert [(log["step"], log["run end"]) for log in logs if "run end" in log] == [(10, 10)]
+
+
 def test_no_epochs_is_no_training(rank_pool: RankPool) -> None:
     model = small_model()
     history = trainer_of(model, 1, rank_pool, epochs=0, scheduler="cosine").fit(problem(8), problem(4))
