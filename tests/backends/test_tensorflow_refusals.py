@@ -157,3 +157,16 @@ def test_frameworks_are_told_without_importing_them() -> None:
     assert framework_of(torch_model()) == framework_of(torch.optim.SGD) == "torch"
     assert framework_of(torch_model) is None
     assert framework_of(3) is None
+
+
+def compiled_model() -> Any:
+    model = dense()
+    model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
+    return model
+
+
+def test_a_factory_of_a_compiled_model_is_refused() -> None:
+    """It would train with the config's AdamW and cross-entropy instead."""
+    trainer = TensorFlowDistributedTrainer(compiled_model, num_processes=1, device="cpu", batch_size=2)
+    with pytest.raises(UserError, match=r"optimizer=SGD, loss=mse.*Pass optimizer= and loss_fn="):
+        trainer.fit(DATA, max_steps=1)

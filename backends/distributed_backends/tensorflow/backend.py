@@ -27,6 +27,7 @@ from distributed_backends.tensorflow.models import (
     PackedOptimizer,
     apply_precision,
     build_model,
+    check_compiled,
     check_model,
     first_batch,
     is_foreign,
@@ -88,6 +89,8 @@ class TensorFlowBackend(GroupMixin, Backend):
                 self._given_model, seed, self._plan.precision, lambda: first_batch(task.train_data)
             )
             check_model(self.module)
+            if not isinstance(self._given_model, (keras.Model, PackedModel)):
+                check_compiled(self.module, task.optimizer, task.loss_fn or task.training_step)
             self._undo_precision = apply_precision(self.module, self._plan.precision)
             self.optimizer = self._holder()
         self._rate = self.optimizer.rate()

@@ -153,6 +153,36 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_compiled(model: Any, optimizer: Any, loss: Any) -> None:
+    """Refuse the compiled model of a factory where its optimizer or loss would not be used: the planner needs
+    the learning rate before a rank builds the model.
+
+    Args:
+        model: what the factory built.
+        optimizer: the trainer's, or None.
+        loss: the trainer's loss or training step, or None.
+
+    Raises:
+        UserError: the model brings one that the trainer has not been given.
+    """
+    ignored = [
+        f"{name}={value if isinstance(value, str) else type(value).__name__}"
+        for name, value, given in (
+            ("optimizer", getattr(model, "optimizer", None), optimizer),
+            ("loss", getattr(model, "loss", None), loss),
+        )
+        if getattr(model, "compiled", False) and value is not None and given is None
+    ]
+    if ignored:
+        raise UserError(
+            "the function given as model returns a compiled model, whose optimizer and loss would be ignored",
+            field="model",
+            got=", ".join(ignored),
+            allowed="a compiled model itself, or a function that returns a model without compile()",
+            remedy="Pass optimizer= and loss_fn= to the trainer, or give the model instead of the function",
+        )
+
+
 def seed_states(model: Any) -> list[Any]:
     """The state variables of the model's random layers."""
     found: dict[int, Any] = {}
