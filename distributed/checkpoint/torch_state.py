@@ -26,6 +26,7 @@ from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.checkpoint.staging_buffers import to_host
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
+from distributed.system.tensors import assign_values
 
 __all__ = [
     "Part",
@@ -359,7 +360,7 @@ def _fill_model(
                 remedy="Build the model with the dtypes it was trained with",
             )
         dtypes[stored[name]] = value.dtype
-        (local_part(tensor) if part is None else part.data).copy_(value)
+        assign_values(local_part(tensor) if part is None else part.data, value)
     modules = {
         canonical_name(prefix): module
         for prefix, module in model.named_modules()

@@ -11,6 +11,14 @@ import torch
 
 _LARGE = 1 << 16
 
+_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+    "_optimizer_step_pre_hooks": "register_step_pre_hook",
+    "_optimizer_step_post_hooks": "register_step_post_hook",
+}
+"""Hooks of parameters and optimizers that pickling drops, and how each is registered (torch 2.13)."""
+
 
 def save_task(task: Any, path: str | os.PathLike[str]) -> None:
     """Pickle `task` in one graph: code from ``__main__`` by value, tensors and large NumPy
@@ -46,7 +54,31 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _as_array, (torch.from_numpy(obj),)
             except TypeError:
                 pass  # an array of a dtype that torch lacks is pickled
+        if isinstance(obj, (torch.nn.Parameter, torch.optim.Optimizer)):
+            hooks = {name: table for name in _HOOKS if (table := getattr(obj, name, None))}
+            if hooks:
+                reduced: Any = obj.__reduce_ex__(self.proto)
+                return _with_hooks(reduced, hooks)
         return super().reducer_override(obj)
+
+
+def _with_hooks(reduced: tuple[Any, ...], hooks: dict[str, Any]) -> tuple[Any, ...]:
+    """`reduced`, the result of ``__reduce_ex__``, with hooks as a part of the state.
+
+    State is pickled after the object itself, so that a hook may refer to the model that holds it.
+    """
+    build, arguments, state = (*reduced, None)[:3]
+    return build, arguments, (state, hooks), None, None, _restore
+
+
+def _restore(obj: Any, state: tuple[Any, dict[str, Any]]) -> None:
+    """The inverse of `_with_hooks`: the object's own state, then its hooks."""
+    own, hooks = state
+    if own is not None:
+        obj.__setstate__(own)
+    for name, table in hooks.items():
+        for hook in table.values():
+            getattr(obj, _HOOKS[name])(hook)
 
 
 class _Cloudpickle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed._moved import moved_names
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
 
-__all__ = ["Backend", "MicroBatch", "StepResult", "Window"]
+__all__ = ["Backend", "MicroBatch", "SharedSettings", "StepResult", "Window"]
 
 __getattr__ = moved_names(__name__)
 
@@ -57,6 +58,30 @@ class StepResult(NamedTuple):
 
     norm: Any
     skipped: bool
+
+
+class SharedSettings(ABC):
+    """Values that must be equal on all ranks, such as hyperparameters."""
+
+    @abstractmethod
+    def digest(self) -> float:
+        """A whole number below 2**32 that tells different values apart."""
+
+    @abstractmethod
+    def check_equal(self, backend: Backend) -> None:
+        """Compare the values of all ranks. Collective.
+
+        Raises:
+            UserError: they differ; names the first difference.
+        """
+
+    @abstractmethod
+    def unchanged_by(self, callback: Any) -> AbstractContextManager[None]:
+        """Refuse a change that an event of `callback`, which runs on rank 0 alone, makes inside the block.
+
+        Raises:
+            UserError: a value has changed.
+        """
 
 
 class Backend(ABC):
@@ -140,6 +165,11 @@ class Backend(ABC):
     def replicated(self) -> Mapping[str, Any] | None:
         """Trained parameters of which every rank holds a copy, by name, detached; None when there
         are none, or it is not known. Compared now and then, to notice a replica that went astray."""
+        return None
+
+    def settings(self) -> SharedSettings | None:
+        """After `prepare`: what must be equal on all ranks besides weights. The ranks compare it when
+        training begins and at log steps. None compares nothing."""
         return None
 
     @abstractmethod

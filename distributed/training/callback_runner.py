@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from distributed.interfaces.backend import SharedSettings
 from distributed.interfaces.callback import Callback, Context
 from distributed.registry.catalog import Catalog
 
@@ -19,12 +21,14 @@ class CallbackRunner:
 
     Attributes:
         active: the callbacks that act on this rank, sorted by band; empty before `gather`.
+        settings: what a callback on rank 0 alone must not change; None before training.
         on_step: those that override `on_step_end`, so that a step without any costs nothing.
     """
 
     def __init__(self, context: Context, given: Sequence[Callback], catalog: Catalog) -> None:
         self.context, self.given, self.catalog = context, given, catalog
         self.active: list[Callback] = []
+        self.settings: SharedSettings | None = None
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
 
@@ -49,8 +53,14 @@ class CallbackRunner:
             enter = self.context.backend.timers.enter
             before = enter("callback")
             for callback in found:
-                getattr(callback, event)(self.context, *args)
+                with self._guard(callback):
+                    getattr(callback, event)(self.context, *args)
             enter(before)
+
+    def _guard(self, callback: Callback) -> AbstractContextManager[None]:
+        if self.settings is None or callback.all_ranks or self.context.world.size == 1:
+            return nullcontext()
+        return self.settings.unchanged_by(callback)
 
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""

@@ -112,7 +112,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.consensus.request(reason)
 
     def log(self, name: str, value: float) -> None:
-        self.records.log(name, value)
+        if self.records.log(name, value):
+            self.trackers.log_metrics({name: value}, self.progress.step)
 
     # -- the spine -------------------------------------------------------------------
 
@@ -138,6 +139,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self.trackers.finish(status)
             self.callbacks.notify("on_run_end", status)
         if self.plan.mode != "spawn":
+            # Equal buffers on all ranks, of which each keeps its model: rank 0's, as before a validation.
+            self.backend.set_training(False)
+            self.backend.set_training(True)
             self.backend.release()
         return self.history
 
@@ -236,6 +240,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if reduced.saved:
             self.saver.finish()
         self.records.check_replicas(reduced)
+        self.records.check_settings(reduced)
         self.consensus.apply(reduced.stop, reduced.go, reduced.steps_per_second)
         record = self.records.close_interval(reduced, norm)
         self.callbacks.notify("on_log", record)
@@ -285,11 +290,19 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self.resumer.load(task.state_dir)
         elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
             take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
+        self._share_settings()
         self.records.start()
         self.consensus.start()
         # What a tracker or callback sets up may draw random numbers, and would again after every restart.
         with isolated_rng() if config.deterministic else nullcontext():
             self._announce()
+
+    def _share_settings(self) -> None:
+        """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
+        settings = self.backend.settings() if self.world.size > 1 else None
+        self.callbacks.settings = self.records.settings = settings
+        if settings is not None:
+            settings.check_equal(self.backend)
 
     def _continue_fit(self, left: Mapping[str, Any]) -> None:
         """Continue from what an earlier `fit` in this process left."""
@@ -321,7 +334,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if at.step:
             print(f"continues at epoch {at.epoch}, sample {at.samples}, step {at.step}", flush=True)
             if at.samples and self.feed.rereads:
-                print(f"the stream has no state_dict: reads its first {at.samples} samples again", flush=True)
+                print(f"the stream cannot restore its position: reads {at.samples} samples again", flush=True)
         elif self.config.resume_from_checkpoint:
             print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
 

@@ -10,7 +10,7 @@ from distributed.training.phase_timers import PHASES
 TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 """Phases that do not overlap; with ``other`` they make up a rank's time."""
 
-_SENT = (*PHASES, "other", "checksum")
+_SENT = (*PHASES, "other", "checksum", "settings")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class ReducedInterval:
         counts: samples or tokens of each step.
         phases: seconds of each phase (`PHASES` and ``other``), one mapping per rank.
         checksums: of each rank's parameters; 0.0 when none were taken.
+        settings: digest of each rank's `Backend.settings`; 0.0 without.
         saved: a rank has finished writing the checkpoint in progress.
         stop: a rank asks for a stop.
         go: a rank was preempted.
@@ -31,6 +32,7 @@ class ReducedInterval:
     counts: list[float]
     phases: list[dict[str, float]]
     checksums: list[float]
+    settings: list[float]
     saved: bool
     stop: bool
     go: bool
@@ -49,7 +51,7 @@ class ReducedInterval:
         Args:
             losses: this rank's sum of losses, one per step.
             counts: as many.
-            seconds: per phase, ``other`` included, and the ``checksum``.
+            seconds: per phase, ``other`` included, the ``checksum`` and the digest of ``settings``.
             flags: saved, stop and go.
             rank: whose slot to fill.
             size: number of slots.
@@ -66,8 +68,9 @@ class ReducedInterval:
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
         checksums = [phase.pop("checksum") for phase in phases]
-        saved, stop, go = (flag > 0 for flag in flags)
-        return cls(totals[:num_steps], totals[num_steps : 2 * num_steps], phases, checksums, saved, stop, go)
+        settings = [phase.pop("settings") for phase in phases]
+        losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
+        return cls(losses, counts, phases, checksums, settings, *(flag > 0 for flag in flags))
 
     @property
     def steps_per_second(self) -> float:

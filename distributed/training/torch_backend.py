@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.config import DistributedConfig
+from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.training.agreement import Settings, check_same_model
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.objective import Objective
@@ -33,57 +35,9 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
+from distributed.training.step_module import StepModule
 
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
-
-
-class StepModule(nn.Module):
-    """Model and objective as one module, so that a wrapper such as DDP sees the whole step.
-
-    Args:
-        model: the user's module.
-        objective: its loss.
-        reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
-            then is reduced in the same buckets as the gradients: no collective is added (C2).
-    """
-
-    def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-        if reduce_count:
-            dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-            # Half-precision counts would round; a wider parameter costs a bucket of its own.
-            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-            device = next(model.parameters()).device
-            self.count = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        self.reduce_count = reduce_count
-
-    def forward(
-        self, batch: Any, num_samples: int, scale: float, known: float | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """(loss to differentiate, detached sum of losses, count) of one micro-batch.
-
-        Args:
-            batch: on this rank's device.
-            num_samples: samples that count; 0 for a stand-in.
-            scale: what the sum of losses is multiplied by; its inverse is the count of the
-                whole global batch wherever that is known.
-            known: how many samples or tokens count, where that is known before.
-        """
-        if known is not None and not self.reduce_count:
-            mean = self.objective.mean(self.model, batch)
-            factor = known * scale
-            return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
-        total, count = self.objective(self.model, batch, num_samples)
-        if num_samples == 0:
-            total, count = total * 0.0, count * 0
-        loss = total * scale
-        if self.reduce_count:
-            # In the parameter's own width: an integer count times a float would be float32.
-            number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
-            loss = loss + (self.count * (number * scale)).to(loss.dtype)
-        return loss, total.detach(), count
 
 
 class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
@@ -97,10 +51,13 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
             takes it; empty unless a subclass shards the optimizer.
         timers: where forward, backward and optimizer seconds go.
+        follows_requires_grad: trains a parameter whose ``requires_grad`` changes after `prepare` as plain
+            PyTorch does; False refuses such a change.
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
     """
 
+    follows_requires_grad = True
     counts_with_gradients = True
     config: DistributedConfig
     module: nn.Module
@@ -113,6 +70,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.pieces: dict[Tensor, tuple[str, int]] = {}
         self._counts: list[Any] = []
         self._count_scale = 1.0
+        self._modes: dict[nn.Module, bool] | None = None
+        self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
 
@@ -132,6 +91,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def prepare(self, task: Task) -> None:
         built = self.build(task.model)
         check_trainable(built)
+        check_same_model(self, built)
         before = dict(built.named_parameters())
         self.module = self.place(built)
         if isinstance(task.optimizer, torch.optim.Optimizer):
@@ -150,6 +110,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
+        if not self.follows_requires_grad:
+            self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
 
     def build(self, model: Any) -> nn.Module:
         """The user's module, or what the user's factory builds; the same weights on every rank,
@@ -172,7 +134,21 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     # -- one step --------------------------------------------------------------------
 
+    def _check_trainable(self) -> None:
+        """Raise a UserError if a parameter's ``requires_grad`` has changed where that is not followed."""
+        for name, (parameter, before) in self._trainable.items():
+            if parameter.requires_grad != before:
+                raise UserError(
+                    f"requires_grad of '{name}' changed from {before} to {not before} during training, and"
+                    " this backend reduces the gradients of the parameters that were trainable at the start",
+                    field="backend",
+                    got=self.config.backend,
+                    allowed="serial, fsdp, horovod, if requires_grad changes during training",
+                    remedy="Choose one of these, or train in two calls of fit with the change between them",
+                )
+
     def run_window(self, window: Window) -> tuple[Any, Any]:
+        self._check_trainable()
         micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
         counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
         if counted and self.world.data_parallel_size == 1:
@@ -238,8 +214,17 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return nn.utils.get_total_norm(self.gradients())
 
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of the gradients that the optimizer will use, live."""
-        return [p.grad for p in self._parameters if p.grad is not None]
+        """What this rank holds of the gradients that the optimizer will use, live; of a sparse one its
+        elements."""
+        found = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient = gradient.coalesce()
+                gradient = gradient._values()  # `values` would be detached from the gradient
+            if gradient is not None:
+                found.append(gradient)
+        return found
 
     def share_overflow(self) -> None:
         """Under fp16: share one rank's overflow, so that all ranks skip (C8). Only
@@ -278,7 +263,17 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     # -- evaluation ------------------------------------------------------------------
 
     def set_training(self, training: bool) -> None:
-        self.module.train(training)
+        """Enter evaluation mode, or return to the modes before it. Modules that the user has put into
+        evaluation mode, in a model in training mode, stay there."""
+        if not training:
+            self._modes = self._modes or {module: module.training for module in self.module.modules()}
+            self.module.eval()
+            return
+        modes, self._modes = self._modes, None
+        for module, mode in (modes or {}).items():
+            module.training = mode
+        if not self.module.training:
+            self.module.train()
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
@@ -298,6 +293,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""
         return batch if self.world.device == "cpu" else move(batch, self.world.device)
+
+    def settings(self) -> Settings:
+        return Settings(self.module, self.optimizer)
 
     # -- cooperation: alone, every collective is the identity ---------------------------
 

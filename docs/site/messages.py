@@ -85,6 +85,7 @@ _RUN_TIME_VALUES = {
     ),
     "f'{q.dtype} on {q.device}'": "dtype and device of q",
     "f'{tuple(outs[0].shape)} and {tuple(outs[0].shape[:-1])}'": "the shapes of the first out and its lse",
+    "inside": "the fields of that section, such as fsdp.wrap",
     "range_": "ranks up to the break-even rank",
     "str((weight.shape[1],) * 2)": "a square matrix of the layer's number of inputs",
     "str(dist.get_world_size())": "the size of the existing process group",

@@ -4,7 +4,7 @@
 
     python -m tests.campaigns.matrix > docs/mutants.md
 
-runs every test against every mutant (about ten minutes on two idle cores; on busy ones a slow run is
+runs every test against every mutant (about fifteen minutes on two idle cores; on busy ones a slow run is
 taken for a hang) and prints a page.
 """
 

@@ -39,6 +39,7 @@ _CLIPS = "test_c6_clips_the_whole_gradient_once"
 _EVALUATES = "test_c5_every_validation_sample_counts_once"
 _CONTINUES = "test_c4_a_second_fit_continues_at_the_exact_sample"
 _SCHEDULES = "test_c7_schedules_count_optimizer_steps"
+_REFUSES = "test_c11_exact_or_refused"
 _PRECISION = "test_a_claimed_precision_is_used_and_stays_close"
 
 MUTANTS = [
@@ -74,6 +75,11 @@ MUTANTS = [
     Mutant(broken.SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
     Mutant(broken.RoundsWhatItLoads, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
     Mutant(broken.DrawsWhenTrainingBegins, "test_c10_a_killed_run_ends_with_the_same_bits"),
+    Mutant(broken.TrainsEveryModule, _REFUSES, {"habit": "norm-in-eval"}),
+    Mutant(broken.OverlooksThawing, _REFUSES, {"habit": "thawed-layer"}),
+    Mutant(broken.ComparesNoSettings, _REFUSES, {"habit": "rate-changed-by-rank-0"}),
+    Mutant(broken.ForgetsHooks, _REFUSES, {"habit": "tensor-hook"}),
+    Mutant(broken.StepsWithZeros, _REFUSES, {"habit": "idle-layer"}),
     Mutant(broken.ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]
 """Every mutant with its test."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import MicroBatch, StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
@@ -27,8 +28,19 @@ __all__ = ["Sound"]
 class Sound(ProcessGroupBackend):
     """Not broken: the least that keeps the contracts. The mutants differ from it by a line."""
 
+    follows_requires_grad = False
+
     def wrap(self, step: StepModule) -> nn.Module:
-        return DistributedDataParallel(step) if self.world.size > 1 else step
+        if self.world.size == 1:
+            return step
+        broadcast_values([*step.parameters(), *step.buffers()])
+        options = {"init_sync": False, "forward_sync_buffers": False, "find_unused_parameters": True}
+        return DistributedDataParallel(step, **options)
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        if not training and self.world.size > 1:
+            broadcast_values(self.module.buffers())
 
 
 class DropsSamples(Sound):
@@ -327,3 +339,42 @@ class ComputesInFullPrecision(Sound):
 
     def setup_precision(self, precision: str, *others: Any) -> None:
         super().setup_precision("fp32", *others)
+
+
+class TrainsEveryModule(Sound):
+    """C11: puts modules that the user has put into evaluation mode back into training mode."""
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+
+class OverlooksThawing(Sound):
+    """C11: does not notice that a frozen layer is trained from some step on."""
+
+    follows_requires_grad = True
+
+
+class ComparesNoSettings(Sound):
+    """C11: lets a callback on rank 0 change the learning rate of rank 0 alone."""
+
+    def settings(self) -> None:
+        return None
+
+
+class ForgetsHooks(Sound):
+    """C11: trains without the hooks on parameters, as a copy of the model would."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            parameter._backward_hooks = None
+        return super().place(model)
+
+
+class StepsWithZeros(Sound):
+    """C11: gives parameters that took no part a gradient of zeros, so that weight decay moves them."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().optimizer_step(max_norm, want_norm)

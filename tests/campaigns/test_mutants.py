@@ -17,7 +17,7 @@ from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import MUTANTS, Mutant, mutant_spec
 from tests.campaigns.mutants import Sound
 
-CONTRACTS = {*(f"C{number}" for number in range(1, 11)), "claims"}
+CONTRACTS = {*(f"C{number}" for number in range(1, 12)), "claims"}
 
 
 def test_every_contract_has_a_mutant() -> None:

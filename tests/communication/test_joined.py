@@ -169,6 +169,9 @@ history = trainer.fit(data(20), data(7), epochs=1)
 said["again"], said["best"] = history.steps["step"], history.best_accuracy
 said["weights"] = [value.hex() for p in model.parameters() for value in p.flatten().tolist()]
 said["buffers"] = [value.hex() for b in model.buffers() for value in b.double().flatten().tolist()]
+other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+Trainer(other, batch_size=4, learning_rate=0.1, device="cpu", **options).fit(data(20), epochs=1)
+said["unvalidated"] = [value.hex() for b in other.buffers() for value in b.double().flatten().tolist()]
 # One write: what ranks print to one pipe in pieces may run together.
 os.write(1, ("SAID " + json.dumps(said) + chr(10)).encode())
 trainer.fit(data(20), epochs=1)
@@ -227,6 +230,8 @@ def check_equal_ranks(reports: list[dict[str, Any]], joined: bool = True) -> dic
         assert report["best"] is not None
     assert reports[0]["weights"] == reports[1]["weights"]
     assert reports[0]["losses"] == reports[1]["losses"]
+    # BatchNorm statistics without a validation, which would make them equal.
+    assert reports[0]["unvalidated"] == reports[1]["unvalidated"]
     return reports[0]
 
 

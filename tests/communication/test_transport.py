@@ -33,6 +33,25 @@ def test_model_optimizer_and_scheduler_stay_one_graph(tmp_path: Path) -> None:
     assert scheduler.optimizer is optimizer
 
 
+def test_hooks_of_parameters_and_optimizers_travel(tmp_path: Path) -> None:
+    """Also those that refer to the model which holds them."""
+    model = nn.Linear(2, 2)
+    vars(model.bias)["factor"] = 3.0
+    model.weight.register_hook(lambda gradient: gradient * model.bias.factor)
+    model.bias.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(2.0), None)[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: (model.weight.data.fill_(1.0), None)[1])
+    optimizer.register_step_post_hook(lambda *_: (model.bias.data.fill_(2.0), None)[1])
+    moved, stepper = there_and_back((model, optimizer), tmp_path / "task")
+    moved(torch.ones(1, 2)).sum().backward()
+    assert moved.weight.grad.tolist() == [[3.0, 3.0]] * 2
+    assert moved.bias.grad.tolist() == [2.0, 2.0]
+    stepper.step()
+    assert moved.weight.tolist() == [[1.0, 1.0]] * 2
+    assert moved.bias.tolist() == [2.0, 2.0]
+    assert model.bias.tolist() != [2.0, 2.0]
+
+
 def test_lambdas_closures_and_local_classes_travel(tmp_path: Path) -> None:
     factor = 3
 

@@ -138,7 +138,7 @@ def test_a_slow_rank_is_reported_and_not_ended(
         if f"rank 0 ({HOST}) is making progress again" in text:
             reported.touch()
 
-    monkeypatch.setattr(rank_monitor, "say", note)
+    monkeypatch.setattr(rank_monitor, "print_line", note)
     trainer = make_trainer(
         nn.Linear(4, 2),
         launch="spawn",

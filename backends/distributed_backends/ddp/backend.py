@@ -7,10 +7,11 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.communication.broadcast import broadcast_values
+from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.resilience.divergence import trained
 from distributed.training.process_group_backend import ProcessGroupBackend
@@ -21,6 +22,10 @@ _NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).paramet
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+"""Start of DDP's message about parameters without a gradient (torch 2.13)."""
+
+
 class DDPBackend(ProcessGroupBackend):
     """torch's DistributedDataParallel around the whole step, loss included. A single
     rank runs without it.
@@ -29,17 +34,43 @@ class DDPBackend(ProcessGroupBackend):
     validation every rank takes rank 0's, so that what is validated is what is saved.
     """
 
+    follows_requires_grad = False
+
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
         if self.config.sync_batchnorm:
             step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        # DDP would send them too, but cannot send every dtype.
+        broadcast_values([*step.parameters(), *step.buffers()])
         return DistributedDataParallel(
             step,
+            init_sync=False,
             **_NO_BUFFER_SYNC,
             find_unused_parameters=self.config.find_unused_parameters,
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             bucket_cap_mb=self.config.bucket_cap_mb,
+        )
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        try:
+            return super().run_window(window)
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            raise self._unused_parameters() from error
+
+    def _unused_parameters(self) -> UserError:
+        idle = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        named = f", such as '{idle[0]}'" if idle else ""
+        return UserError(
+            f"rank {self.world.rank}: the loss of a step did not depend on all trainable parameters, and"
+            " DDP waits for the gradients of all",
+            field="find_unused_parameters",
+            got=self.config.find_unused_parameters,
+            allowed="true, if some steps leave parameters out" + named,
+            remedy="Set find_unused_parameters=true, or freeze the unused parameters with"
+            " requires_grad_(False)",
         )
 
     def warm_up(self, windows: Iterator[Window]) -> None:
@@ -62,8 +93,7 @@ class DDPBackend(ProcessGroupBackend):
     def set_training(self, training: bool) -> None:
         super().set_training(training)
         if not training and self.world.size > 1:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, 0)
+            broadcast_values(self.module.buffers())
 
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)

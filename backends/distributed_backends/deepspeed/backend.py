@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.interfaces.placement import World
@@ -25,6 +26,8 @@ from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.system.processes import environment, filtered_stderr
+from distributed.training.gradient_use import GradientUse, UsedParameters, refusal
+from distributed.training.model_traits import EMPTY, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed_backends.deepspeed.hooks import stage_of
@@ -33,6 +36,10 @@ from distributed_backends.deepspeed.restore import Before
 from distributed_backends.deepspeed.state import ShardedOptimizer
 
 __all__ = ["DeepSpeedBackend"]
+
+
+_DISAGREEMENT = "Detected a disagreement on list"
+"""Start of ZeRO 3's message about ranks that gather different parameters (DeepSpeed 0.19)."""
 
 
 class EngineScaler(torch.amp.GradScaler):
@@ -67,6 +74,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     """
 
     counts_with_gradients = False
+    follows_requires_grad = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +138,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def place(self, model: nn.Module) -> nn.Module:
         if self._joined:
             # Ranks that we started have the same weights; others build their own.
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+            broadcast_values([*model.parameters(), *model.buffers()])
         self._before = Before(model)
         if self.stage < 3:
             return super().place(model)
@@ -149,6 +156,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         from distributed_backends.deepspeed.engine import Root, build_engine, engine_options
 
         optimizer, model = self.optimizer, self.module
+        cannot = {SPARSE: "DeepSpeed flattens dense gradients"}
+        if self.stage == 3:
+            cannot[EMPTY] = "ZeRO 3 does not gather such parameters"
+        refuse(model, "deepspeed", cannot)
         check_weights(optimizer, model, self.stage, self.config)
         weights = weights_dtype(self.config, self.stage, model)
         members = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
@@ -158,6 +169,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             optimizer.state.clear()
         numel = sum(p.numel() for p in self._parameters)
         options = engine_options(self.config, self._batch, self.stage, weights, numel)
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._use, self._used = GradientUse(self, trainable), UsedParameters(trainable)
         root = Root(model, super().autocast)
         self.engine = build_engine(root, optimizer, options, self.world.device, weights)
         if self.stage:
@@ -194,15 +207,24 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def run_window(self, window: Any) -> tuple[Any, Any]:
         if self.sharded is not None:
             self.sharded.forget_gradients()
-        return super().run_window(window)
+        try:
+            seen = super().run_window(window)
+        except RuntimeError as error:
+            if _DISAGREEMENT not in str(error):
+                raise
+            raise refusal("different modules", self) from error
+        self._use.begin()
+        return seen
 
     def backward(self, loss: Tensor) -> None:
         # The engine must not be given the very tensor that it returned: of stage 0's, a hook divides by
         # the accumulation before the engine's mark against that is seen.
         loss = loss * 1.0 if self.scaler is None else self.scaler.scale(loss)
         self.engine.backward(loss, scale_wrt_gas=False)
+        self._use.add(self._used.take())
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        self._refuse_unused(self._use.finish())
         if self.sharded is None:
             return super().optimizer_step(max_norm, want_norm)
         start = perf_counter()
@@ -231,6 +253,20 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.scaler.update()
         return overflowed
 
+    def _refuse_unused(self, names: list[str]) -> None:
+        """Raise a UserError if no rank used some trainable parameter: DeepSpeed would step with zeros."""
+        if names:
+            raise UserError(
+                f"no sample of the global batch used '{names[0]}'"
+                + (f" and {len(names) - 1} more trainable parameters" if len(names) > 1 else "")
+                + ", and DeepSpeed would step with gradients of zero there, so that weight decay and momentum"
+                " change values",
+                field="backend",
+                got=self.spec.name,
+                allowed="serial, pytorch-ddp, fsdp, horovod, for models with unused parameters",
+                remedy="Freeze unused parameters with requires_grad_(False), or choose one of these backends",
+            )
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """Norm of the sharded gradient, with the engine's scale, in float64 on the CPU."""
@@ -254,8 +290,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if self.sharded is not None:
             self.sharded.release_gathered()
         if not training and self.world.size > 1:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, 0)
+            broadcast_values(self.module.buffers())
 
     # -- state -----------------------------------------------------------------------------
 
@@ -294,6 +329,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def release(self) -> None:
         if self.engine is None:
             return
+        self._used.remove()
         engine, sharded, self.engine, self.sharded = self.engine, self.sharded, None, None
         if sharded is None:
             engine.destroy()

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
+from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window
+from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.training.gradient_use import GradientUse
+from distributed.training.model_traits import HOOKED, SPARSE, refuse
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule, group_by_dtype
@@ -27,6 +30,12 @@ from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
 
 __all__ = ["FSDPBackend"]
+
+
+_CANNOT = {
+    HOOKED: "FSDP2 would not call it, because it replaces parameters by shards",
+    SPARSE: "FSDP2 shards dense gradients",
+}
 
 
 class ShardedScaler(torch.amp.GradScaler):
@@ -72,6 +81,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._sharded: ShardedModel | None = None
         self._recomputed: Recomputed = []
         self._built_by_one = False
+        self._use: GradientUse | None = None
 
     def setup(self, plan: RunPlan) -> World:
         if plan.world_size > 1:
@@ -91,15 +101,17 @@ class FSDPBackend(ProcessGroupBackend):
         if self.config.sync_batchnorm and self.world.size > 1:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         units = find_units(model, section)
+        if self.world.size > 1:
+            refuse(model, "fsdp", _CANNOT)
         if section.activation_checkpointing:
             self._recomputed = recompute(model, units)
         if self.world.size == 1:
             return super().place(model)
         if self._joined and not self._built_by_one:
             # Ranks that we started have the same weights; others built their own.
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+            broadcast_values([*model.parameters(), *model.buffers()])
         self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
+        self._use = GradientUse(self, self._sharded.parameters)
         return model
 
     def prepare(self, task: Task) -> None:
@@ -139,10 +151,20 @@ class FSDPBackend(ProcessGroupBackend):
         return loss, total, count
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
+        if self._sharded is None or self._use is None:
+            return super().run_window(window)
+        self._sharded.order.clear()
         seen = super().run_window(window)
-        if self._sharded is not None:
-            self._sharded.average_replicated()
+        used = [p.grad is not None for p in self._sharded.parameters.values()]
+        self._use.add(used, self._sharded.order)
+        self._use.begin()
+        self._sharded.average_replicated()
         return seen
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if self._use is not None:
+            self._use.finish()
+        return super().optimizer_step(max_norm, want_norm)
 
     def gradients(self) -> list[Tensor]:
         return [local_part(gradient) for gradient in super().gradients()]
@@ -177,8 +199,7 @@ class FSDPBackend(ProcessGroupBackend):
             return
         self._sharded.reshard()
         if not training:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, 0)
+            broadcast_values(self.module.buffers())
 
     # -- state -----------------------------------------------------------------------
 
@@ -203,7 +224,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._sharded.reshard()
         cut = dict(self.module.named_parameters())
         self._sharded.make_whole()
-        self._sharded = None
+        self._sharded = self._use = None
         follow_parameters(self.optimizer, cut, self.module)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

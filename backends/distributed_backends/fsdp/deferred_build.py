@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import is_sharded, local_part, own_elements
+from distributed.communication.broadcast import broadcast_values
+from distributed.system.tensors import assign_values
 from distributed.training.optimizers import build_model
 
 
@@ -53,14 +55,16 @@ def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
     first = dist.get_rank() == 0
     for name, tensor in tensors_of(model):
         full = (
-            built[name].to(device) if first else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            built[name].to(device).contiguous()
+            if first
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         )
-        dist.broadcast(full, 0)
+        broadcast_values([full])
         if is_sharded(tensor):
             start, part, _, _ = own_elements(tensor)
             part.copy_(full.reshape(-1)[start : start + part.numel()].reshape(part.shape))
         else:
-            local_part(tensor).copy_(full)
+            assign_values(local_part(tensor), full)
 
 
 def tensors_of(model: nn.Module) -> Iterable[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ class ShardedModel:
     Attributes:
         root: root module, through which the model is used.
         group: process group of the ranks that share one copy of the model.
-        replicated: parameters without a dimension, which cannot be sharded and stay on every rank.
+        parameters: sharded parameters by name.
+        order: the units whose forward has run since it was cleared, by number.
+        replicated: parameters without a dimension or without elements, which stay on every rank.
 
     Raises:
         UserError: parameters that are gathered together differ in dtype, or hold no data.
@@ -70,10 +73,12 @@ class ShardedModel:
         if not built_by_one or world.rank == 0:
             _check_data(model)
         _check_dtypes(model, units)
+        for parameter in model.parameters():  # fully_shard takes row-major ones only (torch 2.13)
+            parameter.data = parameter.data.contiguous()
         self._device = world.device
         self._before = _Before(model)
         built = {name: tensor.detach() for name, tensor in tensors_of(model)} if built_by_one else {}
-        self.replicated = {p for p in model.parameters() if p.dim() == 0}
+        self.replicated = _replicated(model)
         self._mesh = _mesh(section, world)
         self.group: Any = self._mesh.get_group("shard")
         self.root: Any = Root(model)
@@ -91,11 +96,18 @@ class ShardedModel:
             if world.rank > 0 and any(tensor.is_meta for _, tensor in tensors_of(model)):
                 self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
                 # Memory makes other objects of those that fully_shard left alone.
-                self.replicated = {p for p in model.parameters() if p.dim() == 0}
+                self.replicated = _replicated(model)
             deal_out(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
+        self.parameters = {n: p for n, p in model.named_parameters() if p not in self.replicated}
+        self._before.copy_attributes()
         self._units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+        self.order: list[int] = []
+        self._hooks = [
+            unit.register_forward_pre_hook(partial(_note, self.order, i))
+            for i, unit in enumerate(self._units)
+        ]
         self._before.let_go()
 
     def reshard(self) -> None:
@@ -106,18 +118,23 @@ class ShardedModel:
     def make_whole(self) -> None:
         """Restore the unsharded model on every rank. Collective."""
         self.reshard()
+        for hook in self._hooks:
+            hook.remove()
         self._before.restore()
 
     @torch.no_grad()
     def average_replicated(self) -> None:
-        """Average the gradients of `replicated` parameters over the ranks. Collective."""
-        found = [p for p in self.root.parameters() if p in self.replicated and p.requires_grad]
+        """Average the gradients of `replicated` parameters over the ranks. A parameter that no rank used
+        keeps None. Collective."""
+        found = [p for p in self.root.parameters() if p in self.replicated and p.requires_grad and p.numel()]
         if found:
-            flat = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in found])
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
+            used = [torch.full_like(p, float(p.grad is not None)) for p in found]
+            flat = torch.stack([*gradients, *used])
             dist.all_reduce(flat)
             flat /= self._mesh.size()
-            for parameter, gradient in zip(found, flat, strict=True):
-                parameter.grad = gradient.clone()
+            for parameter, gradient, share in zip(found, *flat.chunk(2), strict=True):
+                parameter.grad = gradient.clone() if share else None
 
 
 class _Before:
@@ -136,6 +153,11 @@ class _Before:
             for name, b in _own(module._buffers)
         ]
         self._added: list[tuple[nn.Module, set[str]]] = []
+
+    def copy_attributes(self) -> None:
+        """Copy the attributes of the original parameters to those in their place."""
+        for module, name, parameter, _ in self._parameters:
+            vars(module._parameters[name]).update(vars(parameter))
 
     @torch.no_grad()
     def let_go(self) -> None:
@@ -173,7 +195,9 @@ def _real(device: torch.device) -> torch.device:
 def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """`parameter` holding `data`; another in its place where it came without memory."""
     if parameter.is_meta:
-        return nn.Parameter(data, parameter.requires_grad)
+        filled = nn.Parameter(data, parameter.requires_grad)
+        vars(filled).update(vars(parameter))
+        return filled
     parameter.data, parameter.grad = data, None
     return parameter
 
@@ -206,6 +230,15 @@ def _mesh(section: FSDPSection, world: World) -> DeviceMesh:
 def _offload(section: FSDPSection, device: str) -> OffloadPolicy:
     # Pinned memory speeds up copies to a GPU; without one there is none to be had.
     return CPUOffloadPolicy(pin_memory=device != "cpu") if section.cpu_offload else OffloadPolicy()
+
+
+def _replicated(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that cannot be cut by rows: without a dimension, or without elements."""
+    return {p for p in model.parameters() if p.dim() == 0 or not p.numel()}
+
+
+def _note(order: list[int], number: int, *_: Any) -> None:
+    order.append(number)
 
 
 def _check_data(model: nn.Module) -> None:

@@ -19,6 +19,8 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
+from distributed.system.tensors import assign_values
+from distributed.training.model_traits import COMPLEX, refuse
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
 from distributed_backends.horovod.collectives import (
@@ -86,6 +88,7 @@ class HorovodBackend(TorchBackend):
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
+        refuse(self.module, "horovod", {COMPLEX: "Horovod does not reduce complex numbers"})
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         trained: dict[Tensor, str] = {parameter: names[parameter] for parameter in self._parameters}
         counts = [step.count] if step.reduce_count else []
@@ -147,7 +150,7 @@ class HorovodBackend(TorchBackend):
         for values, wire, handle in sent:
             wait(handle)
             if not values.is_contiguous():
-                values.copy_(wire.view(values.dtype).view(values.shape))
+                assign_values(values, wire.view(values.dtype).view(values.shape))
 
     # -- cooperation -----------------------------------------------------------------
 

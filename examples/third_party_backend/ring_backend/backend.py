@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import ProcessGroupBackend, StepModule, StepResult
+from distributed.communication.broadcast import broadcast_values
 from distributed.training.torch_backend import group_by_dtype
 from ring_backend.section import RingSection
 
@@ -32,8 +33,7 @@ class RingBackend(ProcessGroupBackend):
     def wrap(self, step: StepModule) -> nn.Module:
         """Broadcast rank 0's weights: ranks that a launcher started may have built different ones."""
         if self.world.size > 1:
-            for tensor in (*step.parameters(), *step.buffers()):
-                dist.broadcast(tensor.detach(), 0)
+            broadcast_values([*step.parameters(), *step.buffers()])
         return step
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -49,11 +49,15 @@ class RingBackend(ProcessGroupBackend):
         # `step_module` holds the model and, where only the ranks together know how many tokens
         # counted, a parameter whose gradient is that count: it has to be reduced too (C2).
         parameters = [p for p in self.step_module.parameters() if p.requires_grad]
+        options = RingSection.of(self.config)
+        step = 1 if options.direction == "right" else -1
+        used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.world.device)
+        ring_all_reduce(used, self.world.rank, self.world.size, step)
+        # Not zeros where no rank has a gradient: weight decay and momentum would move the parameter (C11).
+        parameters = [p for p, ranks in zip(parameters, used.tolist(), strict=True) if ranks]
         for parameter in parameters:
             if parameter.grad is None:  # a rank that sent less than its neighbours expect would hang
                 parameter.grad = torch.zeros_like(parameter)
-        options = RingSection.of(self.config)
-        step = 1 if options.direction == "right" else -1
         for gradients in group_by_dtype([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             for chunk in flat.split(options.chunk_size or max(1, flat.numel())):
@@ -67,8 +71,7 @@ class RingBackend(ProcessGroupBackend):
         """Validate with rank 0's buffers, which are those that are saved."""
         super().set_training(training)
         if not training and self.world.size > 1:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, 0)
+            broadcast_values(self.module.buffers())
 
     def communication_seconds(self) -> float:
         """What the last step's exchange took; it is waited for in full."""

@@ -1,0 +1,136 @@
+"""What all ranks have to hold alike besides weights: parameters, hyperparameters, modes of modules.
+
+The ranks compare it when training begins and at log steps. A callback that runs on rank 0 alone is checked
+after each of its events: the other ranks do not see what it changes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from distributed.errors import UserError
+from distributed.interfaces.backend import Backend, SharedSettings
+from distributed.training.optimizers import hyperparameters
+
+__all__ = ["Settings", "check_same_model"]
+
+_Values = tuple[list[dict[str, Any]], list[bool], list[bool]]
+
+
+class Settings(SharedSettings):
+    """Hyperparameters, trainable parameters and module modes of one rank.
+
+    Args:
+        model: as the backend has placed it.
+        optimizer: the optimizer in use.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict(model.named_parameters())
+        self._modules = dict(model.named_modules())
+
+    def read(self) -> _Values:
+        """The values now: of each parameter group, each parameter and each module."""
+        groups = hyperparameters(self._optimizer)
+        return (
+            [{name: _plain(value) for name, value in group.items()} for group in groups],
+            list(map(attrgetter("requires_grad"), self._parameters.values())),
+            list(map(attrgetter("training"), self._modules.values())),
+        )
+
+    def digest(self) -> float:
+        return float(zlib.crc32(repr(self.read()).encode()))
+
+    def check_equal(self, backend: Backend) -> None:
+        found = [self._named(values) for values in backend.gather_objects(self.read())]
+        for rank, values in enumerate(found):
+            name = _difference(found[0], values)
+            if name is not None:
+                raise UserError(
+                    f"the ranks train with different settings: {name} is {values.get(name)!r} on rank {rank}"
+                    f" and {found[0].get(name)!r} on rank 0",
+                    field="callbacks",
+                    remedy="Give all ranks the same value; a callback that changes it needs all_ranks = True,"
+                    " and has to decide from values that are equal on all ranks",
+                )
+
+    @contextmanager
+    def unchanged_by(self, callback: Any) -> Iterator[None]:
+        before = self.read()
+        yield
+        after = self.read()
+        if after == before:
+            return
+        old, new = self._named(before), self._named(after)
+        name = _difference(old, new)
+        raise UserError(
+            f"{type(callback).__name__} runs on rank 0 only and changed {name} from"
+            f" {old.get(name or '')!r} to {new.get(name or '')!r}; the other ranks would train with the old"
+            " value",
+            field="callbacks",
+            got=f"{type(callback).__name__} with all_ranks = False",
+            allowed="callbacks with all_ranks = True, if they change how the model trains",
+            remedy="Set all_ranks = True in the callback's class, or restore the value before it returns",
+        )
+
+    def _named(self, values: _Values) -> dict[str, Any]:
+        groups, trainable, training = values
+        found = {
+            f"{name!r} of parameter group {i}": v
+            for i, group in enumerate(groups)
+            for name, v in group.items()
+        }
+        for name, value in zip(self._parameters, trainable, strict=True):
+            found[f"requires_grad of parameter '{name}'"] = value
+        for name, value in zip(self._modules, training, strict=True):
+            found[f"the training mode of {f'module {name!r}' if name else 'the model'}"] = value
+        return found
+
+
+def check_same_model(backend: Backend, model: nn.Module) -> None:
+    """Compare names, shapes, dtypes and trainable flags of the parameters and buffers. Collective.
+
+    Raises:
+        UserError: they differ; names the first difference.
+    """
+    if backend.world.size == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    own = {name: f"{tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors}
+    digests = backend.gather_objects(zlib.crc32(repr(own).encode()))
+    if len(set(digests)) == 1:
+        return
+    found = backend.gather_objects(own)
+    for rank, other in enumerate(found):
+        name = _difference(found[0], other)
+        if name is not None:
+            raise UserError(
+                f"the ranks built different models: '{name}' is {other.get(name, 'absent')} on rank {rank}"
+                f" and {found[0].get(name, 'absent')} on rank 0",
+                field="model",
+                got=type(model).__name__,
+                remedy="Build the same model on all ranks; let nothing in it depend on the rank",
+            )
+
+
+def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    """The first key at which two mappings differ."""
+    names = dict.fromkeys([*first, *second])
+    return next((name for name in names if first.get(name) != second.get(name)), None)
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as a value that can be compared and printed; other objects by their type."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else type(value).__name__

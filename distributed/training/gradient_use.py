@@ -1,0 +1,127 @@
+"""GradientUse: whether all ranks computed gradients of the same parameters in a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
+
+__all__ = ["GradientUse", "UsedParameters", "refusal"]
+
+
+class GradientUse:
+    """For backends that reduce the gradients of several parameters in one message without their names: if
+    ranks use different parameters, gradients of different parameters are added.
+
+    The comparison is a reduction of two numbers per step over gloo, under way while the backend reduces its
+    own values. It does not wait for a GPU.
+
+    Args:
+        parameters: name -> trainable parameter, the same on all ranks.
+    """
+
+    def __init__(self, backend: Backend, parameters: dict[str, nn.Parameter]) -> None:
+        self._backend, self._names = backend, list(parameters)
+        self._seen: list[bytes] = []
+        self._sum: torch.Tensor | None = None
+        self._work: Any = None
+
+    def add(self, used: Sequence[bool], order: Sequence[int] = ()) -> None:
+        """Add what a micro-batch used on this rank.
+
+        Args:
+            used: for each parameter whether it has a gradient.
+            order: of the modules whose parameters are gathered, as numbers.
+        """
+        self._seen.append(bytes(used) + repr(list(order)).encode())
+
+    def begin(self) -> None:
+        """Start the comparison of a step. Collective."""
+        if self._backend.world.size > 1:
+            digest = zlib.crc32(b"|".join(self._seen))
+            self._sum = torch.tensor([digest, -digest])
+            self._work = dist.all_reduce(self._sum, dist.ReduceOp.MAX, async_op=True)
+
+    def finish(self) -> list[str]:
+        """End the comparison. Collective.
+
+        Returns:
+            Names of parameters that no micro-batch of the step used.
+
+        Raises:
+            UserError: the ranks used different parameters; no weight has changed yet.
+        """
+        seen, self._seen = self._seen, []
+        if self._sum is not None:
+            self._work.wait()
+            highest, lowest = int(self._sum[0]), -int(self._sum[1])
+            self._sum = self._work = None
+            if highest != lowest:
+                raise self._difference(seen)
+        count = len(self._names)
+        return [name for i, name in enumerate(self._names) if not any(used[:count][i] for used in seen)]
+
+    def _difference(self, seen: list[bytes]) -> UserError:
+        all_ranks = self._backend.gather_objects(seen)
+        what = "modules in a different order"
+        for rank, other in enumerate(all_ranks):
+            pairs = zip(all_ranks[0], other, strict=False)
+            found = next((i for a, b in pairs for i in range(len(self._names)) if a[i] != b[i]), None)
+            if found is not None:
+                what = f"different parameters: '{self._names[found]}' on one of ranks 0 and {rank} only"
+                break
+        return refusal(what, self._backend)
+
+
+class UsedParameters:
+    """Records which parameters get a gradient in a backward.
+
+    Args:
+        parameters: name -> trainable parameter.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._used = [False] * len(parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._mark, number))
+            for number, parameter in enumerate(parameters.values())
+        ]
+
+    def take(self) -> list[bool]:
+        """For each parameter whether it got a gradient since the last call."""
+        used, self._used = self._used, [False] * len(self._used)
+        return used
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _mark(self, number: int, parameter: torch.Tensor) -> None:
+        self._used[number] = True
+
+
+def refusal(what: str, backend: Backend) -> UserError:
+    """The error for ranks that used different parameters.
+
+    Args:
+        what: object of "the ranks used".
+    """
+    return UserError(
+        f"the ranks used {what} in one micro-batch, and {backend.spec.name} would add gradients of different"
+        " parameters. The step was not taken",
+        field="backend",
+        got=backend.spec.name,
+        allowed="pytorch-ddp or horovod with find_unused_parameters=true, for models of which samples use"
+        " different parts",
+        remedy="Choose one of these, or let every rank use every parameter in each micro-batch, e.g. by"
+        " adding 0 * parameter.sum() to the loss",
+    )

@@ -1,0 +1,61 @@
+"""StepModule: model and objective as one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distributed.training.objective import Objective
+
+__all__ = ["StepModule"]
+
+
+class StepModule(nn.Module):
+    """Model and objective as one module, so that a wrapper such as DDP sees the whole step.
+
+    Args:
+        model: the user's module.
+        objective: its loss.
+        reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
+            then is reduced in the same buckets as the gradients: no collective is added (C2).
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        if reduce_count:
+            dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+            # Half-precision counts would round; a wider parameter costs a bucket of its own.
+            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+            device = next(model.parameters()).device
+            self.count = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
+        self.reduce_count = reduce_count
+
+    def forward(
+        self, batch: Any, num_samples: int, scale: float, known: float | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """(loss to differentiate, detached sum of losses, count) of one micro-batch.
+
+        Args:
+            batch: on this rank's device.
+            num_samples: samples that count; 0 for a stand-in.
+            scale: what the sum of losses is multiplied by; its inverse is the count of the
+                whole global batch wherever that is known.
+            known: how many samples or tokens count, where that is known before.
+        """
+        if known is not None and not self.reduce_count:
+            mean = self.objective.mean(self.model, batch)
+            factor = known * scale
+            return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
+        total, count = self.objective(self.model, batch, num_samples)
+        if num_samples == 0:
+            total, count = total * 0.0, count * 0
+        loss = total * scale
+        if self.reduce_count:
+            # In the parameter's own width: an integer count times a float would be float32.
+            number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
+            loss = loss + (self.count * (number * scale)).to(loss.dtype)
+        return loss, total.detach(), count
