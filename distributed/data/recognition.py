@@ -49,7 +49,7 @@ def refuse_loaders(data: Any, argument: str) -> None:
             field=argument,
             got=f"{type(data).__name__} with {type(found[0]).__name__}",
             allowed="one DataLoader, dataset or set of tensors",
-            remedy="Join the datasets with torch.utils.data.ConcatDataset, or call fit or validate for each",
+            remedy="Join the datasets with torch.utils.data.ConcatDataset",
         )
     if _is_loader(data):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from distributed.communication.rendezvous import Rendezvous
 from distributed.communication.task_file import save_task
@@ -31,6 +34,8 @@ from distributed.system.private_files import write_private
 from distributed.training.seeding import isolated_rng
 
 __all__ = ["RunResult", "Rendezvous", "run", "run_script"]
+
+logger = logging.getLogger("distributed")
 
 # A rank imports from where its caller did: neither more (a file in the working folder may be
 # called like a module) nor less (unpickling the task imports the caller's modules).
@@ -80,6 +85,7 @@ def run(
             loop = run_here(job)
             left = loop.leftover_state()
         return RunResult(loop.history, loop.progress, run_state=left, loop=loop)
+    _warn_of_profiler()
     folder = TemporaryDirectory(prefix="distributed-")
     try:
         path = Path(folder.name)
@@ -113,6 +119,14 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
         _save_path(Path(folder))
         LocalLauncher().run(plan, RankCommand([*_RANK, script, *args], Path(folder)))
     return 0
+
+
+def _warn_of_profiler() -> None:
+    if torch.autograd._profiler_enabled():
+        logger.warning(
+            "torch.profiler records in this process, and the ranks train in processes of their own, so its"
+            " table will be empty. Training continues. Set profile.enabled=true to profile a rank"
+        )
 
 
 def _save(job: RankPayload, path: Path) -> None:

@@ -241,6 +241,17 @@ def test_torch_profiler_around_fit_sees_the_training() -> None:
     assert "aten::addmm" in prof.key_averages().table(sort_by="cuda_time_total")
 
 
+def test_torch_profiler_around_ranks_warns(pool: RankPool, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.profiler import profile
+
+    trainer = PyTorchDDPTrainer(MyModel(), num_processes=2)
+    trainer.launcher = pool
+    with profile():
+        trainer.fit(loader(NUM_TRAIN), max_steps=1)
+    assert "its table will be empty" in caplog.text
+    assert "profile.enabled=true" in caplog.text
+
+
 # Practices
 
 

@@ -237,7 +237,7 @@ def measures(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"hits": hits(model(batch[0]), batch[1])}
 
 
-@pytest.mark.parametrize("given", [{"training_step": loss_of}, {"validation_step": measures}], ids=str)
+@pytest.mark.parametrize("given", [{"training_step": loss_of}, {"validation_step": measures}], ids=list)
 def test_metrics_that_would_be_ignored_are_refused(given: Any) -> None:
     refused("metrics", "would be ignored", "validation_step=lambda", metrics={"hits": hits}, **given)
 
