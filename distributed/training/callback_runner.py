@@ -21,14 +21,13 @@ class CallbackRunner:
 
     Attributes:
         active: the callbacks that act on this rank, sorted by band; empty before `gather`.
-        settings: what a callback on rank 0 alone must not change; None before training.
         on_step: those that override `on_step_end`, so that a step without any costs nothing.
     """
 
     def __init__(self, context: Context, given: Sequence[Callback], catalog: Catalog) -> None:
         self.context, self.given, self.catalog = context, given, catalog
         self.active: list[Callback] = []
-        self.settings: SharedSettings | None = None
+        self._guarded: SharedSettings | None = None
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
 
@@ -46,6 +45,10 @@ class CallbackRunner:
         }
         self.on_step = self._overridden["on_step_end"]
 
+    def guard(self, settings: SharedSettings | None) -> None:
+        """From now on, refuse a callback on rank 0 alone that changes one of `settings`."""
+        self._guarded = settings
+
     def notify(self, event: str, *args: Any) -> None:
         """Call method `event` of every callback that overrides it with the context and `args`."""
         found = self._overridden.get(event)
@@ -58,9 +61,9 @@ class CallbackRunner:
             enter(before)
 
     def _guard(self, callback: Callback) -> AbstractContextManager[None]:
-        if self.settings is None or callback.all_ranks or self.context.world.size == 1:
+        if self._guarded is None or callback.all_ranks:
             return nullcontext()
-        return self.settings.unchanged_by(callback)
+        return self._guarded.unchanged_by(callback)
 
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""

@@ -300,7 +300,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def _share_settings(self) -> None:
         """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
         settings = self.backend.settings() if self.world.size > 1 else None
-        self.callbacks.settings = self.records.settings = settings
+        self.callbacks.guard(settings)
+        self.records.compare(settings)
         if settings is not None:
             settings.check_equal(self.backend)
 

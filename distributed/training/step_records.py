@@ -56,16 +56,13 @@ class StepRecords:
     Args:
         state: its cursor and open epoch.
         history: receives series and log records.
-
-    Attributes:
-        settings: compared over the ranks at each log step; None before training.
     """
 
     def __init__(
         self, config: DistributedConfig, backend: Backend, state: TrainState, history: History
     ) -> None:
         self.config, self.backend, self.state, self.history = config, backend, state, history
-        self.settings: SharedSettings | None = None
+        self._shared: SharedSettings | None = None
         self._logged: dict[str, float] = {}
         self._tracked = True
         self._interval_samples = 0
@@ -80,6 +77,10 @@ class StepRecords:
     def start(self) -> None:
         """Training begins at the current step: earlier ones are an interrupted run's own."""
         self._first_step, self._first_sample = self.state.progress.step, self.state.progress.total_samples
+
+    def compare(self, settings: SharedSettings | None) -> None:
+        """From now on, compare `settings` over the ranks at each log step."""
+        self._shared = settings
 
     # -- intervals -------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class StepRecords:
             perf_counter() - (self._last_meeting or 0.0) - sum(seconds[phase] for phase in TIMED)
         )
         seconds["checksum"] = self._checksum()
-        seconds["settings"] = self.settings.digest() if self.settings else 0.0
+        seconds["settings"] = self._shared.digest() if self._shared else 0.0
         own = ReducedInterval.pack(losses, counts, seconds, (saved, stop, go), world.rank, world.size)
         reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses))
         self.note_meeting()
@@ -249,8 +250,8 @@ class StepRecords:
         Raises:
             UserError: they do; names the first difference.
         """
-        if self.settings is not None and len(set(reduced.settings)) > 1:
-            self.settings.check_equal(self.backend)
+        if self._shared is not None and len(set(reduced.settings)) > 1:
+            self._shared.check_equal(self.backend)
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
         # Once may be chance: on a busy machine any rank may have to wait for a core.

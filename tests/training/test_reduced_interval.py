@@ -10,7 +10,7 @@ from distributed.training.reduced_interval import TIMED, ReducedInterval
 
 def packed(rank: int, flags: tuple[bool, bool, bool], size: int = 3) -> list[float]:
     seconds = {phase: rank + number / 10 for number, phase in enumerate((*PHASES, "other"))}
-    seconds["checksum"] = 7.0 + rank
+    seconds |= {"checksum": 7.0 + rank, "settings": 11.0 + rank}
     return ReducedInterval.pack([1.0 + rank, 2.0], [4.0, 0.5], seconds, flags, rank, size)
 
 
@@ -20,6 +20,7 @@ def test_the_sum_holds_each_ranks_share() -> None:
     found = ReducedInterval.unpack([sum(values) for values in zip(*vectors, strict=True)], 2)
     assert (found.losses, found.counts) == ([6.0, 6.0], [12.0, 1.5])
     assert found.checksums == [7.0, 8.0, 9.0]
+    assert found.settings == [11.0, 12.0, 13.0]
     assert [phases["data"] for phases in found.phases] == [0.0, 1.0, 2.0]
     assert [set(phases) for phases in found.phases] == [{*PHASES, "other"}] * 3
     assert (found.saved, found.stop, found.go) == (True, False, True)
