@@ -224,7 +224,7 @@ def test_contracts_name_tests_that_exist() -> None:
     from distributed.testing.conformance import BackendConformance
 
     named = re.findall(r"`(test_c\d\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {name.split("_")[1] for name in named} == {f"c{number}" for number in range(1, 11)}
+    assert {name.split("_")[1] for name in named} == {f"c{number}" for number in range(1, 12)}
     assert [name for name in named if not hasattr(BackendConformance, name)] == []
 
 
