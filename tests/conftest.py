@@ -80,6 +80,7 @@ def ray_cluster(forking_python: Path) -> Iterator[None]:
         patch.setattr(sys, "executable", str(forking_python.with_name("ray-python")))
         patch.setenv(PRELOAD, "pandas pyarrow.fs fsspec")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.setenv("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             num_cpus=16,

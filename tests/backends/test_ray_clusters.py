@@ -26,13 +26,14 @@ TRAIN = [sys.executable, "-m", "distributed.cli", "train", "--backend", "ray", "
 
 # Says where it is, then waits in a step for a signal that ends its run.
 WAITING = """
-import pathlib, time
+import os, pathlib, time
 import torch
 from distributed import Callback, RayTrainer
 
 class Wait(Callback):
     def on_step_end(self, context):
-        pathlib.Path("here").touch()
+        pathlib.Path("draft").write_text(str(os.nice(0)))
+        pathlib.Path("draft").rename("here")
         time.sleep(600)
 
 x = torch.randn(16, 4)
@@ -108,6 +109,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(place: str, tmp_path: Path, numb
     ) as process:
         await_(lambda: (tmp_path / "here").exists() or process.poll() is not None, 120)
         assert processes(place)
+        assert int((tmp_path / "here").read_text()) == os.nice(0), "Ray gives its workers a lower priority"
         process.send_signal(number)
         error = process.communicate(timeout=60)[1]
     assert process.returncode != 0

@@ -61,6 +61,7 @@ def _start(args: argparse.Namespace) -> int:
     address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
     if "RAY_TMPDIR" not in os.environ:
         os.environ["RAY_TMPDIR"] = _own_folder()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as in `cluster`
     # This server is not used here, and on its usual port two jobs on a host would collide.
     client = f"--ray-client-server-port={free_port()}"
     place = ["--head", f"--port={args.port}", client, "--include-dashboard=false"]

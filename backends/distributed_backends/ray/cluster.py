@@ -70,7 +70,9 @@ def _check_same(address: str | None) -> None:
 def _start(num_cpus: int, resources: dict[str, float]) -> None:
     # Some of Ray's servers listen on every interface regardless; the token that every client needs
     # since 2.60 keeps other users out.
-    with environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+    # Ray's workers are niced to 15: ranks would wait for any other process of the host.
+    nice = os.environ.get("RAY_worker_niceness", "0")
+    with environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": nice}):
         ray.init(
             address="local",
             num_cpus=max(num_cpus, len(os.sched_getaffinity(0))),
