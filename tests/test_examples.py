@@ -92,7 +92,9 @@ def test_serve_digits_answers_over_http(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    out = run(tmp_path, str(EXAMPLES / "serve_digits.py"), "--port", str(port))
+    # Ray's workers have a low priority, and its proxy 5 seconds to start: too short on a busy machine.
+    env = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    out = run(tmp_path, str(EXAMPLES / "serve_digits.py"), "--port", str(port), **env)
     assert figure(out, r"asked for a 6, answered 6 with chance (\S+)") > 0.5
 
 

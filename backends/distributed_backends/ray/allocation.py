@@ -23,6 +23,9 @@ from importlib import import_module
 from distributed.errors import UserError
 from distributed.system.addresses import address_for_others, address_towards, free_port, is_loopback
 
+NICENESS = "RAY_worker_niceness"
+"""Ray's variable for the priority of its workers, 15 by default: ranks would wait for any other process."""
+
 _PATIENCE = 300.0
 """Default time for all nodes to join, in seconds."""
 _LONGEST = 24
@@ -61,7 +64,7 @@ def _start(args: argparse.Namespace) -> int:
     address, here = f"{head}:{args.port}", _reachable(_ip(own), head)
     if "RAY_TMPDIR" not in os.environ:
         os.environ["RAY_TMPDIR"] = _own_folder()
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as in `cluster`
+    os.environ.setdefault(NICENESS, "0")
     # This server is not used here, and on its usual port two jobs on a host would collide.
     client = f"--ray-client-server-port={free_port()}"
     place = ["--head", f"--port={args.port}", client, "--include-dashboard=false"]

@@ -16,6 +16,7 @@ import ray
 from distributed.errors import UserError
 from distributed.interfaces.plan import RunPlan
 from distributed.system.processes import environment
+from distributed_backends.ray.allocation import NICENESS
 from distributed_backends.ray.section import RaySection
 
 _PATIENCE = 10.0
@@ -70,9 +71,8 @@ def _check_same(address: str | None) -> None:
 def _start(num_cpus: int, resources: dict[str, float]) -> None:
     # Some of Ray's servers listen on every interface regardless; the token that every client needs
     # since 2.60 keeps other users out.
-    # Ray's workers are niced to 15: ranks would wait for any other process of the host.
-    nice = os.environ.get("RAY_worker_niceness", "0")
-    with environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": nice}):
+    nice = os.environ.get(NICENESS, "0")
+    with environment({"RAY_USAGE_STATS_ENABLED": "0", NICENESS: nice}):
         ray.init(
             address="local",
             num_cpus=max(num_cpus, len(os.sched_getaffinity(0))),
