@@ -282,7 +282,7 @@ class Trainer:
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
         choice, framework = self._choose(config)
         facts = Facts(
-            train_batch_size=task.train_data.batch_size if task.train_data else None,
+            train_batch_size=self._loader_batch_size(task),
             val_batch_size=task.val_data.batch_size if task.val_data else None,
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=framework.carries_rate(self._model, self.optimizer),
@@ -291,6 +291,12 @@ class Trainer:
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
         return resolve(config, catalog, facts, resources, joined, choice)
+
+    def _loader_batch_size(self, task: Task) -> int | None:
+        """The training loader's own batch size, unless a search has sampled another."""
+        run = active()
+        sampled = run is not None and "batch_size" in run.sampled
+        return None if sampled or task.train_data is None else task.train_data.batch_size
 
     def _resources(
         self,

@@ -92,7 +92,7 @@ class RayTrainer(Trainer):
         model: as for `Trainer`, and so is everything that is not named here.
         config: besides what `Trainer` takes, a mapping that holds more than our fields, as a
             sample of Ray Tune does: what is not ours is kept in `hyperparameters`, and ``lr``
-            means ``learning_rate``.
+            means ``learning_rate``. Its ``batch_size`` takes precedence over that of a DataLoader.
 
     Attributes:
         hyperparameters: what in `config` is not a field of `DistributedConfig`.
@@ -103,6 +103,7 @@ class RayTrainer(Trainer):
     @hide_own_frames
     def __init__(self, model: Any, config: Any = None, **given: Any) -> None:
         self.hyperparameters: dict[str, Any] = {}
+        self._samples_batch_size = False
         if isinstance(config, Mapping):
             named: dict[Any, Any] = {_ALIASES.get(name, name): value for name, value in config.items()}
             if len(named) < len(config):
@@ -115,7 +116,11 @@ class RayTrainer(Trainer):
             fields = top_fields()
             config = {n: v for n, v in named.items() if str(n).partition(".")[0] in fields}
             self.hyperparameters = {n: v for n, v in named.items() if n not in config}
+            self._samples_batch_size = bool(self.hyperparameters) and "batch_size" in config
         super().__init__(model, config, **given)
+
+    def _loader_batch_size(self, task: Task) -> int | None:
+        return None if self._samples_batch_size else super()._loader_batch_size(task)
 
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
         plan = super()._plan(config, catalog, task)

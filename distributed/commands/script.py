@@ -44,14 +44,14 @@ def execute(script: Path, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _as_python_would(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
+    argv, path = sys.argv.copy(), list(sys.path)
+    sys.argv[:] = [str(script), *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv[:], sys.path[:] = argv, path
 
 
 def script_traceback(trace: TracebackType | None) -> TracebackType | None:

@@ -18,6 +18,7 @@ from distributed.config.load import as_layers, native_names, nested, top_fields
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.report.formats import cell
+from distributed.operations.tuning.parameter_use import SampledParameters, watched_arguments
 
 if TYPE_CHECKING:
     from distributed.operations.tuning.trial_record import Trial
@@ -153,10 +154,13 @@ class ScriptTrial:
         fields, own = split(sampled)
         run.layers = [Layer("sample", fields)]
         try:
-            execute(Path(self.script), [*self.arguments, *as_arguments(own)])
+            with watched_arguments({name: as_flag(name) for name in own}) as unread:
+                execute(Path(self.script), [*self.arguments, *as_arguments(own)])
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
+        if isinstance(sampled, SampledParameters):
+            sampled.unread = unread
         if not run.num_fits:
             raise UserError(
                 f"{Path(self.script).name} ended without calling `fit`",
@@ -174,7 +178,12 @@ def split(sampled: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def as_arguments(own: Mapping[str, Any]) -> list[str]:
     """``{"hidden_size": 8}`` -> ``["--hidden-size", "8"]``."""
-    return [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [word for name, value in own.items() for word in (as_flag(name), str(value))]
+
+
+def as_flag(name: str) -> str:
+    """``hidden_size`` -> ``--hidden-size``."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -236,10 +245,15 @@ def _show(
         [_row(trial, names) for trial in tuner.results],
         ["bold" if trial is tuner.best else "" for trial in tuner.results],
     )
-    best = ", ".join(f"{name}={cell(value)}" for name, value in tuner.best.parameters.items())
+    best = ", ".join(f"{name}={cell(value)}" for name, value in _best(tuner).items())
     print(f"best: trial {tuner.best.name}, {metric} {cell(tuner.best.value)}: {best}")
     for line in _how_to_train(tuner, args, layers, arguments):
         print(line)
+
+
+def _best(tuner: DistributedTuner) -> dict[str, Any]:
+    """Parameters of the best trial, without those that no trial read."""
+    return {name: value for name, value in tuner.best.parameters.items() if name not in tuner.unread}
 
 
 def _how_to_train(
@@ -250,7 +264,7 @@ def _how_to_train(
 
     from distributed.system.private_files import write_private
 
-    fields, own = split(tuner.best.parameters)
+    fields, own = split(_best(tuner))
     if tuner.best.ranks is not None:
         # On more ranks the global batch differs from the one that the learning rate was tuned for.
         fields["num_processes"] = tuner.best.ranks

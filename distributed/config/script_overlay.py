@@ -17,10 +17,12 @@ class ScriptRun:
         layers: configuration from the command line, strongest last.
         dry_run: print the plan instead of running it.
         num_fits: how often the script called `fit`.
+        sampled: names of the fields that a search has set.
         tracker_contexts: tracker name -> context that is added to what it captures.
     """
 
     def __init__(self, layers: Sequence[Layer], dry_run: bool = False) -> None:
+        self.sampled: frozenset[str] = frozenset()
         self.layers, self.dry_run, self.num_fits = list(layers), dry_run, 0
         self.tracker_contexts: Mapping[str, dict[str, Any]] = {}
 

@@ -14,6 +14,7 @@ import torch
 from distributed_backends.ray.output import Relay
 from distributed_backends.ray.run_files import files_of, names_in, pack
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, DistributedConfig, Preempted, RayTrainer, Trainer, UserError, WorkerError
 from distributed.config.load import override
@@ -335,6 +336,37 @@ def test_a_trial_with_one_rank_trains_itself_and_tune_hears_each_epoch(
     assert [list(frame["epoch"].dropna()) for frame in frames] == [[0, 1, 2]] * 2
     assert analysis.get_best_config("val_loss", "min")["lr"] == 0.3
     assert all(trial.last_result["accuracy"] is not None for trial in analysis.trials)
+
+
+def from_a_loader(sample: dict[str, Any]) -> dict[str, Any]:
+    train_loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    trainer = RayTrainer(small_model(), sample)
+    history = trainer.fit(train_loader, DataLoader(TensorDataset(X, Y), batch_size=4))
+    return {"accuracy": trainer.best_accuracy, "global_batch_size": history.batch["global_batch_size"]}
+
+
+def test_tune_samples_the_batch_size_and_optimizes_what_the_function_returns(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """The example of the platform's own design, with its metric named."""
+    from ray import tune
+
+    analysis = tune.run(
+        from_a_loader,
+        config={
+            "hidden_size": tune.choice([128, 256, 512]),
+            "lr": tune.loguniform(1e-4, 1e-2),
+            "batch_size": tune.grid_search([2, 4, 8]),
+        },
+        metric="accuracy",
+        mode="max",
+        storage_path=str(tmp_path),
+        verbose=0,
+    )
+    assert [trial.status for trial in analysis.trials] == ["TERMINATED"] * 3
+    found = [trial.last_result["global_batch_size"] for trial in analysis.trials]
+    assert found == [trial.config["batch_size"] for trial in analysis.trials]
+    assert analysis.best_config["batch_size"] in (2, 4, 8)
 
 
 def test_tune_drives_ranks_of_ray_train(ray_cluster: None, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 from distributed.interfaces.metric import larger_is_better
 from distributed.operations.report.formats import plural
+from distributed.operations.tuning.parameter_use import SampledParameters
 from distributed.operations.tuning.trial_channel import EpochReport, TrialListener
 from distributed.operations.tuning.trial_record import (
     RECORD,
@@ -119,6 +120,7 @@ class TrialRun(ScriptRun):
     @layers.setter
     def layers(self, given: list[Layer]) -> None:
         self.given = given
+        self.sampled = frozenset(name for layer in given for name in layer.values)
 
     def complete(self, config: DistributedConfig) -> DistributedConfig:
         """`config` with as many ranks and no more epochs than the search allows.
@@ -221,7 +223,9 @@ class _Trial:
         self.script, listener = run, TrialListener(self._record_epoch, waits=self.order.checkpoints)
         try:
             with listener.open(), command_line(run):
-                returned = self.order.train_fn(dict(self.given))
+                sampled = SampledParameters(self.given)
+                returned = self.order.train_fn(sampled)
+                record.unread = sorted(sampled.unread)
             if listener.error is not None:
                 raise listener.error
             if not self.stopped:

@@ -33,6 +33,7 @@ class Trial:
         checkpoint: path of its best checkpoint, or its newest; None without.
         reports: every epoch's metrics, and the result of `train_fn`, in their order.
         ranks: number of ranks that the search set; None where the trainer set it, or there was none.
+        unread: names of parameters that the trial did not read, once it has ended.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Trial:
     ranks: int | None = None
     is_mistake: bool = False
     """The error was a UserError."""
+    unread: list[str] = field(default_factory=list)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -90,7 +92,8 @@ class Trial:
         figure = "" if self.value is None else f", {self.metric} {self.value:.4g}"
         ended = {"running": "stopped"}.get(self.status, self.status)
         why = f": {self.error}" if self.error else ""
-        return f"trial {self.name} {ended}{after}{figure}, {self.seconds:.1f} s{why}"
+        idle = f", did not read {', '.join(self.unread)}" if self.unread else ""
+        return f"trial {self.name} {ended}{after}{figure}{idle}, {self.seconds:.1f} s{why}"
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ from distributed.operations.tuning.trial_record import Trial, best_of, is_number
 from distributed.registry.catalog import get_catalog, load_target, require
 
 __all__ = ["DistributedTuner"]
+
+logger = logging.getLogger(__name__)
+_FIXED = (str, int, float, bool, type(None))
 
 
 class DistributedTuner:
@@ -62,6 +66,7 @@ class DistributedTuner:
     Attributes:
         results: trials of the last `tune`, best first.
         output_dir: folder of the search.
+        unread: sampled parameters that no trial of the last `tune` read; they are no part of its result.
 
     Raises:
         UserError: an invalid argument.
@@ -123,6 +128,7 @@ class DistributedTuner:
         self._layers = self._configure(config)
         self._given = self._layers[:1] if config is not None else []
         self.results: list[Trial] = []
+        self.unread: list[str] = []
         self._best: Trial | None = None
 
     @property
@@ -321,7 +327,20 @@ class DistributedTuner:
     def _conclude(self, trials: list[Trial]) -> dict[str, Any]:
         self.results = ranked(trials, self.mode)
         self._best = best_of(trials, self.metric, self.mode)
-        return dict(self._best.parameters)
+        self.unread = self._unread(trials)
+        if self.unread:
+            logger.warning(
+                "no trial read %s: the values of this part of search_space changed nothing, and the best"
+                " parameters do not include it. Read it in train_fn, or remove it from search_space",
+                ", ".join(map(repr, self.unread)),
+            )
+        return {name: value for name, value in self._best.parameters.items() if name not in self.unread}
+
+    def _unread(self, trials: list[Trial]) -> list[str]:
+        """Names of sampled parameters that none of the trials that ended has read."""
+        ended = [trial for trial in trials if trial.status in ("finished", "nan")]
+        sampled = [name for name, value in self.search_space.items() if not isinstance(value, _FIXED)]
+        return [name for name in sampled if ended and all(name in trial.unread for trial in ended)]
 
 
 def _check_count(field: str, count: Any) -> None:
