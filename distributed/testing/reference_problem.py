@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 __all__ = [
     "OPTIMIZERS",
     "distance",
+    "OwnLoss",
     "make_optimizer",
     "masked_mean",
     "problem",
@@ -33,6 +34,19 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+class OwnLoss(nn.Module):
+    """`small_model` as libraries wrap theirs: takes a batch by name and returns its loss, a mean over
+    unmasked labels, beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small_model()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(inputs)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 def problem(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -16,33 +16,36 @@ from torch import Tensor, nn
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, SharedSettings
+from distributed.training.objective import Objective
 from distributed.training.optimizers import hyperparameters
 
 __all__ = ["Settings", "check_same_model"]
 
-_Values = tuple[list[dict[str, Any]], list[bool], list[bool]]
+_Values = tuple[list[dict[str, Any]], list[bool], list[bool], str]
 
 
 class Settings(SharedSettings):
-    """Hyperparameters, trainable parameters and module modes of one rank.
+    """Hyperparameters, trainable parameters, module modes and kinds of losses of one rank.
 
     Args:
         model: as the backend has placed it.
         optimizer: the optimizer in use.
+        objective: the loss.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizer: Any, objective: Objective) -> None:
+        self._optimizer, self._objective = optimizer, objective
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules())
 
     def read(self) -> _Values:
-        """The values now: of each parameter group, each parameter and each module."""
+        """The values now: of each parameter group, each parameter, each module and the losses."""
         groups = hyperparameters(self._optimizer)
         return (
             [{name: _plain(value) for name, value in group.items()} for group in groups],
             list(map(attrgetter("requires_grad"), self._parameters.values())),
             list(map(attrgetter("training"), self._modules.values())),
+            f"{self._objective.averaged_over} (history {self._objective.averages:08x})",
         )
 
     def digest(self) -> float:
@@ -81,8 +84,9 @@ class Settings(SharedSettings):
         )
 
     def _named(self, values: _Values) -> dict[str, Any]:
-        groups, trainable, training = values
-        found = {
+        groups, trainable, training, average = values
+        found: dict[str, Any] = {"what the loss is a mean of": average}
+        found |= {
             f"{name!r} of parameter group {i}": v
             for i, group in enumerate(groups)
             for name, v in group.items()

@@ -5,8 +5,12 @@ with its count. How it is counted:
 
 - cross-entropy and NLL with class indices: unmasked targets (`ignore_index`, -100 unless
   set), weighed as torch weighs them when class weights are given;
-- any other `loss_fn` that returns a mean: the samples of the micro-batch;
-- a `loss_fn` or `training_step` that returns ``(sum, count)``: that count.
+- any other loss module that returns a mean: the samples of the micro-batch;
+- a `loss_fn`, `training_step` or model that returns ``(sum, count)``: that count;
+- one that returns a mean: what torch has averaged over, if a loss of `torch.nn.functional` computed it
+  (see `mean_losses`), otherwise the samples.
+
+A batch that is a mapping is passed to the model by name, which then computes its own loss.
 
 The default cross-entropy is for class indices; `task_checks` refuses what it cannot train.
 """
@@ -14,6 +18,8 @@ The default cross-entropy is for class indices; `task_checks` refuses what it ca
 from __future__ import annotations
 
 import copy
+import logging
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,9 +29,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.errors import UserError
-from distributed.training.task_checks import check_class_axis, check_default_target, check_loss, read_pair
+from distributed.training.mean_losses import Mean, MeanLosses, class_weight
+from distributed.training.model_outputs import call_by_name, logits_of, read_loss
+from distributed.training.task_checks import (
+    check_by_name,
+    check_class_axis,
+    check_default_target,
+    check_loss,
+    read_pair,
+)
 
 __all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
+
+logger = logging.getLogger(__name__)
 
 Terms = tuple[Tensor, "Tensor | int"]
 
@@ -35,10 +51,16 @@ _MEANS = ("mean", "batchmean")
 class Objective:
     """The loss and metrics of a task.
 
+    Args:
+        warns: whether to warn of a loss whose weight is not known, which matters if a global batch consists
+            of several micro-batches.
+
     Attributes:
         counted: whether the count is only known after the forward pass, so that it has to be
             reduced beside the gradients. Otherwise it is the number of samples.
         metrics: name -> ``(output, target) -> (sum, count)``.
+        averaged_over: what the losses of the last window are means of; None before its first micro-batch.
+        averages: digest of these over all micro-batches of the run, which is equal on all ranks.
 
     Raises:
         UserError: `loss_fn` is not a function or module that returns a mean.
@@ -51,6 +73,7 @@ class Objective:
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         validation_step: Callable[..., Any] | None = None,
         device: str = "cpu",
+        warns: bool = False,
     ) -> None:
         check_loss(loss_fn)
         loss_fn = _placed(loss_fn, device)
@@ -59,9 +82,13 @@ class Objective:
         self._validation_step = validation_step
         classifies = self._sum_loss is not None and training_step is None
         self._logits = classifies and _is_cross_entropy(loss_fn)
+        self._reads_pairs = "loss_fn" if loss_fn is not None else "metrics" if metrics else None
         if metrics is None and classifies:
             metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
         self.metrics = dict(metrics or {})
+        self._means, self._warns = MeanLosses(), warns
+        self.averaged_over: str | None = None
+        self.averages = 0
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
 
@@ -78,19 +105,30 @@ class Objective:
             per_sample = targets.dim() == 1
             self.counted = not per_sample or bool((targets == self._ignore_index).any())
 
+    def begin_window(self) -> None:
+        """The next micro-batch is the first of a global batch."""
+        self.averaged_over = None
+
     def __call__(self, model: Callable[..., Any], batch: Any, num_samples: int) -> Terms:
-        """(sum of losses, count) of a micro-batch with `num_samples` samples."""
+        """(sum of losses, count) of a micro-batch with `num_samples` samples.
+
+        Raises:
+            UserError: there is no loss, or micro-batches of the window have means of different kinds.
+        """
         if self._training_step is not None:
-            return self._read(self._training_step(model, batch), num_samples)
+            return self._computed(self._training_step, model, batch, num_samples)
+        if isinstance(batch, Mapping):
+            check_by_name(batch, self._reads_pairs)
+            return self._computed(call_by_name, model, batch, num_samples)
         inputs, target = split_batch(batch)
-        return self._terms(model(*inputs), target, num_samples)
+        return self._terms(logits_of(model(*inputs)), target, num_samples)
 
     def known_count(self, batch: Any) -> float | None:
         """The count of a batch still on the host, if its targets determine it; else None.
 
         Looking at host memory costs no synchronisation with a device.
         """
-        if self._sum_loss is None or self._training_step is not None:
+        if self._sum_loss is None or self._training_step is not None or isinstance(batch, Mapping):
             return None
         target = batch[-1]
         if not isinstance(target, Tensor) or target.is_floating_point() or target.device.type != "cpu":
@@ -100,12 +138,12 @@ class Objective:
         kept = target != self._ignore_index
         if self._class_weights is None:
             return int(torch.count_nonzero(kept))
-        return float(_weigh(self._class_weights, target, kept))
+        return float(class_weight(self._class_weights, target, kept))
 
     def mean(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """Mean loss of a micro-batch whose count is known before."""
         inputs, target = split_batch(batch)
-        output = model(*inputs)
+        output = logits_of(model(*inputs))
         if self._sum_loss is not None:
             output, target = self._aligned(output, target)
         result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
@@ -116,10 +154,10 @@ class Objective:
         if self._validation_step is not None:
             measured = self._validation_step(model, batch)
             return {name: read_pair(name, pair, "validation_step") for name, pair in dict(measured).items()}
-        if self._training_step is not None:
+        if self._training_step is not None or isinstance(batch, Mapping):
             return {"loss": self(model, batch, num_samples)}
         inputs, target = split_batch(batch)
-        output = model(*inputs)
+        output = logits_of(model(*inputs))
         found: dict[str, Any] = {"loss": self._terms(output, target, num_samples)}
         for name, metric in self.metrics.items():
             found[name] = read_pair(name, metric(output, target), "metrics")
@@ -128,13 +166,13 @@ class Objective:
     def _terms(self, output: Any, target: Any, num_samples: int) -> Terms:
         if self._sum_loss is None:
             assert self._loss_fn is not None
-            return self._read(self._loss_fn(output, target), num_samples)
+            return self._computed(self._loss_fn, output, target, num_samples)
         output, target = self._aligned(output, target)
         total = self._sum_loss(output, target)
         if target.is_floating_point():
             return total, target.numel() // target.shape[1]
         if self._class_weights is not None:
-            return total, _weigh(self._class_weights, target, target != self._ignore_index)
+            return total, class_weight(self._class_weights, target, target != self._ignore_index)
         return total, (target != self._ignore_index).sum()
 
     def _aligned(self, output: Any, target: Any) -> tuple[Any, Any]:
@@ -146,24 +184,53 @@ class Objective:
             check_class_axis(output)
         return output, target
 
-    def _read(self, result: Any, num_samples: int) -> Terms:
-        if isinstance(result, tuple) and len(result) == 2:
-            return result
-        if isinstance(result, Tensor) and result.dim() == 0:
-            return result * num_samples, num_samples
-        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise UserError(
-            "a loss must be one number",
-            field="training_step" if self._training_step else "loss_fn",
-            got=shape,
-            allowed="a 0-dimensional tensor (the mean of the micro-batch), or (sum, count)",
-            remedy="Call .mean() on a loss per sample",
-        )
+    def _computed(self, function: Callable[..., Any], first: Any, second: Any, num_samples: int) -> Terms:
+        """What `function` returns as (sum, count)."""
+        with self._means.recording():
+            result = function(first, second)
+        field = "training_step" if self._training_step else "loss_fn" if self._loss_fn else "model"
+        loss, count = read_loss(result, field)
+        mean = self._means.of(loss) if count is None else None
+        if torch.is_grad_enabled():
+            self._note_average("a count" if count is not None else mean.kind if mean else "samples", field)
+        if count is not None:
+            return loss, count
+        if mean is None:
+            self._warn_of_weight(num_samples, field)
+            return loss * num_samples, num_samples
+        return _sum_of(loss, mean)
+
+    def _note_average(self, kind: str, field: str) -> None:
+        """Refuse means of different kinds in one window: their counts cannot be added."""
+        if self.averaged_over not in (None, kind):
+            raise UserError(
+                "micro-batches of one global batch have losses that are means over different things, which"
+                " cannot be weighed against each other",
+                field=field,
+                got=f"{self.averaged_over}, then {kind}",
+                allowed="one kind of mean in a global batch",
+                remedy="Return (sum of losses, count) in all cases",
+            )
+        self.averaged_over = kind
+        self.averages = zlib.crc32(kind.encode(), self.averages)
+
+    def _warn_of_weight(self, num_samples: int, field: str) -> None:
+        counted = self._means.counts_other_than(num_samples) if self._warns else None
+        if counted is not None:
+            self._warns = False
+            logger.warning(
+                "the loss that %s returned is weighted by its %d samples, and a cross-entropy in it averaged"
+                " over %d targets: if that number varies, the mean of a global batch depends on its"
+                " micro-batches. Return (sum of losses, number of targets) to weigh by targets",
+                *(field, num_samples, counted),
+            )
 
 
-def _weigh(weights: Tensor, target: Tensor, kept: Tensor) -> Tensor:
-    """Sum of the class weights of the targets that are `kept`; others may be no class at all."""
-    return (weights.to(target.device)[torch.where(kept, target, 0)] * kept).sum()
+def _sum_of(loss: Tensor, mean: Mean) -> Terms:
+    if isinstance(mean.count, int) and mean.count:
+        return loss * mean.count, mean.count
+    count = torch.as_tensor(mean.count, device=loss.device)
+    return torch.where(count > 0, loss * count, 0.0), count  # the mean over nothing is not a number
 
 
 def _placed(loss_fn: Any, device: str) -> Any:

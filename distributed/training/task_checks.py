@@ -12,7 +12,14 @@ from torch.utils.data import TensorDataset
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 
-__all__ = ["check_class_axis", "check_default_target", "check_loss", "check_task", "read_pair"]
+__all__ = [
+    "check_by_name",
+    "check_class_axis",
+    "check_default_target",
+    "check_loss",
+    "check_task",
+    "read_pair",
+]
 
 
 def check_task(task: Task) -> None:
@@ -83,6 +90,23 @@ def check_class_axis(output: Tensor) -> None:
         allowed="an output of shape (samples, classes) with two or more classes",
         remedy="For one logit per sample set loss_fn=nn.BCEWithLogitsLoss(), for regression nn.MSELoss()",
     )
+
+
+def check_by_name(batch: Mapping[str, Any], given: str | None) -> None:
+    """Raise a UserError for a mapping as a batch beside what reads (output, target).
+
+    Args:
+        given: the argument that does, None without.
+    """
+    if given is not None:
+        raise UserError(
+            "a batch that is a mapping is passed to the model by name, which computes its own loss, so this"
+            " would be ignored",
+            field=given,
+            got=f"{given} and a batch of {', '.join(map(str, batch))}",
+            allowed="training_step and validation_step for batches that are mappings",
+            remedy="Give training_step=lambda model, batch: ..., and metrics in validation_step",
+        )
 
 
 def read_pair(name: str, result: Any, field: str) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -100,7 +101,12 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         check_optimizer(self.optimizer, self.module)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.objective = Objective(
-            task.loss_fn, task.training_step, task.metrics, task.validation_step, self.world.device
+            task.loss_fn,
+            task.training_step,
+            task.metrics,
+            task.validation_step,
+            self.world.device,
+            warns=self.world.rank == 0 and self._batch.global_batch_size > self._batch.batch_size,
         )
         self._declare_counts(task)
         parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
@@ -149,6 +155,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         self._check_trainable()
+        self.objective.begin_window()
         micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
         counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
         if counted and self.world.data_parallel_size == 1:
@@ -295,7 +302,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return batch if self.world.device == "cpu" else move(batch, self.world.device)
 
     def settings(self) -> Settings:
-        return Settings(self.module, self.optimizer)
+        return Settings(self.module, self.optimizer, self.objective)
 
     # -- cooperation: alone, every collective is the identity ---------------------------
 
@@ -342,16 +349,23 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
 
 def move(batch: Any, device: str) -> Any:
-    """Tensors in nested tuples, lists and dicts, copied to `device` without waiting."""
+    """Tensors in nested tuples, lists, mappings and dataclasses, copied to `device` without waiting."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        kind: Any = type(batch)
+        return moved if kind is dict else kind(moved)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(move(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        values = {f.name: move(getattr(batch, f.name), device) for f in fields(batch) if f.init}
+        return replace(batch, **values)
+    return batch
 
 
 def _inverse(count: Tensor) -> Tensor:

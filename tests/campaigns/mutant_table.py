@@ -53,6 +53,7 @@ MUTANTS = [
     Mutant(broken.ReportsOneRanksLoss, _PARITY, {"accumulation": 1, "length": 24}),
     Mutant(broken.RoundsToHalf, "test_c2_parity_in_float32", {"kind": "sgd", "limit": 1e-6}),
     Mutant(broken.IgnoresTheTrueCount, "test_c2_masked_tokens_weigh_alike", {"accumulation": 2}),
+    Mutant(broken.WeighsMeansBySamples, "test_c2_a_model_may_compute_its_own_loss"),
     Mutant(broken.DropsSamples, _ONCE),
     Mutant(broken.RepeatsTheFirstSlice, _ONCE),
     Mutant(broken.PadsTheLastBatch, _PARITY, {"accumulation": 1, "length": 23}),

@@ -19,6 +19,7 @@ from distributed.interfaces.backend import MicroBatch, StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
+from distributed.interfaces.task import Task
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
@@ -90,6 +91,14 @@ class IgnoresTheTrueCount(Sound):
 
     def _count_ratio(self) -> Tensor | None:
         return None
+
+
+class WeighsMeansBySamples(Sound):
+    """C2: weighs the mean that a model returns by samples, whatever it averages over."""
+
+    def prepare(self, task: Task) -> None:
+        super().prepare(task)
+        self.objective._means.of = lambda loss: None  # type: ignore[method-assign]
 
 
 class ForgetsToReduce(Sound):

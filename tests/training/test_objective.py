@@ -236,7 +236,7 @@ def test_only_means_can_be_weighed(make: Any, reduction: str) -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [({"loss_fn": lambda o, t: (o[:, 0] - t) ** 2}, "loss_fn"),
-     ({"training_step": lambda m, b: None}, "training_step")],
+     ({"training_step": lambda m, b: 1.0}, "training_step")],
 )  # fmt: skip
 def test_a_loss_is_one_number(given: Any, field: str, rank_pool: RankPool) -> None:
     with pytest.raises(UserError, match="a loss must be one number") as caught:

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.reference_problem import (
+    OwnLoss,
     make_optimizer,
     masked_mean,
     problem,
@@ -82,6 +83,24 @@ class StepContracts(Suite):
         run = Run(batch_size=3, given={"loss_fn": self.bench.weighted_loss()})
         for ranks in self.sizes:
             assert self.compare(ranks, problem(13), run, loss_fn=weighted_mean).distance < EXACT
+
+    def test_c2_a_model_may_compute_its_own_loss(self) -> None:
+        """A model that takes its batch by name and returns a mean is weighed by what that averages over."""
+        if self.spec.framework != "torch":
+            pytest.skip("the model is a torch module")
+        x, y = problem(26)
+        y = torch.where(torch.rand(26, generator=torch.Generator().manual_seed(3)) < 0.6, -100, y)
+        samples = [{"inputs": a, "labels": b} for a, b in zip(x, y, strict=True)]
+        given = {"batch_size": 3, "gradient_accumulation_steps": 2 if self.capabilities.accumulation else 1}
+        for ranks in self.sizes:
+            model, run = OwnLoss(), Run(steps=8)
+            trainer = self.trainer(model, ranks, optimizer="sgd", learning_rate=run.rate, **given)
+            history = trainer.fit(samples, max_steps=run.steps)
+            reference, seen = self.train_oracle(
+                math.prod(given.values()) * self.slices(ranks), (x, y), run, loss_fn=masked_mean
+            )
+            assert self.distance(model.body, reference) < EXACT
+            assert history.steps["loss"] == pytest.approx(seen.losses, abs=EXACT)
 
     # -- C6 ----------------------------------------------------------------------------
 

@@ -1,0 +1,224 @@
+"""MeanLosses: over how many elements a loss of torch was averaged.
+
+A loss that is the mean of a micro-batch has to be weighed by what it is the mean of (C2): tokens that are
+not masked, elements of a selection, samples. A function that returns one number does not say which. Losses
+of `torch.nn.functional` that are called in it are recorded, and a returned number that is one of them has
+its count. One that was multiplied has none: the factor may be a count as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Mean", "MeanLosses", "class_weight"]
+
+Count = Tensor | int
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss that torch computed as a mean.
+
+    Attributes:
+        value: the loss, 0-dimensional.
+        count: what was summed, divided by what the sum was divided by.
+        kind: name of torch's function.
+        elements: of the target, masked ones included.
+        called: by its name in `torch.nn.functional` at the time of the call.
+        version: of `value` then; a later one means that the value was changed in place.
+    """
+
+    value: Tensor
+    count: Count
+    kind: str
+    elements: int
+    called: bool
+    version: int
+
+    def is_value_of(self, loss: Tensor) -> bool:
+        """Whether `loss` is this mean, in whatever dtype and shape."""
+        value = self.value
+        if value._version != self.version:
+            return False
+        # Wrappers of modules return a detached alias through an autograd function of their own.
+        shared = value.data_ptr() == loss.data_ptr() != 0 and value.dtype == loss.dtype
+        return value is loss or shared or any(value.grad_fn is node for node in _same(loss.grad_fn))
+
+
+class MeanLosses:
+    """Records the losses that functions under `recording` compute.
+
+    Functions in `torch.nn.functional` are replaced meanwhile, which costs nothing per operation. One that
+    was imported by its own name is only seen by a mode that all operations of torch pass: it is entered for
+    the first micro-batch, and for the others if it was needed there.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Mean] = []
+        self._watch = True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forget what was recorded, and record the losses that this thread computes in the block."""
+        self.found = []
+        token = _RECORDER.set(self)
+        try:
+            with _replaced(), _Watch() if self._watch else nullcontext():
+                yield
+        finally:
+            _RECORDER.reset(token)
+
+    def of(self, loss: Tensor) -> Mean | None:
+        """The recorded mean that `loss` is, in whatever dtype and shape, or None."""
+        mean = next((m for m in self.found if m.is_value_of(loss)), None)
+        self._watch = self._watch and mean is not None and not mean.called
+        return mean
+
+    def counts_other_than(self, num_samples: int) -> int | None:
+        """Targets of a recorded loss over classes that are not one of each sample, or None."""
+        for mean in self.found:
+            if mean.kind in _CLASSES:
+                on_host = not isinstance(mean.count, Tensor) or mean.count.device.type == "cpu"
+                counted = int(mean.count) if on_host else mean.elements
+                if counted != num_samples:
+                    return counted
+        return None
+
+
+def class_weight(weight: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Sum of the class weights of the targets that are `kept`; others may be no class at all."""
+    return (weight.to(target.device)[torch.where(kept, target, 0)] * kept).sum()
+
+
+_RECORDER: ContextVar[MeanLosses | None] = ContextVar("recorder", default=None)
+_WATCHED: ContextVar[bool] = ContextVar("watched", default=False)
+
+
+def _classes(a: dict[str, Any]) -> Count:
+    """Of a cross-entropy or negative log-likelihood."""
+    target: Tensor = a["target"]
+    weight: Tensor | None = a["weight"]
+    if target.is_floating_point():
+        return target.numel() // target.shape[1 if target.dim() > 1 else 0]
+    kept = target != a["ignore_index"]
+    return kept.sum() if weight is None else class_weight(weight, target, kept)
+
+
+def _elements(a: dict[str, Any], weight: bool = False) -> Count | None:
+    """Of an elementwise loss. One with a `weight` that is divided by has no such count."""
+    if weight and a.get("weight") is not None:
+        return None
+    found: int = torch.broadcast_shapes(a["input"].shape, a["target"].shape).numel()
+    return found
+
+
+def _divergence(a: dict[str, Any]) -> Count | None:
+    samples: int = a["input"].shape[0]
+    return samples if a["reduction"] == "batchmean" else _elements(a)
+
+
+_CLASSES = ("cross_entropy", "nll_loss")
+_LOSSES: dict[str, Callable[[dict[str, Any]], Count | None]] = {
+    **dict.fromkeys(_CLASSES, _classes),
+    "kl_div": _divergence,
+    "binary_cross_entropy": _elements,
+    "binary_cross_entropy_with_logits": _elements,
+    **dict.fromkeys(("mse_loss", "l1_loss", "huber_loss"), partial(_elements, weight=True)),
+    **dict.fromkeys(("smooth_l1_loss", "soft_margin_loss", "poisson_nll_loss"), _elements),
+}
+_TORCH = {getattr(F, name): name for name in _LOSSES}
+_SIGNATURES = {name: signature(function) for function, name in _TORCH.items()}
+
+
+def _record(name: str, value: Any, args: Any, kwargs: Any, called: bool) -> None:
+    recorder = _RECORDER.get()
+    if recorder is None or not isinstance(value, Tensor) or value.dim():
+        return
+    bound = _SIGNATURES[name].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    legacy = given.get("size_average") is not None or given.get("reduce") is not None
+    count = None if legacy or given["reduction"] not in ("mean", "batchmean") else _LOSSES[name](given)
+    if count is not None:
+        target = given["target"]
+        elements = target.numel() if isinstance(target, Tensor) else 0
+        recorder.found.insert(0, Mean(value, count, name, elements, called, value._version))
+
+
+def _recorded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(function)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not _WATCHED.get():
+            _record(name, value, args, kwargs, called=True)
+        return value
+
+    return loss
+
+
+_REPLACED = {name: _recorded(function, name) for function, name in _TORCH.items()}
+_LOCK = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    """Let the functions of `torch.nn.functional` record; threads may do so at the same time."""
+    global _users
+    with _LOCK:
+        _users += 1
+        for name, function in _REPLACED.items():
+            setattr(F, name, function)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _users -= 1
+            for function, name in _TORCH.items() if not _users else ():
+                setattr(F, name, function)
+
+
+class _Watch(TorchFunctionMode):
+    """Records losses by whatever name they are called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _TORCH.get(getattr(func, "__wrapped__", func)) if hasattr(func, "__name__") else None
+        if name is None:
+            return func(*args, **kwargs)
+        token = _WATCHED.set(True)
+        try:
+            value = func(*args, **kwargs)
+        finally:
+            _WATCHED.reset(token)
+        _record(name, value, args, kwargs, called=False)
+        return value
+
+
+_SAME_VALUE = {
+    f"{name}Backward0" for name in ("Alias", "Clone", "Mean", "Squeeze", "Sum", "ToCopy", "Unsqueeze", "View")
+}
+_DEPTH = 6
+
+
+def _same(node: Any) -> Iterator[Any]:
+    """`node` of autograd and those below it, as long as each returns the number that it gets."""
+    for _ in range(_DEPTH):
+        if node is None:
+            return
+        yield node
+        if node.name() not in _SAME_VALUE:
+            return
+        node = node.next_functions[0][0]
