@@ -44,6 +44,7 @@ class Case:
         change: what a callback does to (model, optimizer) after `CHANGE_AFTER` steps.
         all_ranks: the callback acts on all ranks; None without a callback.
         data: ``(length) -> (inputs, classes)``, read in order.
+        accumulation: micro-batches per step.
         options: further configuration.
     """
 
@@ -53,6 +54,7 @@ class Case:
     change: Callable[[nn.Module, torch.optim.Optimizer], None] = _keep
     all_ranks: bool | None = None
     data: Callable[[int], tuple[Tensor, Tensor]] = _random
+    accumulation: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def callbacks(self) -> list[Callback]:
@@ -129,6 +131,15 @@ def _halve(gradient: Tensor) -> Tensor:
     return gradient * 0.5
 
 
+def _clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def _clamp_grad(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
 def _halve_grad(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -150,6 +161,16 @@ def _with_hook() -> nn.Module:
 def _with_accumulate_hook() -> nn.Module:
     model = small_model()
     next(model.parameters()).register_post_accumulate_grad_hook(_halve_grad)
+    return model
+
+
+def _clamped() -> nn.Module:
+    """Gradients of the whole batch are clamped: a mean of clamped gradients is another one."""
+    model = small_model()
+    for parameter in model[0].parameters():
+        parameter.register_hook(_clamp)
+    for parameter in model[2].parameters():
+        parameter.register_post_accumulate_grad_hook(_clamp_grad)
     return model
 
 
@@ -266,6 +287,8 @@ CASES: dict[str, Case] = {
     "accumulation-hook": Case(_with_accumulate_hook, _all),
     "tensor-hook-factory": Case(_with_hook, _all, factory=True),
     "accumulation-hook-factory": Case(_with_accumulate_hook, _all, factory=True),
+    "clamping-hooks": Case(_clamped, _all),
+    "clamping-hooks-accumulated": Case(_clamped, _all, accumulation=2),
     "optimizer-hook": Case(small_model, _with_step_hook),
     "parameter-attributes": Case(_with_attribute, _by_attribute),
     "parameter-attributes-factory": Case(_with_attribute, _by_attribute, factory=True),

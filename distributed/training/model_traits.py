@@ -82,6 +82,6 @@ COMPLEX = Trait(
 HOOKED = Trait(
     _hooked,
     "has a hook",
-    "serial, pytorch-ddp, horovod, deepspeed",
+    "serial, pytorch-ddp, horovod, deepspeed with zero_stage 0",
     "change the gradient in training_step or in the optimizer",
 )

@@ -25,6 +25,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
+from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.objective import Objective
@@ -93,6 +94,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         built = self.build(task.model)
         check_trainable(built)
         check_same_model(self, built)
+        whole = self._batch.global_batch_size == self._batch.batch_size
+        self._hooks = DeferredHooks() if whole else DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
         if isinstance(task.optimizer, torch.optim.Optimizer):
@@ -169,7 +172,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             if position:
                 enter("forward")
             ready = known[position] if known else None if counted else num_samples
-            with self.sync_when(position == len(micro_batches) - 1):
+            with self._hooks.held_back(), self.sync_when(position == len(micro_batches) - 1):
                 with self.autocast():
                     loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
                 middle = perf_counter()
@@ -204,6 +207,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             self.scaler.unscale_(self.optimizer)
             self.share_overflow()
         ratio = self._count_ratio()
+        if self._hooks:
+            self._rescale(ratio, None, None)
+            ratio = None
+            self._hooks.run()
         check = self.config.on_nan == "skip" and self.scaler is None
         norm = None
         if max_norm is not None or want_norm or check:

@@ -80,6 +80,7 @@ MUTANTS = [
     Mutant(broken.OverlooksThawing, _REFUSES, {"habit": "thawed-layer"}),
     Mutant(broken.ComparesNoSettings, _REFUSES, {"habit": "rate-changed-by-rank-0"}),
     Mutant(broken.ForgetsHooks, _REFUSES, {"habit": "tensor-hook"}),
+    Mutant(broken.CallsHooksInBackward, _REFUSES, {"habit": "clamping-hooks"}),
     Mutant(broken.StepsWithZeros, _REFUSES, {"habit": "idle-layer"}),
     Mutant(broken.ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]

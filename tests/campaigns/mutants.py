@@ -20,6 +20,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Task
+from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
@@ -377,6 +378,14 @@ class ForgetsHooks(Sound):
         for parameter in model.parameters():
             parameter._backward_hooks = None
         return super().place(model)
+
+
+class CallsHooksInBackward(Sound):
+    """C11: calls hooks on parameters with the gradient of each micro-batch on each rank."""
+
+    def prepare(self, task: Task) -> None:
+        super().prepare(task)
+        self._hooks = DeferredHooks()
 
 
 class StepsWithZeros(Sound):

@@ -27,7 +27,7 @@ from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.system.processes import environment, filtered_stderr
 from distributed.training.gradient_use import GradientUse, UsedParameters, refusal
-from distributed.training.model_traits import EMPTY, SPARSE, refuse
+from distributed.training.model_traits import EMPTY, HOOKED, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed_backends.deepspeed.hooks import stage_of
@@ -157,6 +157,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
         optimizer, model = self.optimizer, self.module
         cannot = {SPARSE: "DeepSpeed flattens dense gradients"}
+        if self.stage > 0 and self._hooks:
+            cannot[HOOKED] = "ZeRO reduces gradients in partitions, so that none is whole"
         if self.stage == 3:
             cannot[EMPTY] = "ZeRO 3 does not gather such parameters"
         refuse(model, "deepspeed", cannot)

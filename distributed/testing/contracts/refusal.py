@@ -32,7 +32,9 @@ class RefusalContracts(Suite):
         if self.spec.framework != "torch":
             pytest.skip("the cases are torch modules")
         case, ranks = CASES[habit], self.sizes[-1]
-        data = case.data(_LENGTH)
+        if case.accumulation > 1 and not self.capabilities.accumulation:
+            pytest.skip("does not claim accumulation")
+        data = case.data(_LENGTH * case.accumulation)
         refusal: UserError | None = None
         try:
             trained = self._fit_case(case, ranks, data)
@@ -52,6 +54,7 @@ class RefusalContracts(Suite):
             ranks,
             batch_size=_BATCH_SIZE,
             optimizer=case.optimizer(built) if built is not None else case.optimizer,
+            gradient_accumulation_steps=case.accumulation,
             data={"shuffle": False},
             callbacks=case.callbacks(),
             **case.options,
@@ -65,7 +68,7 @@ class RefusalContracts(Suite):
         model = case.build()
         optimizer = case.optimizer(model)
         x, y = data
-        size = _BATCH_SIZE * self.slices(ranks)
+        size = _BATCH_SIZE * case.accumulation * self.slices(ranks)
         middle = CHANGE_AFTER * size
         options: Any = {"global_batch_size": size, "steps": CHANGE_AFTER, "shuffle": False}
         oracle_fit(model, optimizer, x[:middle], y[:middle], **options)
