@@ -24,15 +24,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from distributed import Trainer
-from distributed.errors import UserError
+from distributed.errors import UserError, WorkerError
 from distributed.interfaces.launcher import Launcher
 from distributed.testing.rank_pool import RankPool
 
-__all__ = ["BACKENDS", "Recipe", "check", "recipes"]
+__all__ = ["BACKENDS", "Recipe", "check", "recipes", "try_all"]
 
 WIDTH, CLASSES, BATCH, STEPS = 6, 3, 2, 4
 EXACT, ROUNDED = 1e-9, 1e-5
 """Largest distance in float64, and where a part of the module computes in float32."""
+
+HANG = 10.0
+"""Seconds without progress after which a run is ended."""
 
 BACKENDS: dict[str, tuple[str, int, Mapping[str, Any]]] = {
     "serial": ("serial", 1, {}),
@@ -317,7 +320,8 @@ def check(recipe: Recipe, name: str, launcher: Launcher | None = None) -> str:
     """Train `recipe` by a backend of `BACKENDS`.
 
     Returns:
-        ``exact``, the first words of the refusal, or why plain PyTorch cannot train it.
+        ``exact``, the first words of the refusal, ``ended by hang_timeout`` (ZeRO 3 gathers the parameters
+        of other modules on each rank), or why plain PyTorch cannot train it.
 
     Raises:
         AssertionError: it was trained differently.
@@ -337,7 +341,7 @@ def check(recipe: Recipe, name: str, launcher: Launcher | None = None) -> str:
         backend=backend, num_processes=ranks, device="cpu", batch_size=BATCH, data={"shuffle": False},
         gradient_accumulation_steps=recipe.accumulation, gradient_clipping=recipe.clipping,
         find_unused_parameters=recipe.unused_allowed and backend == "pytorch-ddp",
-        tracking={"progress": "off"}, log_every_n_steps=2, **options,
+        tracking={"progress": "off"}, log_every_n_steps=2, hang_timeout=HANG, **options,
     )  # fmt: skip
     trainer.launcher = launcher if ranks > 1 else None
     try:
@@ -345,7 +349,11 @@ def check(recipe: Recipe, name: str, launcher: Launcher | None = None) -> str:
     except UserError as refusal:
         if not refusal.remedy:
             raise
-        return f"refused: {str(refusal).partition(':')[2].strip()[:60]}"
+        return f"refused: {str(refusal).partition(':')[2].strip()[:70]}"
+    except WorkerError as failure:
+        if "hang_timeout" not in str(failure):
+            raise
+        return "ended by hang_timeout"
     trained = dict(trainer.model.named_parameters())
     pairs = [(trained[name].detach(), p.detach()) for name, p in plain.named_parameters() if p.numel()]
     distance = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
@@ -389,12 +397,14 @@ def main() -> int:
     for name in args.backend or BACKENDS:
         found: Counter[str] = Counter()
         with closing(RankPool()) as pool:
-            wrong += _try_all(name, args.count, args.seed, pool, found)
+            wrong += try_all(name, args.count, args.seed, pool, found)
         print(name, *(f"\n  {number:5d}  {text}" for text, number in found.most_common()), flush=True)
     return 1 if wrong else 0
 
 
-def _try_all(name: str, count: int, number: int, pool: RankPool, found: Counter[str]) -> int:
+def try_all(name: str, count: int, number: int, pool: RankPool, found: Counter[str]) -> int:
+    """Count what `check` returns for `count` recipes in `found`; the number that were trained differently."""
+
     @seed(number)
     @settings(
         max_examples=count, database=None, deadline=None, phases=[Phase.generate],

@@ -54,7 +54,11 @@ class DDPBackend(ProcessGroupBackend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         try:
-            return super().run_window(window)
+            result = super().run_window(window)
+            if self.world.size > 1:
+                # Otherwise the next collective of this rank would meet a reduction of the others.
+                self.model._check_reducer_finalized()
+            return result
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise

@@ -27,7 +27,7 @@ from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.system.processes import environment, filtered_stderr
 from distributed.training.gradient_use import GradientUse, UsedParameters, refusal
-from distributed.training.model_traits import EMPTY, HOOKED, SPARSE, refuse
+from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed_backends.deepspeed.hooks import stage_of
@@ -156,7 +156,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         from distributed_backends.deepspeed.engine import Root, build_engine, engine_options
 
         optimizer, model = self.optimizer, self.module
-        cannot = {SPARSE: "DeepSpeed flattens dense gradients"}
+        cannot = {
+            SPARSE: "DeepSpeed flattens dense gradients",
+            COMPLEX: "DeepSpeed reduces real gradients only",
+        }
         if self.stage > 0 and self._hooks:
             cannot[HOOKED] = "ZeRO reduces gradients in partitions, so that none is whole"
         if self.stage == 3:

@@ -14,10 +14,20 @@ from distributed import Trainer
 from distributed.errors import UserError
 from distributed.interfaces.launcher import Launcher
 
-__all__ = ["BATCH", "Entry", "Result", "STEPS", "compare"]
+__all__ = ["BACKENDS", "BATCH", "STEPS", "Entry", "Result", "compare"]
 
 STEPS, BATCH, RATE = 4, 2, 0.1
 """Optimizer steps, samples of a rank's batch, learning rate."""
+
+BACKENDS: dict[str, tuple[str, int, Mapping[str, Any]]] = {
+    "serial": ("serial", 1, {}),
+    "ddp 2": ("pytorch-ddp", 2, {}),
+    "ddp 3": ("pytorch-ddp", 3, {}),
+    "fsdp 2": ("fsdp", 2, {}),
+    **{f"zero {stage}": ("deepspeed", 2, {"zero_stage": stage}) for stage in range(4)},
+    "horovod 2": ("horovod", 2, {}),
+}
+"""Name -> (backend, ranks, options)."""
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -69,11 +79,16 @@ class Result:
     moved: float
     refused: str | None = None
 
+    def passes(self, entry: Entry) -> bool:
+        """Whether the entry was trained exactly, and so that a difference would show, or refused."""
+        if self.distance is None:
+            return True
+        return self.distance <= entry.accuracy and self.moved > 100 * entry.accuracy
 
-def compare(
-    entry: Entry, backend: str, ranks: int, launcher: Launcher | None = None, **options: Any
-) -> Result:
-    """Train with `ranks` ranks and with plain PyTorch, over the same global batches."""
+
+def compare(entry: Entry, name: str, launcher: Launcher | None = None) -> Result:
+    """Train by a backend of `BACKENDS` and by plain PyTorch, over the same global batches."""
+    backend, ranks, options = BACKENDS[name]
     model = entry.model()
     before = _tensors(model)
     trainer = Trainer(
@@ -81,7 +96,7 @@ def compare(
         optimizer="sgd", learning_rate=RATE, max_steps=STEPS, data={"shuffle": False},
         **{**entry.given, **options},
     )  # fmt: skip
-    trainer.launcher = launcher
+    trainer.launcher = launcher if ranks > 1 else None
     samples = entry.samples()
     try:
         trainer.fit(DataLoader(samples, batch_size=BATCH, collate_fn=entry.collate))
