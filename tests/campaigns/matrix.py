@@ -5,16 +5,20 @@
     python -m tests.campaigns.matrix > docs/mutants.md
 
 runs every test against every mutant (about fifteen minutes on two idle cores; on busy ones a slow run is
-taken for a hang) and prints a page.
+taken for a hang) and prints a page. With ``--missing PAGE`` it keeps the cells of an earlier page, and runs
+the tests and mutants that this page does not have.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +28,7 @@ from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import Mutant
 from tests.campaigns.mutants import Sound
 
-__all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "render"]
+__all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "read", "render"]
 
 MEANT, FAILS, PASSES, MISSED = "●", "x", "·", "MISSED"
 """A cell: failed as meant; failed besides; passed; passed although the test is meant to catch it."""
@@ -47,8 +51,11 @@ The tests:
 
 
 def main() -> int:
-    """Run everything and print the page; 1 when a mutant escapes its test or `Sound` fails."""
-    cells = _run()
+    """Run the tests and print the page; 1 when a mutant escapes its test or `Sound` fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--missing", metavar="PAGE", help="keep the cells of this page")
+    page = parser.parse_args().missing
+    cells = _run(read(Path(page).read_text(encoding="utf-8")) if page else {})
     print(render(cells))
     escaped = any(MISSED in row.values() for row in cells.values())
     return int(escaped or set(cells[Sound.__name__].values()) != {PASSES})
@@ -90,6 +97,13 @@ def render(cells: dict[str, dict[str, str]]) -> str:
     ).rstrip()
 
 
+def read(page: str) -> dict[str, dict[str, str]]:
+    """``{mutant: {test: cell}}`` of a page."""
+    tests = re.findall(r"^\d+\. `(\S+)`$", page, re.MULTILINE)
+    found = re.findall(r"^\| `(\w+)` \| .*? \| ((?:\S+ \| ?)+)$", page, re.MULTILINE)
+    return {name: dict(zip(tests, cells.replace("|", "").split(), strict=True)) for name, cells in found}
+
+
 def _fault(mutant: Mutant) -> str:
     return " ".join((mutant.kind.__doc__ or "").split()).rstrip(".")
 
@@ -99,17 +113,26 @@ def _line(cells: list[str]) -> str:
 
 
 class _Collector:
-    """A pytest plugin that keeps what became of every test of every mutant."""
+    """A pytest plugin that keeps what became of every test of every mutant.
 
-    def __init__(self) -> None:
-        self.cells: dict[str, dict[str, str]] = {}
+    Args:
+        known: cells whose tests are not run.
+    """
+
+    def __init__(self, known: Mapping[str, Mapping[str, str]]) -> None:
+        self.cells = {name: dict(row) for name, row in known.items()}
         self._params: dict[str, dict[str, Any]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Remember the parameters by name: a report has none."""
+        items[:] = [item for item in items if not self._knows(item.nodeid)]
         for item in items:
             callspec = getattr(item, "callspec", None)
             self._params[item.nodeid] = dict(callspec.params) if callspec else {}
+
+    def _knows(self, test_id: str) -> bool:
+        *_, kind, test = test_id.split("::")
+        return test in self.cells.get(kind.removeprefix("Test"), {})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A row's cell."""
@@ -125,8 +148,8 @@ class _Collector:
             print(f"{name} {test}: {report.outcome}", file=sys.stderr)
 
 
-def _run() -> dict[str, dict[str, str]]:
-    collector = _Collector()
+def _run(known: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    collector = _Collector(known)
     arguments = ["--pyargs", "tests.campaigns.mutant_suite", "-q", "--tb=no", "--no-header", "-p"]
     with redirect_stdout(sys.stderr):
         pytest.main([*arguments, "no:cacheprovider"], plugins=[collector])
