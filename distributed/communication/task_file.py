@@ -22,23 +22,25 @@ _HOOKS = {
 
 def save_task(task: Any, path: str | os.PathLike[str]) -> None:
     """Pickle `task` in one graph: code from ``__main__`` by value, tensors and large NumPy
-    arrays as raw bytes that `load_task` maps.
+    arrays as raw bytes that `load_task` maps. torch's default dtype goes with it.
 
     Raises:
         TypeError, pickle.PicklingError: the task holds an object that cannot be pickled.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        torch.save(task, file, pickle_module=_Cloudpickle, pickle_protocol=5)
+        torch.save((torch.get_default_dtype(), task), file, pickle_module=_Cloudpickle, pickle_protocol=5)
 
 
 def load_task(path: str | os.PathLike[str]) -> Any:
-    """Load a task. Tensors are private, copy-on-write views of the file: all ranks of a host
-    share one copy in memory until they write. The file may be deleted afterwards.
+    """Load a task, and set its default dtype. Tensors are private, copy-on-write views of the file: all
+    ranks of a host share one copy in memory until they write. The file may be deleted afterwards.
 
     This runs the code of the task, which is the caller's own; never use it on a checkpoint.
     """
-    return torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
+    dtype, task = torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
+    torch.set_default_dtype(dtype)
+    return task
 
 
 def _is_large(array: Any) -> bool:

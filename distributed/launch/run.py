@@ -137,7 +137,8 @@ def _save(job: RankPayload, path: Path) -> None:
         raise UserError(
             f"cannot pickle the Trainer's arguments for the ranks: {type(error).__name__}: {error}",
             field="model, loaders, loss_fn, callbacks",
-            remedy="Open files, locks and connections inside the dataset or factory, or start the"
+            remedy="Give a function that builds the model instead of a model that cannot be pickled, such as"
+            " one with parametrizations; open files, locks and connections inside the dataset; or start the"
             " script with torchrun, which pickles nothing",
         ) from error
 

@@ -52,6 +52,19 @@ def test_hooks_of_parameters_and_optimizers_travel(tmp_path: Path) -> None:
     assert model.bias.tolist() != [2.0, 2.0]
 
 
+def test_the_default_dtype_travels(tmp_path: Path) -> None:
+    """A function that builds a model then builds the same one in the ranks."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        save_task(lambda: nn.Linear(2, 2), tmp_path / "task")
+        torch.set_default_dtype(torch.float32)
+        build = load_task(tmp_path / "task")
+        assert build().weight.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_lambdas_closures_and_local_classes_travel(tmp_path: Path) -> None:
     factor = 3
 
