@@ -196,7 +196,7 @@ class Objective:
         if count is not None:
             return loss, count
         if mean is None:
-            self._warn_of_weight(num_samples, field)
+            self._warn_of_weight(second, num_samples, field)
             return loss * num_samples, num_samples
         return _sum_of(loss, mean)
 
@@ -214,14 +214,17 @@ class Objective:
         self.averaged_over = kind
         self.averages = zlib.crc32(kind.encode(), self.averages)
 
-    def _warn_of_weight(self, num_samples: int, field: str) -> None:
+    def _warn_of_weight(self, batch: Any, num_samples: int, field: str) -> None:
         counted = self._means.counts_other_than(num_samples) if self._warns else None
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if self._warns and counted is None and isinstance(labels, Tensor) and not labels.is_floating_point():
+            counted = labels.numel() if labels.numel() != num_samples else None
         if counted is not None:
             self._warns = False
             logger.warning(
-                "the loss that %s returned is weighted by its %d samples, and a cross-entropy in it averaged"
-                " over %d targets: if that number varies, the mean of a global batch depends on its"
-                " micro-batches. Return (sum of losses, number of targets) to weigh by targets",
+                "the loss that %s returned is weighted by its %d samples, and it is computed from %d targets:"
+                " if that number varies, the mean of a global batch depends on its micro-batches. Return"
+                " (sum of losses, number of targets) to weight it by targets",
                 *(field, num_samples, counted),
             )
 

@@ -258,6 +258,23 @@ def test_a_mean_of_unknown_weight_is_reported_once(
     assert sum("is weighted by its" in record.getMessage() for record in caplog.records) == expected
 
 
+class ByHand(Named):
+    """Computes its loss without torch's function."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        kept = labels != -100
+        chosen = self.tokens(inputs).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return -(chosen * kept).sum() / kept.sum().clamp(min=1)
+
+
+def test_labels_of_unknown_weight_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(ByHand("number"), batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(rows(*ragged()))
+    assert "computed from 10 targets" in caplog.text
+
+
 def test_torch_is_left_as_it_was() -> None:
     before = F.cross_entropy
     first, second = MeanLosses(), MeanLosses()
