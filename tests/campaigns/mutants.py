@@ -374,10 +374,11 @@ class ComparesNoSettings(Sound):
 class ForgetsHooks(Sound):
     """C11: trains without the hooks on parameters, as a copy of the model would."""
 
-    def place(self, model: nn.Module) -> nn.Module:
-        for parameter in model.parameters():
+    def build(self, model: Any) -> nn.Module:
+        built = super().build(model)
+        for parameter in built.parameters():
             parameter._backward_hooks = None
-        return super().place(model)
+        return built
 
 
 class CallsHooksInBackward(Sound):
