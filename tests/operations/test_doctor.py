@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_a_kernels_package_of_ours_is_an_error(tmp_path: Path, monkeypatch: pyte
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)  # transformers looks for one
     monkeypatch.setattr(distributed.__spec__, "origin", str(tmp_path / "distributed" / "__init__.py"))
     assert only(installation.kernels_name()).status == "error"
 

@@ -120,7 +120,7 @@ def _with_elements(model: nn.Module) -> nn.Module:
         (Sparse, "horovod", {}, "embed.weight is sparse.*sparse=False"),
         (Empty, "deepspeed", {"zero_stage": 3}, "'none', which has no elements.*zero_stage 2.*leave it out"),
         (Complex, "fsdp", {}, "different dtypes"),
-        (Complex, "deepspeed", {}, "differ in dtype"),
+        (Complex, "deepspeed", {}, "which is complex"),
         (Complex, "horovod", {}, "'phase', which is complex.*view_as_real"),
     ],
 )
