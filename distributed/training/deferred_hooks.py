@@ -24,20 +24,20 @@ class DeferredHooks:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._hooks: list[tuple[nn.Parameter, MutableMapping[int, Any], int, bool]] = []
+        self._deferred: list[tuple[nn.Parameter, MutableMapping[int, Any], int, bool]] = []
         for parameter in parameters:
             accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
             for table, replaces in ((parameter._backward_hooks, True), (accumulated, False)):
                 if table:
-                    self._hooks += [(parameter, table, key, replaces) for key in table]
+                    self._deferred += [(parameter, table, key, replaces) for key in table]
 
     def __bool__(self) -> bool:
-        return bool(self._hooks)
+        return bool(self._deferred)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Take the hooks off their parameters in the block."""
-        held = [(table, key, table.pop(key)) for _, table, key, _ in self._hooks if key in table]
+        held = [(table, key, table.pop(key)) for _, table, key, _ in self._deferred if key in table]
         try:
             yield
         finally:
@@ -47,11 +47,11 @@ class DeferredHooks:
     @torch.no_grad()
     def run(self) -> None:
         """Call the hooks of the parameters that have a gradient."""
-        for parameter, table, key, replaces in self._hooks:
+        for parameter, table, key, replaces in self._deferred:
             hook = table.get(key)
             if hook is None or parameter.grad is None:
                 continue
             if not replaces:
                 hook(parameter)
             elif (gradient := hook(parameter.grad)) is not None:
-                parameter.grad = gradient
+                parameter.grad.copy_(gradient)
