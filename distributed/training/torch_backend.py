@@ -94,8 +94,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         built = self.build(task.model)
         check_trainable(built)
         check_same_model(self, built)
-        whole = self._batch.global_batch_size == self._batch.batch_size
-        self._hooks = DeferredHooks() if whole else DeferredHooks(built.parameters())
+        self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
         if isinstance(task.optimizer, torch.optim.Optimizer):

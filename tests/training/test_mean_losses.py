@@ -275,6 +275,25 @@ def test_labels_of_unknown_weight_are_reported(caplog: pytest.LogCaptureFixture)
     assert "computed from 10 targets" in caplog.text
 
 
+def clamped() -> Tokens:
+    model = Tokens()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+def test_a_hook_gets_the_gradient_of_the_mean_in_one_process_too() -> None:
+    """The loss of a training_step is divided by its count after backward."""
+    x, y = padded()
+    model, reference = clamped(), clamped()
+    make_trainer(
+        model, batch_size=8, max_steps=STEPS, optimizer=SGD, learning_rate=0.3,
+        training_step=lambda m, b: F.cross_entropy(*flat(m(b[0]), b[1])),
+    ).fit((x, y))  # fmt: skip
+    plain(reference, x, y, whole_mean)
+    assert distance(model, reference) < EXACT
+
+
 def test_torch_is_left_as_it_was() -> None:
     before = F.cross_entropy
     first, second = MeanLosses(), MeanLosses()
