@@ -245,15 +245,10 @@ def _show(
         [_row(trial, names) for trial in tuner.results],
         ["bold" if trial is tuner.best else "" for trial in tuner.results],
     )
-    best = ", ".join(f"{name}={cell(value)}" for name, value in _best(tuner).items())
+    best = ", ".join(f"{name}={cell(value)}" for name, value in tuner.best_parameters.items())
     print(f"best: trial {tuner.best.name}, {metric} {cell(tuner.best.value)}: {best}")
     for line in _how_to_train(tuner, args, layers, arguments):
         print(line)
-
-
-def _best(tuner: DistributedTuner) -> dict[str, Any]:
-    """Parameters of the best trial, without those that no trial read."""
-    return {name: value for name, value in tuner.best.parameters.items() if name not in tuner.unread}
 
 
 def _how_to_train(
@@ -264,7 +259,7 @@ def _how_to_train(
 
     from distributed.system.private_files import write_private
 
-    fields, own = split(_best(tuner))
+    fields, own = split(tuner.best_parameters)
     if tuner.best.ranks is not None:
         # On more ranks the global batch differs from the one that the learning rate was tuned for.
         fields["num_processes"] = tuner.best.ranks

@@ -330,7 +330,7 @@ def told(tmp_path: Path, file: str, best: Trial) -> tuple[str, DistributedConfig
     """The command that trains with `best`, and the configuration that it would have."""
     (tmp_path / "tune.yaml").write_text(file)
     args = argparse.Namespace(script="train.py")
-    search: Any = SimpleNamespace(best=best, unread=["momentum"], output_dir=tmp_path, plot=lambda path: path)
+    search: Any = SimpleNamespace(best=best, best_parameters=best.parameters, output_dir=tmp_path, plot=str)
     lines = _how_to_train(search, args, [read_file(tmp_path / "tune.yaml")], [])
     return lines[1], load(tmp_path / "best.yaml")
 

@@ -91,7 +91,7 @@ def search(tmp_path: Path, *unread: list[str]) -> DistributedTuner:
         Trial(str(n), {"lr": 0.1, "hidden_size": 8, "fixed": 3}, "finished", "loss", float(n), unread=names)
         for n, names in enumerate(unread)
     ]
-    found.best_parameters = found._conclude(trials)  # type: ignore[attr-defined]
+    assert found._conclude(trials) == found.best_parameters
     return found
 
 
@@ -101,14 +101,14 @@ def test_a_parameter_that_no_trial_read_is_no_result(
     with caplog.at_level(logging.WARNING):
         found = search(tmp_path, ["fixed", "hidden_size"], ["hidden_size", "lr"])
     assert found.unread == ["hidden_size"]
-    assert found.best_parameters == {"lr": 0.1, "fixed": 3}  # type: ignore[attr-defined]
+    assert found.best_parameters == {"lr": 0.1, "fixed": 3}
     assert "no trial read 'hidden_size'" in caplog.text
 
 
 def test_one_that_some_trials_read_is_a_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = search(tmp_path, ["hidden_size"], [])
     assert found.unread == []
-    assert found.best_parameters["hidden_size"] == 8  # type: ignore[attr-defined]
+    assert found.best_parameters["hidden_size"] == 8
     assert caplog.text == ""
 
 

@@ -102,6 +102,7 @@ def watched_arguments(flags: Mapping[str, str]) -> Iterator[set[str]]:
         return found, rest
 
     before, sys.argv = sys.argv, _Arguments(sys.argv)
+    # argparse has no hook for the arguments that a parser does not know.
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
     try:
         yield unread

@@ -142,6 +142,15 @@ class DistributedTuner:
             raise UserError("nothing has been tuned yet", field="best", remedy="Call tune() first")
         return self._best
 
+    @property
+    def best_parameters(self) -> dict[str, Any]:
+        """Parameters of the best trial, without those in `unread`.
+
+        Raises:
+            UserError: there was no trial.
+        """
+        return {name: value for name, value in self.best.parameters.items() if name not in self.unread}
+
     def tune(self, num_samples: int = 10) -> dict[str, Any]:
         """Run the search and return the parameters of the best trial.
 
@@ -334,7 +343,7 @@ class DistributedTuner:
                 " parameters do not include it. Read it in train_fn, or remove it from search_space",
                 ", ".join(map(repr, self.unread)),
             )
-        return {name: value for name, value in self._best.parameters.items() if name not in self.unread}
+        return self.best_parameters
 
     def _unread(self, trials: list[Trial]) -> list[str]:
         """Names of sampled parameters that none of the trials that ended has read."""
