@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 
 from distributed.testing.rank_pool import RankPool
-from tests.campaigns.zoo.entry import BACKENDS, compare
+from tests.campaigns.backends import BACKENDS
+from tests.campaigns.zoo.entry import compare
 from tests.campaigns.zoo.table import ENTRIES
 
 pytestmark = pytest.mark.slow

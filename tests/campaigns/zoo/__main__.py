@@ -10,7 +10,8 @@ import sys
 from contextlib import closing, redirect_stdout
 
 from distributed.testing.rank_pool import RankPool
-from tests.campaigns.zoo.entry import BACKENDS, Result, compare
+from tests.campaigns.backends import BACKENDS
+from tests.campaigns.zoo.entry import Result, compare
 from tests.campaigns.zoo.table import ENTRIES, render
 
 

@@ -13,21 +13,12 @@ from torch.utils.data import DataLoader, default_collate
 from distributed import Trainer
 from distributed.errors import UserError
 from distributed.interfaces.launcher import Launcher
+from tests.campaigns.backends import BACKENDS
 
-__all__ = ["BACKENDS", "BATCH", "STEPS", "Entry", "Result", "compare"]
+__all__ = ["BATCH", "STEPS", "Entry", "Result", "compare"]
 
 STEPS, BATCH, RATE = 4, 2, 0.1
 """Optimizer steps, samples of a rank's batch, learning rate."""
-
-BACKENDS: dict[str, tuple[str, int, Mapping[str, Any]]] = {
-    "serial": ("serial", 1, {}),
-    "ddp 2": ("pytorch-ddp", 2, {}),
-    "ddp 3": ("pytorch-ddp", 3, {}),
-    "fsdp 2": ("fsdp", 2, {}),
-    **{f"zero {stage}": ("deepspeed", 2, {"zero_stage": stage}) for stage in range(4)},
-    "horovod 2": ("horovod", 2, {}),
-}
-"""Name -> (backend, ranks, options)."""
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
