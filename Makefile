@@ -13,7 +13,7 @@ DEMO_FLAGS ?= --backend pytorch-ddp --num-processes 2 --epochs 15
 DEMO_OUTPUT := --checkpoint-dir demo/checkpoints --tensorboard-dir demo/runs \
 	--mlflow --mlflow-experiment demo --set tracking.mlflow_tracking_uri=sqlite:///demo/mlflow.db
 
-.PHONY: demo test test-fast test-gpu gpu-wheels test-cluster test-tools cluster-tools check clean help horovod docs docs-serve deploy-templates
+.PHONY: demo test test-fast test-gpu gpu-wheels test-cluster zoo-vision test-tools cluster-tools check clean help horovod docs docs-serve deploy-templates
 
 help:
 	@echo "make demo    train the bundled example on real data under PyTorch DDP with two ranks"
@@ -42,6 +42,10 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PACKAGES := pluggy pydantic cloudpickle psutil pytest rich
 test-gpu:
 	$(GPU_PYTHON) -m tests.gpu $(GPU_FLAGS)
+
+# Rows of tests/campaigns/zoo whose libraries cannot be imported beside the CPU build of torch.
+zoo-vision: | $(BIN)/pip
+	$(INSTALL) --no-deps --target build/zoo torchvision==0.28.0 timm==1.0.31
 
 # For a machine without a network, of that version of Python.
 GPU_PYTHON_VERSION ?= 3.12

@@ -27,7 +27,6 @@ from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.system.garbage_collection import collect_as_usual
 
 if TYPE_CHECKING:
-    from distributed.data import Source
     from distributed.launch.run import RunResult
 
 
@@ -154,7 +153,8 @@ class Trainer:
         Args:
             train_loader: a DataLoader, a Dataset, tensors, or a sequence of samples; under
                 ``tensorflow`` also a ``tf.data.Dataset`` or ``keras.utils.PyDataset``.
-            val_loader: the same for validation, or None.
+            val_loader: the same for validation, or None. A mapping from names to such validates each set:
+                metrics are ``val_<name>_loss`` and so on, and ``val_loss`` over the samples of all sets.
             epochs: overrides the config's.
             max_steps: overrides the config's.
             checkpoint_dir: overrides the config's.
@@ -218,17 +218,16 @@ class Trainer:
         framework.check(self._model, self.optimizer)
         self._check_unused()
 
-        from distributed.data import Source
+        from distributed.data import Source, validation_sources
 
-        val_data: Source | None = None
-        if val_loader is not None:
-            val_data = Source.of(framework.read(val_loader, "val_loader", config), "val_loader")
         train_data = framework.read(train_loader, "train_loader", config)
         task = self._bare_task(
             validation_step=self.validation_step,
             metrics=self.metrics,
             train_data=Source.of(train_data, "train_loader", config.data.shuffle),
-            val_data=val_data,
+            val_data=validation_sources(
+                val_loader, lambda data, argument: framework.read(data, argument, config)
+            ),
             callbacks=self.callbacks,
         )
         task = framework.complete(task)
@@ -283,7 +282,7 @@ class Trainer:
         choice, framework = self._choose(config)
         facts = Facts(
             train_batch_size=self._loader_batch_size(task),
-            val_batch_size=task.val_data.batch_size if task.val_data else None,
+            val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=framework.carries_rate(self._model, self.optimizer),
             drop_last=bool(task.train_data and task.train_data.drop_last),

@@ -60,6 +60,21 @@ def own_elements(tensor: Any) -> Shard:
     return Shard(start, local_part(tensor), copy, copies)
 
 
+def own_share(tensor: Any, part: int, parts: int) -> tuple[int, Tensor]:
+    """Slice `part` of `parts` of a tensor's elements; of a DTensor, the slice of this rank's rows that it
+    shares with the ranks that hold the same.
+
+    Returns:
+        (the first of its elements in the flattened whole tensor, the elements, 1-dimensional, live).
+    """
+    first = 0
+    if is_sharded(tensor):
+        first, tensor, part, parts = own_elements(tensor)
+    length = tensor.numel()
+    start, end = length * part // parts, length * (part + 1) // parts
+    return first + start, tensor.detach().reshape(-1)[start:end]
+
+
 def local_part(tensor: Any) -> Tensor:
     """What this rank holds of `tensor`, live; all of it where it is not sharded."""
     if not is_sharded(tensor):

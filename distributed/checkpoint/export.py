@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as safetensors, in the layout that Hugging Face's loaders read."""
+"""Weights of a checkpoint as safetensors, in the layout that the loaders of transformers and PEFT read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf, prod
 from typing import Any
 
 from distributed.checkpoint.chunk_index import ITEM_SIZES
@@ -44,7 +44,9 @@ def export_safetensors(
 
     One file ``model.safetensors``, or several with ``model.safetensors.index.json`` where they
     are larger. Tied tensors are stored once; the files' metadata name the others, as
-    ``safetensors.torch.load_model`` reads them. Every byte read is checked.
+    ``safetensors.torch.load_model`` reads them. Every byte read is checked. Of a model of transformers the
+    directory also gets ``config.json``, of adapters of PEFT ``adapter_model.safetensors`` and
+    ``adapter_config.json`` alone: ``from_pretrained`` reads it.
 
     Args:
         path: a committed checkpoint.
@@ -53,10 +55,11 @@ def export_safetensors(
         max_shard_size: bytes per file; a larger tensor has a file of its own.
 
     Returns:
-        The paths written, the index last.
+        The paths written.
 
     Raises:
-        UserError: the checkpoint is damaged, or `output` holds such files already.
+        UserError: the checkpoint is damaged or leaves parameters out that are no part of an adapter, or
+            `output` holds such files already.
         OSError: a file cannot be written; none of the new names exists then.
     """
     files, output = located(output)
@@ -65,10 +68,12 @@ def export_safetensors(
             "weights are written to a disk", field="--output", got=output, remedy="Copy them from there"
         )
     reader = PortableReader(path)
-    shards = list(_shards(reader, dtype, max_shard_size))
-    names = _names(len(shards))
+    texts, exported = _described(reader, dtype)
+    shards = list(_shards(reader, exported, dtype, inf if "adapter_config.json" in texts else max_shard_size))
+    stem = "adapter_model" if "adapter_config.json" in texts else "model"
+    names = _names(stem, len(shards))
     files.make_directories(output)
-    taken = [name for name in [*names, _INDEX] if os.path.exists(os.path.join(output, name))]
+    taken = [n for n in [*names, *texts, _INDEX] if os.path.exists(os.path.join(output, n))]
     if taken:
         raise UserError(
             "it holds exported weights already",
@@ -80,10 +85,12 @@ def export_safetensors(
     files.make_directory(staging)
     try:
         for name, tensors in zip(names, shards, strict=True):
-            _write(files, reader, os.path.join(staging, name), tensors, dtype)
+            _write(files, reader, os.path.join(staging, name), {t: exported[t] for t in tensors}, dtype)
         if len(shards) > 1:
-            files.write_file(os.path.join(staging, _INDEX), _index(reader, names, shards, dtype))
-            names.append(_INDEX)
+            texts[_INDEX] = _index(reader, names, shards, dtype)
+        for name, text in texts.items():
+            files.write_file(os.path.join(staging, name), text.encode())
+        names += texts
         for name in names:
             files.rename(os.path.join(staging, name), os.path.join(output, name))
         files.fsync_directory(output)
@@ -94,20 +101,46 @@ def export_safetensors(
 
 
 _INDEX = "model.safetensors.index.json"
+_TEXTS = ("config.json", "generation_config.json", "adapter_config.json")
+"""Files that a checkpoint may bring; names are read from the checkpoint, and others might lead elsewhere."""
 
 
-def _names(count: int) -> list[str]:
+def _described(reader: PortableReader, dtype: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """(files beside the weights: name -> text, tensors to write: name -> name in the file)."""
+    about: dict[str, Any] = reader.extra.get("model_files", {})
+    texts = {name: str(text) for name, text in about.get("files", {}).items() if name in _TEXTS}
+    own = about.get("names")
+    exported = {name: name for key, name in reader.tensors() if key == "model"}
+    if own is not None:
+        exported = {name: own[name] for name in exported if name in own}
+    elif reader.omitted:
+        raise UserError(
+            f"the checkpoint leaves out {len(reader.omitted)} frozen parameters, such as"
+            f" '{next(iter(reader.omitted))}', so its weights are not a whole model",
+            field="PATH",
+            got=reader.path,
+            allowed="a complete checkpoint, or one of adapters of PEFT",
+            remedy="Save complete checkpoints with checkpoint.trainable_only=false, or load it into a model"
+            " with load_full_model and save that",
+        )
+    if dtype and "config.json" in texts:
+        config = json.loads(texts["config.json"])
+        texts["config.json"] = json.dumps({**config, "dtype": DTYPES[dtype]}, indent=2)
+    return texts, exported
+
+
+def _names(stem: str, count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _shards(reader: PortableReader, dtype: str | None, limit: int) -> Iterator[list[str]]:
+def _shards(
+    reader: PortableReader, names: Iterable[str], dtype: str | None, limit: float
+) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
-    for key, name in reader.tensors():
-        if key != "model":
-            continue
+    for name in names:
         added = _size(reader, name, dtype)
         if shard and size + added > limit:
             yield shard
@@ -127,14 +160,17 @@ def _size(reader: PortableReader, name: str, dtype: str | None) -> int:
     return prod(reader.tensors()["model", name]) * ITEM_SIZES[_target(reader, name, dtype)]
 
 
-def _write(files: FileLayer, reader: PortableReader, path: str, names: list[str], dtype: str | None) -> None:
+def _write(
+    files: FileLayer, reader: PortableReader, path: str, names: Mapping[str, str], dtype: str | None
+) -> None:
+    """Write tensors, each under its name in the file."""
     import torch
     from safetensors.torch import save_file
 
     tensors: dict[str, Any] = {}
-    for name in names:
+    for name, exported in names.items():
         values = reader.read("model", name).reshape(reader.tensors()["model", name])
-        tensors[name] = values.to(getattr(torch, _target(reader, name, dtype)))
+        tensors[exported] = values.to(getattr(torch, _target(reader, name, dtype)))
     tied = {alias: owner for alias, owner in reader.aliases.items() if owner in tensors}
     with files.open(path):
         pass  # Made first, so that it is its owner's alone from the beginning.
@@ -143,7 +179,7 @@ def _write(files: FileLayer, reader: PortableReader, path: str, names: list[str]
         files.fsync(file)
 
 
-def _index(reader: PortableReader, names: list[str], shards: list[list[str]], dtype: str | None) -> bytes:
+def _index(reader: PortableReader, names: list[str], shards: list[list[str]], dtype: str | None) -> str:
     weights = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     total = sum(_size(reader, tensor, dtype) for tensor in weights)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)

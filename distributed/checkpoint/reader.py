@@ -161,6 +161,7 @@ class PortableReader(StateReader):
         scalars: per-parameter optimizer state that is no tensor: ``{name: {slot: value}}``.
         aliases: tied names -> the name that holds the tensor.
         scaler: gradient scaler state, or None.
+        omitted: names of frozen parameters that were not saved -> digest of their values.
 
     Raises:
         UserError: it is missing, incomplete or damaged; the message names the file.
@@ -181,6 +182,7 @@ class PortableReader(StateReader):
         self.step, self.world_size = int(manifest["step"]), int(manifest["world_size"])
         self.versions: dict[str, str] = manifest["versions"]
         self.extra: dict[str, Any] = {key: decode(value) for key, value in manifest["extra"].items()}
+        self.omitted = self.extra.get("omitted", {})
         self.groups = decode(manifest["groups"])
         self.scalars = decode(manifest["scalars"])
         self.aliases = manifest["aliases"]

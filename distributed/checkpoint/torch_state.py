@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distributed.checkpoint.codec import decode, encode
-from distributed.checkpoint.dtensor import is_sharded, local_part, own_elements, read_part
+from distributed.checkpoint.dtensor import is_sharded, local_part, own_share, read_part
 from distributed.checkpoint.optimizer_state import (
     check_groups,
     export_groups,
@@ -24,6 +24,7 @@ from distributed.checkpoint.optimizer_state import (
 )
 from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.checkpoint.staging_buffers import to_host
+from distributed.checkpoint.weight_digests import add_digests, check_omitted, weight_digests
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 from distributed.system.tensors import assign_values
@@ -137,9 +138,11 @@ def export_replicated(
     state = BackendState(aliases=aliases, scaler=copy.deepcopy(scaler_state))
     parts = parts or {}
     for name, tensor in tensors.items():
+        if not held(name):
+            continue
         if tensor in parts:
             state.chunks += _range(name, MODEL, parts[tensor])
-        elif held(name):
+        else:
             whole = not isinstance(tensor, nn.Parameter)
             state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
     for name, extra in _extra_states(model):
@@ -172,7 +175,8 @@ def import_replicated(
 ) -> None:
     """Fill `model` and `optimizer` in place from what any backend saved.
 
-    Nothing is changed before all names and shapes were found to match. Floating-point tensors
+    Nothing is changed before all names and shapes were found to match. Parameters that the checkpoint leaves
+    out stay as they are. Floating-point tensors
     are cast to the model's dtype; with equal dtypes the bits are the same. Implementation flags
     of the optimizer (``fused``, ``foreach``...) stay as they are.
 
@@ -187,11 +191,13 @@ def import_replicated(
         UserError: names, shapes or groups differ (the message lists them), or stored bytes are damaged.
     """
     tensors, aliases = named_tensors(model)
-    stored = stored_names(reader, tensors, aliases)
-    here = {name: tensor for name, tensor in tensors.items() if held(name)}
+    saved = {name: tensor for name, tensor in tensors.items() if name not in reader.omitted}
+    stored = stored_names(reader, saved, aliases)
+    here = {name: tensor for name, tensor in saved.items() if held(name)}
     parts = parts or {}
-    check_shapes(reader, tensors, stored, here, parts)
+    check_shapes(reader, saved, stored, here, parts)
     if optimizer is not None:
+        stored |= {name: name for name in tensors.keys() - saved.keys()}
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
         pairs = check_groups(reader, optimizer, names)
@@ -205,8 +211,10 @@ def load_full_model(reader: StateReader, model: nn.Module) -> None:
     """Put the saved model, not the optimizer, into `model`, in place.
 
     Raises:
-        UserError: names or shapes differ, or stored bytes are damaged.
+        UserError: names, shapes or what the checkpoint leaves out differ, or stored bytes are damaged.
     """
+    kept = {name: tensor for name, tensor in named_tensors(model)[0].items() if name in reader.omitted}
+    check_omitted(reader.omitted, add_digests([weight_digests(kept, 0, 1)]))
     import_replicated(reader, model, None)
 
 
@@ -234,12 +242,7 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
 
     Of a DTensor it is a slice of this rank's rows, which `parts` ranks of its mesh hold.
     """
-    shape, first, count, split = tuple(tensor.shape), 0, tensor.numel(), is_sharded(tensor)
-    if split:
-        first, tensor, part, parts = own_elements(tensor)
-    length = tensor.numel()
-    start, end = length * part // parts, length * (part + 1) // parts
-    if rank != 0 and (start == end or (parts == 1 and not split)):
+    if rank != 0 and parts == 1 and not is_sharded(tensor):
         return []
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UserError(
@@ -247,8 +250,10 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
             f" {tensor.dtype} on {tensor.device}",
             allowed="dense tensors that hold data",
         )
-    data = to_host(tensor.detach().reshape(-1)[start:end])
-    return [Chunk(name, key, shape, first + start, data)] if count == 0 or end > start else []
+    start, data = own_share(tensor, part, parts)
+    if not len(data) and (rank != 0 or tensor.numel()):
+        return []
+    return [Chunk(name, key, tuple(tensor.shape), start, to_host(data))]
 
 
 def _range(name: str, key: str, part: Part) -> list[Chunk]:

@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="Maximum size of a file. Default: 5GB."
     )
+    export.add_argument(
+        "--merge-into",
+        metavar="DIR",
+        help="Write the base model in DIR with the checkpoint's adapter merged into its weights.",
+    )
     prune = _action(actions, "prune", _prune, folder, "Remove old checkpoints; the best one stays.")
     prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="Keep the newest N.")
     prune.add_argument("--keep-every", type=int, metavar="N", help="Also keep steps divisible by N.")
@@ -173,7 +178,13 @@ def _export(args: argparse.Namespace) -> None:
 
     reader = _open(args.path)
     size = bytes_of(args.max_shard_size)
-    for path in export_safetensors(reader.path, args.output, dtype=args.dtype, max_shard_size=size):
+    if args.merge_into is not None:
+        from distributed.checkpoint.merge import export_merged
+
+        paths = export_merged(reader.path, args.merge_into, args.output, dtype=args.dtype)
+    else:
+        paths = export_safetensors(reader.path, args.output, dtype=args.dtype, max_shard_size=size)
+    for path in paths:
         print(f"{path}  {_readable(os.stat(path).st_size)}")
 
 

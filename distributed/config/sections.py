@@ -140,6 +140,11 @@ class CheckpointSection(Section):
         description="On SIGTERM and SIGUSR1, save at the same step on every rank and exit with code 75. If"
         " false, or without `checkpoint_dir`, the signals have their default effect.",
     )
+    trainable_only: bool | None = Field(
+        None,
+        description="Leave frozen parameters out of checkpoints, as long as they have the values with which"
+        " the model came; a resumed run checks that its model has the same. None: for models of PEFT.",
+    )
     hyperparameters: Literal["saved", "given"] = Field(
         "saved",
         description="Source of learning rate, weight decay and other optimizer hyperparameters in a resumed"

@@ -5,6 +5,6 @@
 
 from distributed.data.feed import Feed
 from distributed.data.order import epoch_seed, mix, share, split_window
-from distributed.data.source import Source
+from distributed.data.source import Source, validation_sources
 
-__all__ = ["Feed", "Source", "epoch_seed", "mix", "share", "split_window"]
+__all__ = ["Feed", "Source", "epoch_seed", "mix", "share", "split_window", "validation_sources"]

@@ -49,7 +49,8 @@ def refuse_loaders(data: Any, argument: str) -> None:
             field=argument,
             got=f"{type(data).__name__} with {type(found[0]).__name__}",
             allowed="one DataLoader, dataset or set of tensors",
-            remedy="Join the datasets with torch.utils.data.ConcatDataset",
+            remedy="Join the datasets with torch.utils.data.ConcatDataset"
+            + ("" if argument == "train_loader" else ", or give validation sets by name: {'name': loader}"),
         )
     if _is_loader(data):
         raise UserError(

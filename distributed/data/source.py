@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from torch.utils.data import (
 from distributed.data.recognition import check_loader, check_stream, is_random, refuse_loaders
 from distributed.errors import UserError
 
-__all__ = ["Source"]
+__all__ = ["Source", "validation_sources"]
 
 Order = Literal["sequential", "random", "sampler", "batch_sampler"]
 _KEPT = (
@@ -120,6 +121,33 @@ class Source:
         """The tensors of an in-memory dataset that can be indexed a whole batch at a time."""
         plain = type(self.dataset) is TensorDataset and self.collate_fn is default_collate
         return self.dataset.tensors if plain and not self.options.get("num_workers") else None
+
+
+def validation_sources(data: Any, read: Callable[[Any, str], Any]) -> dict[str, Source]:
+    """Validation sets by name; one without a name is called "".
+
+    Args:
+        data: as `Source.of` takes it, or a mapping from names to such; None is no set.
+        read: (data, argument) -> what `Source.of` takes.
+
+    Raises:
+        UserError: as `Source.of`; or a name contains anything but letters, digits and ``_-.``.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not data or any(_is_array(part) for part in data.values()):
+        return {"": Source.of(read(data, "val_loader"), "val_loader")}
+    wrong = [name for name in data if not re.fullmatch(r"[\w.-]+", str(name))]
+    if wrong:
+        raise UserError(
+            "the name of a validation set is part of the names of its metrics",
+            field="val_loader",
+            got=wrong[0],
+            allowed="letters, digits, _, - and .",
+        )
+    arguments = {str(name): f"val_loader[{name!r}]" for name in data}
+    parts = {str(name): part for name, part in data.items()}
+    return {n: Source.of(read(parts[n], argument), argument) for n, argument in arguments.items()}
 
 
 def _check_length(source: Source) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed._moved import moved_names
@@ -95,8 +95,10 @@ class Backend(ABC):
         module: after `prepare`: the user's module, unwrapped.
         optimizer: after `prepare`: the optimizer in use.
         timers: where forward, backward and optimizer seconds go (`mixins.timing`).
+        omitted: names of parameters that `export_state` leaves out.
     """
 
+    omitted: Collection[str] = ()
     spec: BackendSpec
     world: World
     module: Any
@@ -166,6 +168,19 @@ class Backend(ABC):
         """Trained parameters of which every rank holds a copy, by name, detached; None when there
         are none, or it is not known. Compared now and then, to notice a replica that went astray."""
         return None
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Set what the next `export_state` leaves out, if the backend has `weight_digests`."""
+        self.omitted = frozenset(names)
+
+    def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
+        """This rank's share in the digests of parameters (`distributed.checkpoint.weight_digests`), None if
+        the backend cannot leave parameters out of a checkpoint."""
+        return None
+
+    def whole_model(self) -> AbstractContextManager[Any]:
+        """The model with all parameters on this rank, to read; see `Context.whole_model`. Collective."""
+        return nullcontext(self.module)
 
     def settings(self) -> SharedSettings | None:
         """After `prepare`: what must be equal on all ranks besides weights. The ranks compare it when

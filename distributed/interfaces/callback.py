@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,18 @@ class Context(ABC):
     def request_stop(self, reason: str) -> None:
         """Ask for a stop. All ranks stop after the same step, at the next log step at the
         latest, whichever rank asked (C8)."""
+
+    @abstractmethod
+    def whole_model(self) -> AbstractContextManager[Any]:
+        """The model as in one process, to read: sample from it, average or export it. Collective: callbacks
+        on all ranks enter it at the same step.
+
+        Every rank gets all parameters, under sharded backends in a copy that needs their memory until the
+        end of the block. It is in evaluation mode without gradients; random numbers are restored afterwards.
+
+        Raises:
+            UserError: the callback acts on rank 0 alone, or has changed the model.
+        """
 
     @abstractmethod
     def log(self, name: str, value: float) -> None:

@@ -53,8 +53,13 @@ class BackendState:
 
 
 class StateReader(ABC):
-    """A saved state, read piece by piece, so that a rank fetches only what it owns."""
+    """A saved state, read piece by piece, so that a rank fetches only what it owns.
 
+    Attributes:
+        omitted: names of frozen parameters that were not saved -> digest of their values.
+    """
+
+    omitted: Mapping[str, str] = {}
     groups: list[dict[str, Any]]
     scalars: Mapping[str, Mapping[str, Any]]
     aliases: Mapping[str, str]

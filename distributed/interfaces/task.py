@@ -44,7 +44,7 @@ class Task:
         validation_step: ``(model, batch) -> {name: (sum, count)}``, instead of loss and metrics.
         metrics: ``{name: (output, target) -> (sum, count)}``.
         train_data: a `distributed.data.Source` for training.
-        val_data: the same for validation, or None.
+        val_data: name -> the same for validation; a single set is called "".
         callbacks: the user's callbacks.
         progress: position from which to resume; None at the start.
         state_dir: a portable checkpoint to load before the first step, or None.
@@ -59,7 +59,7 @@ class Task:
     validation_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
     train_data: Any = None
-    val_data: Any = None
+    val_data: Mapping[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
     progress: Progress | None = None
     state_dir: str | None = None

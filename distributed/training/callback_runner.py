@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
 from distributed.interfaces.callback import Callback, Context
 from distributed.registry.catalog import Catalog
@@ -30,6 +31,7 @@ class CallbackRunner:
         self._guarded: SharedSettings | None = None
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
+        self._called: Callback | None = None
 
     def gather(self) -> None:
         """Collect the callbacks of this rank."""
@@ -56,9 +58,27 @@ class CallbackRunner:
             enter = self.context.backend.timers.enter
             before = enter("callback")
             for callback in found:
+                self._called = callback
                 with self._guard(callback):
                     getattr(callback, event)(self.context, *args)
+            self._called = None
             enter(before)
+
+    def refuse_on_rank_zero(self, what: str) -> None:
+        """Raise a UserError if the callback that is called acts on rank 0 alone, where other ranks would be
+        waited for in vain.
+
+        Args:
+            what: the collective call.
+        """
+        if self._called is not None and not self._called.all_ranks and self.context.world.size > 1:
+            raise UserError(
+                f"{what} needs all ranks, and {type(self._called).__name__} acts on rank 0 alone",
+                field="callbacks",
+                got="all_ranks = False",
+                allowed="all_ranks = True",
+                remedy="Set all_ranks = True in its class, and write files if context.world.rank == 0",
+            )
 
     def _guard(self, callback: Callback) -> AbstractContextManager[None]:
         if self._guarded is None or callback.all_ranks:

@@ -18,11 +18,12 @@ def train_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:
     return _make_feed(plan, task.train_data, backend, batch.batch_size, batch.gradient_accumulation_steps)
 
 
-def val_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:
-    """The validation data of this rank, None without."""
-    if task.val_data is None:
-        return None
-    return _make_feed(plan, task.val_data, backend, plan.val_batch_size, 1, evaluation=True)
+def val_feeds(plan: RunPlan, task: Task, backend: Backend) -> dict[str, Feed]:
+    """The validation data of this rank by the names of the sets."""
+    return {
+        name: _make_feed(plan, source, backend, source.batch_size or plan.val_batch_size, 1, evaluation=True)
+        for name, source in task.val_data.items()
+    }
 
 
 def _make_feed(

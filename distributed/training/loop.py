@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -50,7 +50,7 @@ from distributed.resilience.phase_journal import freeze_journal
 from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.training.callback_runner import CallbackRunner
-from distributed.training.feeds import train_feed, val_feed
+from distributed.training.feeds import train_feed, val_feeds
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 from distributed.training.mixins.tracking import TrackingMixin
 from distributed.training.optimizers import hyperparameters, take_hyperparameters
@@ -102,7 +102,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.state = TrainState(self.progress, self.schedule, self.callbacks, self.feed)
         self.records = StepRecords(plan.config, backend, self.state, self.history)
         self.consensus = StopConsensus(backend, self.progress, self.history, self.goal)
-        self.validator = Validator(backend, val_feed(plan, task, backend))
+        self.validator = Validator(backend, val_feeds(plan, task, backend))
         self.saver = Saver(plan.config, backend, self.state, self.history, self._report_checkpoint)
         self.resumer = Resumer(self.saver)
 
@@ -110,6 +110,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     def request_stop(self, reason: str) -> None:
         self.consensus.request(reason)
+
+    def whole_model(self) -> AbstractContextManager[Any]:
+        self.callbacks.refuse_on_rank_zero("context.whole_model()")
+        return self.backend.whole_model()
 
     def log(self, name: str, value: float) -> None:
         if self.records.log(name, value):
@@ -139,11 +143,14 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self.trackers.finish(status)
             self.callbacks.notify("on_run_end", status)
         if self.plan.mode != "spawn":
-            # Equal buffers on all ranks, of which each keeps its model: rank 0's, as before a validation.
-            self.backend.set_training(False)
-            self.backend.set_training(True)
+            self._share_buffers()
             self.backend.release()
         return self.history
+
+    def _share_buffers(self) -> None:
+        """Give all ranks, of which each keeps its model, the buffers of rank 0, as before a validation."""
+        self.backend.set_training(False)
+        self.backend.set_training(True)
 
     def steps(self, windows: Iterable[Window], check_losses: bool = False) -> Iterator[StepRecord]:
         """Take an optimizer step for each window, and yield its record with the cursor behind it.

@@ -108,6 +108,7 @@ class Resumer:
         backend, state = self.saver.backend, self.saver.state
         reader = PortableReader(path)
         self.warm_up(reader.step)
+        self.saver.frozen.check(reader.omitted)
         agree(backend, lambda: backend.import_state(reader))
         agree(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.

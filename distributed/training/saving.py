@@ -17,6 +17,8 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.history import History
 from distributed.interfaces.metric import larger_is_better, metric_name
+from distributed.training.frozen_weights import FrozenWeights
+from distributed.training.model_files import describe
 from distributed.training.state import TrainState
 
 logger = logging.getLogger("distributed")
@@ -34,6 +36,7 @@ class Saver:
 
     Attributes:
         checkpointer: None without ``checkpoint_dir``, and before `prepare`.
+        frozen: which parameters are left out.
         pending: (save in progress, its step, whether to mark it best, the best value before it), or None.
         failures: saves that failed in a row.
     """
@@ -49,8 +52,10 @@ class Saver:
         self.config, self.backend, self.state, self.history = config, backend, state, history
         self.on_saved = on_saved
         self.checkpointer: PortableCheckpointer | None = None
+        self.frozen = FrozenWeights(backend, state, config.checkpoint.trainable_only)
         self.pending: tuple[PendingSave, int, bool, float | None] | None = None
         self.failures = 0
+        self._files: dict[str, Any] = {}
         self._origin_step = -1
         self._claimed = False
 
@@ -63,6 +68,8 @@ class Saver:
         """
         if self.config.checkpoint_dir is None:
             return
+        self.frozen.start()
+        self._files = describe(self.backend.module)
         encode(self.state.schedule.state_dict(), "scheduler")
         section = self.config.checkpoint
         self.checkpointer = PortableCheckpointer(
@@ -210,7 +217,7 @@ class Saver:
         ranks = backend or self.backend
         store = PortableCheckpointer(directory, keep_last=None)
         store.prepare(ranks)
-        return store.save(ranks, *self._contents(ranks, best=False))
+        return store.save(ranks, *self._contents(ranks, best=False, complete=True))
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
         step = self.state.progress.step
@@ -226,13 +233,23 @@ class Saver:
         self.pending = (begun, step, best, before)
         return begun.path if self.config.checkpoint.asynchronous else self.finish()
 
-    def _contents(self, ranks: Backend, best: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all ranks and what this one add to model and optimizer."""
+    def _contents(
+        self, ranks: Backend, best: bool, complete: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks and what this one add to model and optimizer.
+
+        Args:
+            complete: leave no parameter out.
+        """
         self.state.name_run(ranks)
         saved = self.state.capture()
         if self.state.shares_stream and ranks.world.rank != 0:
             saved.rank["stream"] = None
-        return {**saved.common, "config": self.config.model_dump(mode="json"), "best": best}, saved.rank
+        omitted = {} if complete else self.frozen.omitted()
+        ranks.leave_out(omitted)
+        config = self.config.model_dump(mode="json")
+        added = {"config": config, "best": best, "omitted": omitted, "model_files": self._files}
+        return {**saved.common, **added}, saved.rank
 
     def _count_failure(self, step: int, error: OSError, best: bool, before: float | None) -> None:
         if best:

@@ -36,7 +36,8 @@ class Snapshot:
     """A copy of a `TrainState` as plain data.
 
     Attributes:
-        common: equal on all ranks: ``progress``, ``scheduler``, ``lineage`` and rank 0's ``callbacks``.
+        common: equal on all ranks: ``progress``, ``scheduler``, ``lineage``, ``frozen`` and rank 0's
+            ``callbacks``.
         rank: of this rank: ``rng``, ``records`` and ``stream``.
     """
 
@@ -94,6 +95,8 @@ class TrainState:
 
     Attributes:
         lineage: identifies the run over restarts; None before its first checkpoint.
+        frozen: digests of the parameters that were frozen when the run began; None if none may be left out
+            of checkpoints.
         open_epoch: the records of the current epoch.
     """
 
@@ -102,6 +105,7 @@ class TrainState:
     ) -> None:
         self.progress, self.schedule, self.callbacks, self.feed = progress, schedule, callbacks, feed
         self.lineage: str | None = None
+        self.frozen: dict[str, str] | None = None
         self.open_epoch = OpenEpoch()
 
     def capture(self) -> Snapshot:
@@ -112,6 +116,7 @@ class TrainState:
                 "progress": asdict(self.progress),
                 "scheduler": self.schedule.state_dict(),
                 "lineage": self.lineage,
+                "frozen": self.frozen,
                 "callbacks": self.callbacks.states(),
             },
             {
@@ -133,6 +138,8 @@ class TrainState:
             if item.name in saved:
                 setattr(self.progress, item.name, saved[item.name])
         self.lineage = common.get("lineage")
+        if self.frozen is not None:
+            self.frozen |= common.get("frozen") or {}
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None and "stream" in rank:
@@ -140,6 +147,10 @@ class TrainState:
         # Last, because the lines above may draw random numbers.
         if "rng" in rank:
             restore_rng(rank["rng"])
+
+    def keep_frozen(self, digests: dict[str, str]) -> None:
+        """Keep the digests of frozen parameters; those that `restore` loads take precedence."""
+        self.frozen = digests
 
     def name_run(self, backend: Backend) -> str:
         """The run's lineage, drawn on rank 0 when there is none yet. Collective."""

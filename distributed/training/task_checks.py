@@ -32,7 +32,7 @@ def check_task(task: Task) -> None:
     _check_scheduler(task.scheduler)
     _check_metrics(task.metrics)
     if task.loss_fn is None and task.training_step is None:
-        for source in (task.train_data, None if task.validation_step else task.val_data):
+        for source in (task.train_data, *(() if task.validation_step else task.val_data.values())):
             dataset = getattr(source, "dataset", None)
             if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
                 check_default_target(dataset.tensors[-1])

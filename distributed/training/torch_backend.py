@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.checkpoint.torch_state import export_replicated, import_replicated, named_tensors
+from distributed.checkpoint.weight_digests import weight_digests
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, StepResult, Window
@@ -25,6 +26,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
+from distributed.training.batch_transfer import move
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
@@ -38,6 +40,7 @@ from distributed.training.optimizers import (
 )
 from distributed.training.phase_timers import PhaseTimers
 from distributed.training.step_module import StepModule
+from distributed.training.whole_model import read_only
 
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
@@ -307,6 +310,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """`batch` with its tensors on this rank's device."""
         return batch if self.world.device == "cpu" else move(batch, self.world.device)
 
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        return read_only(nullcontext(self.module))
+
     def settings(self) -> Settings:
         return Settings(self.module, self.optimizer, self.objective)
 
@@ -330,6 +336,20 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """Whether this rank holds the tensor or module of that canonical name."""
         return True
 
+    def exports(self, name: str) -> bool:
+        """Whether this rank holds the tensor of that canonical name, and `export_state` saves it."""
+        return name not in self.omitted and self.held(name)
+
+    @property
+    def parts(self) -> Mapping[Tensor, Any]:
+        """Ranges of parameters that this rank holds, as `export_replicated` takes them."""
+        return {}
+
+    def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
+        world = self.world
+        tensors = {n: t for n, t in named_tensors(self.module)[0].items() if n in names and self.held(n)}
+        return weight_digests(tensors, world.data_parallel_rank, world.data_parallel_size, self.parts)
+
     def export_state(self) -> BackendState:
         world = self.world
         return export_replicated(
@@ -339,7 +359,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             world.data_parallel_rank,
             world.data_parallel_size,
             pieces=self.pieces,
-            held=self.held,
+            held=self.exports,
         )
 
     def import_state(self, reader: StateReader) -> None:
@@ -352,26 +372,6 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def teardown(self) -> None:
         return None
-
-
-def move(batch: Any, device: str) -> Any:
-    """Tensors in nested tuples, lists, mappings and dataclasses, copied to `device` without waiting."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
-        kind: Any = type(batch)
-        return moved if kind is dict else kind(moved)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move(value, device) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: move(getattr(batch, f.name), device) for f in fields(batch) if f.init}
-        return replace(batch, **values)
-    return batch
 
 
 def _inverse(count: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -21,28 +21,45 @@ class Validator:
     """Evaluates the model on the validation data.
 
     Args:
-        feed: the validation data of this rank, None without.
+        feeds: the validation sets of this rank by name; a single one is called "".
     """
 
-    def __init__(self, backend: Backend, feed: Feed | None) -> None:
-        self.backend, self.feed = backend, feed
+    def __init__(self, backend: Backend, feeds: Mapping[str, Feed]) -> None:
+        self.backend, self.feeds = backend, feeds
 
     def validate(self) -> dict[str, float]:
-        """``{"val_loss": ..., "val_<metric>": ...}`` over all ranks; empty without data. Collective.
+        """``{"val_loss": ..., "val_<metric>": ...}`` over all ranks and sets, and the same for each set with
+        a name, ``val_<set>_loss``; empty without data. Collective.
 
         Raises:
             UserError: no validation sample.
             RuntimeError: samples counted differ from the dataset's length.
         """
-        if self.feed is None:
+        if not self.feeds:
             return {}
         started = perf_counter()
         self.backend.set_training(False)
+        own: dict[str, tuple[float, float]] = {}
+        found: dict[str, tuple[float, float]] = {}
+        for name, feed in self.feeds.items():
+            for metric, pair in self._evaluate(feed).items():
+                if name:
+                    own[f"val_{name}_{metric}"] = pair
+                before = found.get(f"val_{metric}", (0.0, 0.0))
+                found[f"val_{metric}"] = (before[0] + pair[0], before[1] + pair[1])
+        self.backend.set_training(True)
+        self.backend.timers.add("validation", perf_counter() - started)
+        return {
+            name: total / count if count else float("nan") for name, (total, count) in (found | own).items()
+        }
+
+    def _evaluate(self, feed: Feed) -> dict[str, tuple[float, float]]:
+        """``{metric: (sum, count)}`` of a set over all ranks. Collective."""
         sums: dict[str, list[Any]] = {}
         counted = expected = 0
         enter = self.backend.timers.enter
         enter("validation")
-        for window in self.feed.windows(0):
+        for window in feed.windows(0):
             enter("validation")
             for name, (total, count) in self.backend.evaluate_window(window).items():
                 pair = sums.setdefault(name, [0.0, 0.0])
@@ -53,29 +70,24 @@ class Validator:
         names = list(dict.fromkeys(name for part in self.backend.gather_objects(list(sums)) for name in part))
         flat = [float(value) for name in names for value in sums.get(name, (0.0, 0.0))]
         counted_all, *reduced = self.backend.all_reduce([float(counted), *flat])
-        self._check_count(
-            int(counted_all) // self.backend.world.model_parallel_size, self.feed.source.length or expected
-        )
-        self.backend.set_training(True)
-        self.backend.timers.add("validation", perf_counter() - started)
+        counted = int(counted_all) // self.backend.world.model_parallel_size
+        _check_count(counted, feed.source.length or expected, feed.source.argument)
         pairs = zip(reduced[::2], reduced[1::2], strict=True)
-        return {
-            f"val_{name}": total / count if count else float("nan")
-            for name, (total, count) in zip(names, pairs, strict=True)
-        }
+        return dict(zip(names, pairs, strict=True))
 
-    def _check_count(self, counted: int, expected: int) -> None:
-        if expected == 0:
-            raise UserError(
-                "validation data yielded no sample",
-                field="val_loader",
-                remedy="Check the source it reads from, or leave val_loader out",
-            )
-        if counted != expected:
-            raise RuntimeError(
-                f"validation counted {counted} samples of {expected}: some were"
-                " evaluated twice or not at all (contract C5)"
-            )
+
+def _check_count(counted: int, expected: int, argument: str) -> None:
+    if expected == 0:
+        raise UserError(
+            "validation data yielded no sample",
+            field=argument,
+            remedy=f"Check the source it reads from, or leave {argument} out",
+        )
+    if counted != expected:
+        raise RuntimeError(
+            f"validation counted {counted} samples of {expected} in {argument}: some were evaluated twice or not"
+            " at all (contract C5)"
+        )
 
 
 def check_same_data(plan: RunPlan, backend: Backend, task: Task) -> None:
@@ -86,8 +98,19 @@ def check_same_data(plan: RunPlan, backend: Backend, task: Task) -> None:
     """
     if plan.mode != "join" or backend.world.size == 1 or not plan.config.data.verify:
         return
-    for source in (task.train_data, task.val_data):
-        if source is None or not source.is_map:
+    sources = [source for source in (task.train_data, *task.val_data.values()) if source is not None]
+    arguments = [source.argument for source in sources]
+    for rank, others in enumerate(backend.gather_objects(arguments)):
+        if others != arguments:
+            raise UserError(
+                f"the ranks were given different data: rank {rank} has {', '.join(others)}",
+                field="val_loader",
+                got=", ".join(arguments),
+                allowed="the same arguments on all ranks",
+                remedy="Give every rank the same training and validation sets",
+            )
+    for source in sources:
+        if not source.is_map:
             continue
         found = backend.gather_objects((_length(source), _fingerprint(source)))
         for rank, (length, first) in enumerate(found):

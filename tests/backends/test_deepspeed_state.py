@@ -263,7 +263,7 @@ def together(folder: Path, *words: list[str], python: Path | None = None) -> Non
         )
         for command in words
     ]
-    outputs = [process.communicate(timeout=200)[0] for process in running]
+    outputs = [process.communicate(timeout=360)[0] for process in running]
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output
 
@@ -277,6 +277,7 @@ def check_weights(folder: Path, uninterrupted: nn.Module) -> None:
 
 
 @pytest.mark.starts_processes
+@pytest.mark.timeout(400)  # six processes import DeepSpeed, on a busy machine
 def test_ranks_of_a_hostfile_are_joined_and_get_their_own_model_back(
     tmp_path: Path, uninterrupted: nn.Module
 ) -> None:

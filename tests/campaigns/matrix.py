@@ -27,6 +27,7 @@ from distributed.testing.conformance import BackendConformance
 from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import Mutant
 from tests.campaigns.mutants import Sound
+from tests.campaigns.reversions.table import REVERSIONS
 
 __all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "read", "render"]
 
@@ -40,13 +41,20 @@ them: that is how we know that the tests can fail. {meant} is the test meant to 
 another that does too, {passes} one that passes. `Sound` is what they are all made of. Two ranks.
 
 Made by `python -m tests.campaigns.matrix > docs/mutants.md`; the classes are in
-`tests/campaigns/mutants.py`.
+`tests/campaigns/mutants.py` and `tests/campaigns/mutants_that_refuse_nothing.py`.
 
 {table}
 
 The tests:
 
 {legend}
+
+## Faults of the core
+
+Faults that this project had outside of the backends, each put back as one function, and the test that
+fails then: `tests/campaigns/reversions/table.py`, run by `tests/campaigns/test_reversions.py`.
+
+{faults}
 """
 
 
@@ -92,9 +100,12 @@ def render(cells: dict[str, dict[str, str]]) -> str:
         row = cells[mutant.kind.__name__]
         lines.append(_line([f"`{mutant.kind.__name__}`", _fault(mutant), *(row[test] for test in tests)]))
     legend = "\n".join(f"{number}. `{test}`" for number, test in enumerate(tests, start=1))
+    faults = [_line(["fault", "caught by"]), _line(["---"] * 2)]
+    faults += [_line([f.fault, f"`{f.caught_by.rpartition('::')[2]}`"]) for f in REVERSIONS.values()]
     return _PAGE.format(
-        table="\n".join(lines), legend=legend, meant=MEANT, fails=FAILS, passes=PASSES
-    ).rstrip()
+        table="\n".join(lines), legend=legend, faults="\n".join(faults),
+        meant=MEANT, fails=FAILS, passes=PASSES,
+    ).rstrip()  # fmt: skip
 
 
 def read(page: str) -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.registry.catalog import Catalog
 from tests.campaigns import mutants as broken
+from tests.campaigns import mutants_that_refuse_nothing as silent
 
 __all__ = ["MUTANTS", "Mutant", "mutant_spec"]
 
@@ -76,12 +77,15 @@ MUTANTS = [
     Mutant(broken.SavesOneRanksShare, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
     Mutant(broken.RoundsWhatItLoads, "test_c9_checkpoints_resume_on_any_number_of_ranks"),
     Mutant(broken.DrawsWhenTrainingBegins, "test_c10_a_killed_run_ends_with_the_same_bits"),
-    Mutant(broken.TrainsEveryModule, _REFUSES, {"habit": "norm-in-eval"}),
-    Mutant(broken.OverlooksThawing, _REFUSES, {"habit": "thawed-layer"}),
-    Mutant(broken.ComparesNoSettings, _REFUSES, {"habit": "rate-changed-by-rank-0"}),
-    Mutant(broken.ForgetsHooks, _REFUSES, {"habit": "tensor-hook"}),
-    Mutant(broken.CallsHooksInBackward, _REFUSES, {"habit": "clamping-hooks"}),
-    Mutant(broken.StepsWithZeros, _REFUSES, {"habit": "idle-layer"}),
+    Mutant(silent.TrainsEveryModule, _REFUSES, {"habit": "norm-in-eval"}),
+    Mutant(silent.OverlooksThawing, _REFUSES, {"habit": "thawed-layer"}),
+    Mutant(silent.ComparesNoSettings, _REFUSES, {"habit": "rate-changed-by-rank-0"}),
+    Mutant(silent.ForgetsHooks, _REFUSES, {"habit": "tensor-hook"}),
+    Mutant(silent.CallsHooksInBackward, _REFUSES, {"habit": "clamping-hooks"}),
+    Mutant(silent.StepsWithZeros, _REFUSES, {"habit": "idle-layer"}),
+    Mutant(silent.MixesGradients, _REFUSES, {"habit": "branches"}),
+    Mutant(silent.LosesAttributes, _REFUSES, {"habit": "parameter-attributes-factory"}),
+    Mutant(silent.ReadsMemoryInOrder, _REFUSES, {"habit": "transposed"}),
     Mutant(broken.ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
 ]
 """Every mutant with its test."""

@@ -20,7 +20,6 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Task
-from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.mean_losses import MeanLosses
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
@@ -37,8 +36,12 @@ class Sound(ProcessGroupBackend):
         if self.world.size == 1:
             return step
         broadcast_values([*step.parameters(), *step.buffers()])
-        options = {"init_sync": False, "forward_sync_buffers": False, "find_unused_parameters": True}
-        return DistributedDataParallel(step, **options)
+        options: dict[str, Any] = {
+            "init_sync": False,
+            "forward_sync_buffers": False,
+            "find_unused_parameters": True,
+        }
+        return DistributedDataParallel(step, find_unused_parameters=True, **options)
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)
@@ -151,7 +154,7 @@ class ForgetsOtherRanksInEvaluation(Sound):
 
 
 class StopsAlone(Sound):
-    """C8: a wish to stop reaches nobody else."""
+    """C8: a rank's request to stop is not reduced over the ranks."""
 
     def all_reduce(self, values: Any) -> list[float]:
         own = list(values)
@@ -355,51 +358,3 @@ class ComputesInFullPrecision(Sound):
 
     def setup_precision(self, precision: str, *others: Any) -> None:
         super().setup_precision("fp32", *others)
-
-
-class TrainsEveryModule(Sound):
-    """C11: puts modules that the user has put into evaluation mode back into training mode."""
-
-    def set_training(self, training: bool) -> None:
-        self.module.train(training)
-
-
-class OverlooksThawing(Sound):
-    """C11: does not notice that a frozen layer is trained from some step on."""
-
-    follows_requires_grad = True
-
-
-class ComparesNoSettings(Sound):
-    """C11: lets a callback on rank 0 change the learning rate of rank 0 alone."""
-
-    def settings(self) -> None:
-        return None
-
-
-class ForgetsHooks(Sound):
-    """C11: trains without the hooks on parameters, as a copy of the model would."""
-
-    def build(self, model: Any) -> nn.Module:
-        built = super().build(model)
-        for parameter in built.parameters():
-            parameter._backward_hooks = None
-        return built
-
-
-class CallsHooksInBackward(Sound):
-    """C11: calls hooks on parameters with the gradient of each micro-batch on each rank."""
-
-    def prepare(self, task: Task) -> None:
-        super().prepare(task)
-        self._hooks = DeferredHooks()
-
-
-class StepsWithZeros(Sound):
-    """C11: gives parameters that took no part a gradient of zeros, so that weight decay moves them."""
-
-    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return super().optimizer_step(max_norm, want_norm)

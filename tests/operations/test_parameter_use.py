@@ -58,6 +58,8 @@ def test_a_copy_is_a_plain_dictionary() -> None:
 SCRIPTS = {
     "never reads its arguments": ("pass", {"lr", "hidden_size"}),
     "reads sys.argv": ("import sys; words = sys.argv[1:]", set()),
+    "pops its arguments": ("import sys; words = [sys.argv.pop() for _ in range(4)]", set()),
+    "looks for a flag": ("import sys; fast = '--lr' in sys.argv", set()),
     "reads its name": ("import sys; name = sys.argv[0]", {"lr", "hidden_size"}),
     "parses one and ignores the other": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_known_args()",

@@ -19,8 +19,8 @@ from torch.optim import SGD
 from distributed import UserError
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
+from distributed.training.batch_transfer import move
 from distributed.training.mean_losses import MeanLosses
-from distributed.training.torch_backend import move
 from tests.support.training import make_trainer
 from tests.training.test_objective import Tokens, distance, masked, samples, tokens
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from time import perf_counter
 from typing import Any
 
@@ -25,12 +23,13 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
-from distributed.system.processes import environment, filtered_stderr
 from distributed.training.gradient_use import GradientUse, UsedParameters, refusal
 from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
+from distributed.training.whole_model import copy_with, read_only
 from distributed_backends.deepspeed.hooks import stage_of
+from distributed_backends.deepspeed.import_deepspeed import import_deepspeed
 from distributed_backends.deepspeed.options import check_weights, native_optimizer, weights_dtype
 from distributed_backends.deepspeed.restore import Before
 from distributed_backends.deepspeed.state import ShardedOptimizer
@@ -82,6 +81,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.engine: Any = None
         self._environment: dict[str, str | None] = {}
 
+    @property
+    def parts(self) -> Mapping[Tensor, Any]:
+        return {} if self.sharded is None else self.sharded.parts
+
     def replicated(self) -> dict[str, Tensor] | None:
         return trained(self.module) if self.stage < 3 else None
 
@@ -96,7 +99,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if world.size == 1:
             self._init_single_rank_group(plan)
         self._export_local_rank(world)
-        _import_for(world.device)
+        import_deepspeed(world.device)
         from distributed_backends.deepspeed.engine import attach_process_group
 
         attach_process_group(world.device)
@@ -225,7 +228,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
         # The engine must not be given the very tensor that it returned: of stage 0's, a hook divides by
         # the accumulation before the engine's mark against that is seen.
         loss = loss * 1.0 if self.scaler is None else self.scaler.scale(loss)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        with self.engine.module.own_linear():
+            self.engine.backward(loss, scale_wrt_gas=False)
         self._use.add(self._used.take())
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
@@ -297,6 +301,20 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if not training and self.world.size > 1:
             broadcast_values(self.module.buffers())
 
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        if self.sharded is None or not self.sharded.partitioned:
+            return super().whole_model()
+        return read_only(self._whole_copy(self.sharded))
+
+    @contextmanager
+    def _whole_copy(self, sharded: ShardedOptimizer) -> Iterator[nn.Module]:
+        sharded.release_gathered()
+        values: Any = dict(sharded.whole_weights())
+        with self._before.undone():
+            found = copy_with(self.module, values)
+        values.clear()
+        yield found
+
     # -- state -----------------------------------------------------------------------------
 
     def export_state(self) -> BackendState:
@@ -311,8 +329,14 @@ class DeepSpeedBackend(ProcessGroupBackend):
             world.rank,
             world.size,
             pieces=pieces,
-            parts=self.sharded.parts,
+            parts=self.parts,
+            held=self.exports,
         )
+
+    def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
+        if self.sharded is not None:
+            self.sharded.release_gathered()
+        return super().weight_digests(names)
 
     def import_state(self, reader: StateReader) -> None:
         sharded = self.sharded
@@ -345,33 +369,3 @@ class DeepSpeedBackend(ProcessGroupBackend):
         sharded.give_back()
         engine.destroy()
         self._before.restore(weights)
-
-
-def _import_for(device: str) -> None:
-    """Import DeepSpeed, which detects its accelerator at import, without its log lines."""
-    if "deepspeed" in sys.modules:
-        return
-    kind = os.environ.get("DS_ACCELERATOR", device.partition(":")[0])
-    with environment({"DS_ACCELERATOR": kind}), filtered_stderr(_is_of_linker), _missing("mlflow"):
-        import_module("deepspeed")
-
-
-@contextmanager
-def _missing(name: str) -> Iterator[None]:
-    """Hide a package that is not in use: DeepSpeed's autotuner, which no rank runs, would import MLflow,
-    which takes three times as long as DeepSpeed itself."""
-    # By Python's reference ("The module cache") None stands for what cannot be found.
-    modules: dict[str, Any] = sys.modules
-    if name in modules:
-        yield
-        return
-    modules[name] = None
-    try:
-        yield
-    finally:
-        del modules[name]
-
-
-def _is_of_linker(line: bytes) -> bool:
-    # DeepSpeed probes at import whether it can offload to disks.
-    return b"-laio" in line or b"ld returned 1" in line

@@ -51,10 +51,15 @@ class Root(nn.Module):
         self.linear = nn.functional.linear
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self.own_linear(), self._autocast():
+            return function(*args)
+
+    @contextmanager
+    def own_linear(self) -> Iterator[None]:
+        """Use ZeRO 3's linear, in backward, too: activation checkpointing computes the forward again."""
         before, nn.functional.linear = nn.functional.linear, self.linear
         try:
-            with self._autocast():
-                return function(*args)
+            yield
         finally:
             nn.functional.linear = before
 

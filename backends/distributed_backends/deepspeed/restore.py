@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,39 @@ class Before:
             parameter.grad = None
         for module, name, device in self._buffers:
             module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within the block, modules have the classes, hooks and attributes of before; parameters stay cut."""
+        states = [(module, type(module), dict(vars(module))) for module, *_ in self._modules]
+        marks = [
+            (p, {key: vars(p).pop(key) for key in set(vars(p)) - keys}) for p, keys, *_ in self._parameters
+        ]
+        entries = [
+            (table, dict(table))
+            for module, _, _, tables in self._modules
+            for table in (vars(module)[name] for name in tables)
+        ]
+        for module, kind, values, tables in self._modules:
+            module.__class__ = kind
+            for key in set(vars(module)) - set(values):
+                del vars(module)[key]
+            vars(module)["_parameters"] = values["_parameters"]
+            for name, own in tables.items():
+                table = vars(module)[name]
+                for key in [key for key in table if key not in own]:
+                    del table[key]
+        try:
+            yield
+        finally:
+            for module, kind, values in states:
+                module.__class__ = kind
+                vars(module).update(values)
+            for table, found in entries:
+                table.clear()
+                table.update(found)
+            for parameter, attributes in marks:
+                vars(parameter).update(attributes)
 
 
 def _tables(module: nn.Module) -> dict[str, set[Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from distributed.training.model_traits import HOOKED, SPARSE, refuse
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule, group_by_dtype
+from distributed.training.whole_model import read_only
 from distributed_backends.fsdp.deferred_build import build_without_data
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
@@ -201,11 +202,18 @@ class FSDPBackend(ProcessGroupBackend):
         if not training:
             broadcast_values(self.module.buffers())
 
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        return super().whole_model() if self._sharded is None else read_only(self._sharded.whole_copy())
+
     # -- state -----------------------------------------------------------------------
 
     def export_state(self) -> BackendState:
         self._reshard()
         return super().export_state()
+
+    def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
+        self._reshard()
+        return super().weight_digests(names)
 
     def import_state(self, reader: StateReader) -> None:
         self._reshard()

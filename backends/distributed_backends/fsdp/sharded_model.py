@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
 from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
+from distributed.training.whole_model import copy_with
 from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -115,6 +117,17 @@ class ShardedModel:
         for unit in self._units:
             unit.reshard()
 
+    @contextmanager
+    def whole_copy(self) -> Iterator[nn.Module]:
+        """A copy of the unsharded model. Collective."""
+        self.reshard()
+        model: nn.Module = self.root.model
+        values = {p: whole(p) for p in model.parameters()}
+        with self._before.undone():
+            unsharded = copy_with(model, values)
+        values.clear()
+        yield unsharded
+
     def make_whole(self) -> None:
         """Restore the unsharded model on every rank. Collective."""
         self.reshard()
@@ -166,6 +179,31 @@ class _Before:
         for module, name, parameter, _ in self._parameters:
             if module._parameters[name] is not parameter:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within the block, modules have the classes, hooks and attributes of before; parameters stay cut."""
+        kinds = [type(module) for module, _, _ in self._modules]
+        tables = [
+            (table, OrderedDict(table))
+            for module, _, _ in self._modules
+            for name, table in vars(module).items()
+            if "_hooks" in name and isinstance(table, OrderedDict)
+        ]
+        taken = [(m, {key: vars(m).pop(key) for key in added if key in vars(m)}) for m, added in self._added]
+        for module, kind, _ in self._modules:
+            module.__class__ = kind
+            _remove_hooks(module)
+        try:
+            yield
+        finally:
+            for (module, _, _), kind in zip(self._modules, kinds, strict=True):
+                module.__class__ = kind
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            for module, values in taken:
+                vars(module).update(values)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 __all__ = ["SampledParameters", "watched_arguments"]
 
@@ -80,6 +80,14 @@ class _Arguments(list[str]):
     def __iter__(self) -> Iterator[str]:
         self.read = True
         return super().__iter__()
+
+    def __contains__(self, word: object) -> bool:
+        self.read = True
+        return super().__contains__(word)
+
+    def pop(self, index: SupportsIndex = -1) -> str:
+        self.read = True
+        return super().pop(index)
 
 
 @contextmanager

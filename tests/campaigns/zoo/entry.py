@@ -38,6 +38,7 @@ class Entry:
         given: arguments of `Trainer` that the model needs, such as a loss function.
         lines: lines of the user's code for `given`.
         accuracy: distance up to which a result is exact.
+        loader: of the samples, in this order; None is torch's DataLoader over a list of them.
     """
 
     library: str
@@ -48,6 +49,7 @@ class Entry:
     given: Mapping[str, Any] = field(default_factory=dict)
     lines: int = 0
     accuracy: float = 1e-5
+    loader: Callable[[], Any] | None = None
 
     def model(self) -> nn.Module:
         """The model under one seed."""
@@ -90,7 +92,8 @@ def compare(entry: Entry, name: str, launcher: Launcher | None = None) -> Result
     trainer.launcher = launcher if ranks > 1 else None
     samples = entry.samples()
     try:
-        trainer.fit(DataLoader(samples, batch_size=BATCH, collate_fn=entry.collate))
+        given = DataLoader(samples, batch_size=BATCH, collate_fn=entry.collate)
+        trainer.fit(entry.loader() if entry.loader else given)
     except UserError as refusal:
         if not refusal.remedy:
             raise

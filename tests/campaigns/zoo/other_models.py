@@ -1,4 +1,4 @@
-"""Models of diffusers and torch_geometric: batches of other forms, and losses that the user computes."""
+"""Models of other libraries with batches of other forms, and losses that the user computes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,51 @@ def classify_nodes(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch), batch.y[batch.batch])
 
 
+# -- sentence_transformers -------------------------------------------------------------------------
+
+WORDS = [f"w{number}" for number in range(40)]
+
+
+def sentence_model() -> nn.Module:
+    """Averages embeddings of words."""
+    import sentence_transformers as st
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, **{w: n for n, w in enumerate(WORDS, 1)}}, "[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return st.SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=8)], device="cpu")
+
+
+def sentence_pairs() -> list[tuple[str, str, float]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(24):
+        words = [WORDS[i] for i in torch.randint(0, 40, (6 + number % 4,), generator=generator).tolist()]
+        found.append((" ".join(words[:4]), " ".join(words[2:]), (number % 5) / 4))
+    return found
+
+
+def join_sentences(samples: list[tuple[str, str, float]]) -> Any:
+    tokenize: Any = sentence_model()[0]  # type: ignore[index]
+    firsts, seconds, scores = zip(*samples, strict=True)
+    return tokenize.preprocess(list(firsts)), tokenize.preprocess(list(seconds)), torch.tensor(scores)
+
+
+def similarity(model: nn.Module, batch: Any) -> Tensor:
+    from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+
+    result: Tensor = CosineSimilarityLoss(model)([dict(batch[0]), dict(batch[1])], batch[2])
+    return result
+
+
 ENTRIES = {
+    "StaticEmbedding": Entry(
+        "sentence_transformers", sentence_model, sentence_pairs, join_sentences, similarity,
+        {"training_step": similarity}, 2,
+    ),
     "UNet2D": Entry(
         "diffusers", unet, noisy_images, loss=denoise, given={"training_step": denoise}, lines=2
     ),

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tests.campaigns.zoo import other_models, transformers_models
+from tests.campaigns.zoo import loaders, other_models, transformers_models
 from tests.campaigns.zoo.entry import Entry, Result
 
 __all__ = ["ENTRIES", "render"]
 
-ENTRIES: dict[str, Entry] = {**transformers_models.ENTRIES, **other_models.ENTRIES}
+ENTRIES: dict[str, Entry] = {
+    **transformers_models.ENTRIES,
+    **other_models.ENTRIES,
+    **loaders.ENTRIES,
+}
 
 
-def render(found: Mapping[tuple[str, str], Result], entries: Sequence[str], backends: Sequence[str]) -> str:
+def render(
+    found: Mapping[tuple[str, str], Result], entries: Mapping[str, Entry], backends: Sequence[str]
+) -> str:
     """A table in Markdown, and below it what was refused with which words."""
     refusals: list[str] = []
     lines = [
         f"| model | library | lines | {' | '.join(backends)} |",
         f"|---|---|---|{'---|' * len(backends)}",
     ]
-    for name in entries:
-        entry, cells = ENTRIES[name], []
+    for name, entry in entries.items():
+        cells = []
         for backend in backends:
             result = found[name, backend]
             if result.refused is None:

@@ -95,6 +95,13 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(_llama_config())
 
 
+def llama_recomputed() -> nn.Module:
+    """Activations are computed again in backward."""
+    model = llama()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
 def bert() -> nn.Module:
     return hf.BertForMaskedLM(
         hf.BertConfig(**_SIZES, **_NO_DROPOUT, vocab_size=WORDS, max_position_embeddings=16)
@@ -153,6 +160,7 @@ def lora() -> nn.Module:
 ENTRIES = {
     "GPT-2": Entry("transformers", gpt2, ragged, pad),
     "Llama": Entry("transformers", llama, ragged, pad),
+    "Llama, gradient checkpointing": Entry("transformers", llama_recomputed, ragged, pad),
     "BERT, masked words": Entry("transformers", bert, masked_words, pad),
     "BERT, classes": Entry("transformers", bert_classifier, with_classes, pad),
     "T5": Entry("transformers", t5, pairs, pad),

@@ -1,0 +1,167 @@
+"""Each fault as one function with its code before the repair, and the test that is meant to catch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+__all__ = ["REVERSIONS", "Reversion"]
+
+Make = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Reversion:
+    """A fault, put back.
+
+    Attributes:
+        fault: what happens without a word.
+        module: where the function is defined.
+        name: the function, with its class if it has one.
+        make: the present function -> the one that takes its place.
+        caught_by: the test's id.
+    """
+
+    fault: str
+    module: str
+    name: str
+    make: Make
+    caught_by: str
+
+    def apply(self) -> None:
+        """Replace the function, for the rest of this process."""
+        owner: Any = import_module(self.module)
+        *parts, last = self.name.split(".")
+        for part in parts:
+            owner = getattr(owner, part)
+        present = vars(owner)[last]
+        made = self.make(present.fget if isinstance(present, property) else present)
+        setattr(owner, last, property(made) if isinstance(present, property) else made)
+
+
+def _nothing(present: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _without_group(present: Any) -> Any:
+    def build(self: Any, *args: Any, group: Any = None, **options: Any) -> None:
+        present(self, *args, **options)
+
+    return build
+
+
+def _as_any_trainer(present: Any) -> Any:
+    return lambda self, task: import_module("distributed.trainer").Trainer._loader_batch_size(self, task)
+
+
+def _drop_after_the_record(present: Any) -> Any:
+    def log(self: Any, name: str, value: float) -> bool:
+        logs, step = self.history.logs, self.state.progress.step
+        if not (not self.state.open_epoch.steps and logs and logs[-1]["step"] == step):
+            self._logged[name] = float(value)
+        return False
+
+    return log
+
+
+def _hand_everything_to_the_script(present: Any) -> Any:
+    return lambda args: [*args.unknown, *args.rest]
+
+
+def _read_all_parameters(present: Any) -> Any:
+    def build(self: Any, parameters: Any) -> None:
+        present(self, parameters)
+        self.unread = set()
+
+    return build
+
+
+_STREAMS = "tests/data/test_stream_checks.py::"
+_LOADERS = "tests/data/test_loader_classes.py::"
+_TASKS = "tests/training/test_task_checks.py::"
+
+REVERSIONS = {
+    "streams of one rank": Reversion(
+        "Half the samples of a stream that splits itself by rank are never used",
+        "distributed.data.stream_reader", "StreamReader._compare", _nothing,
+        f"{_STREAMS}test_a_stream_of_one_ranks_samples_is_refused_before_the_first_step[ByRank-0]",
+    ),
+    "shuffle buffers": Reversion(
+        "A run over a Hugging Face stream with a shuffle buffer loses samples when it resumes",
+        "distributed.data.stream", "loses_samples", _nothing,
+        f"{_STREAMS}test_a_run_over_a_shuffle_buffer_resumes_exactly",
+    ),
+    "loader classes": Reversion(
+        "What the class of a DataLoader does in __iter__ is left out",
+        "distributed.data.recognition", "check_loader", _nothing,
+        f"{_LOADERS}test_a_loader_with_an_iteration_of_its_own_is_refused[train_loader-Doubled-__iter__]",
+    ),
+    "lengths of streams": Reversion(
+        "The length of a stream is ignored, so a decay has no end",
+        "distributed.data.source", "Source._stream_length", _nothing,
+        f"{_STREAMS}test_a_streams_length_is_the_end_of_a_decay",
+    ),
+    "states with arguments": Reversion(
+        "A stream's state_dict that requires arguments is called without",
+        "distributed.data.stream", "_callable_with",
+        lambda present: lambda part, name, *args: callable(getattr(part, name, None)),
+        f"{_STREAMS}test_a_state_that_cannot_be_taken_alone_is_not_used",
+    ),
+    "regression": Reversion(
+        "Float targets without a loss train cross-entropy",
+        "distributed.training.task_checks", "check_default_target", _nothing,
+        f"{_TASKS}test_float_targets_need_a_loss[False-TensorDataset]",
+    ),
+    "one class": Reversion(
+        "The cross-entropy of a single class is always 0, and the run succeeds",
+        "distributed.training.task_checks", "check_class_axis", _nothing,
+        f"{_TASKS}test_a_cross_entropy_of_one_class_is_refused[None]",
+    ),
+    "late figures": Reversion(
+        "What a callback logs after a step's record is dropped",
+        "distributed.training.step_records", "StepRecords.log", _drop_after_the_record,
+        "tests/training/test_history.py::test_what_is_logged_in_any_event_arrives_in_the_record_of_its_step[1-1]",
+    ),
+    "unknown flags": Reversion(
+        "Flags that train does not know are handed to the script",
+        "distributed.commands.corrections", "script_words", _hand_everything_to_the_script,
+        "tests/commands/test_script_arguments.py::"
+        "test_an_unknown_argument_is_an_error_with_the_corrected_line[words0-line0]",
+    ),
+    "unread parameters": Reversion(
+        "A search reports the best value of a parameter that no trial reads",
+        "distributed.operations.tuning.parameter_use", "SampledParameters.__init__", _read_all_parameters,
+        "tests/operations/test_parameter_use.py::test_what_reads_a_parameter[nothing]",
+    ),
+    "profilers": Reversion(
+        "torch.profiler around a fit that starts ranks prints an empty table",
+        "distributed.launch.run", "_warn_of_profiler", _nothing,
+        "tests/data/test_seed_interface.py::test_torch_profiler_around_ranks_warns",
+    ),
+    "groups": Reversion(
+        "DistributedMultiheadDilatedAttention ignores a group without sequence_parallel",
+        "distributed_kernels.attention.modules", "DistributedMultiheadDilatedAttention.__init__",
+        _without_group,
+        "tests/kernels/test_attention_modules.py::test_a_group_without_sequence_parallel_is_refused",
+    ),
+    "compiled factories": Reversion(
+        "A factory of a compiled Keras model trains with another optimizer and rate",
+        "distributed_backends.tensorflow.models", "check_compiled", _nothing,
+        "tests/backends/test_tensorflow_refusals.py::test_a_factory_of_a_compiled_model_is_refused",
+    ),
+    "sampled batch sizes": Reversion(
+        "A search samples batch sizes that its trials refuse, one by one",
+        "distributed.trainers", "RayTrainer._loader_batch_size",
+        _as_any_trainer,
+        "tests/backends/test_ray.py::"
+        "test_tune_samples_the_batch_size_and_optimizes_what_the_function_returns",
+    ),
+    "statistics after fit": Reversion(
+        "Joined ranks without validation keep BatchNorm statistics of their own",
+        "distributed.training.loop", "TrainingLoop._share_buffers", _nothing,
+        "tests/communication/test_joined.py::test_torchrun",
+    ),
+}  # fmt: skip
+"""Name -> fault."""
