@@ -85,8 +85,8 @@ def _check_count(counted: int, expected: int, argument: str) -> None:
         )
     if counted != expected:
         raise RuntimeError(
-            f"validation counted {counted} samples of {expected} in {argument}: some were evaluated twice or not"
-            " at all (contract C5)"
+            f"validation counted {counted} samples of {expected} in {argument}: some were"
+            " evaluated twice or not at all (contract C5)"
         )
 
 
