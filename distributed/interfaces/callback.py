@@ -57,7 +57,6 @@ class Context(ABC):
         """Ask for a stop. All ranks stop after the same step, at the next log step at the
         latest, whichever rank asked (C8)."""
 
-    @abstractmethod
     def whole_model(self) -> AbstractContextManager[Any]:
         """The model as in one process, to read: sample from it, average or export it. Collective: callbacks
         on all ranks enter it at the same step.
@@ -68,6 +67,7 @@ class Context(ABC):
         Raises:
             UserError: the callback acts on rank 0 alone, or has changed the model.
         """
+        return self.backend.whole_model()
 
     @abstractmethod
     def log(self, name: str, value: float) -> None:

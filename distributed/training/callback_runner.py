@@ -73,7 +73,7 @@ class CallbackRunner:
         """
         if self._called is not None and not self._called.all_ranks and self.context.world.size > 1:
             raise UserError(
-                f"{what} needs all ranks, and {type(self._called).__name__} acts on rank 0 alone",
+                f"all ranks have to call {what}, and {type(self._called).__name__} acts on rank 0 alone",
                 field="callbacks",
                 got="all_ranks = False",
                 allowed="all_ranks = True",

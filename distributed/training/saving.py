@@ -246,7 +246,8 @@ class Saver:
         if self.state.shares_stream and ranks.world.rank != 0:
             saved.rank["stream"] = None
         omitted = {} if complete else self.frozen.omitted()
-        ranks.leave_out(omitted)
+        if self.state.frozen:
+            ranks.leave_out(omitted)
         config = self.config.model_dump(mode="json")
         added = {"config": config, "best": best, "omitted": omitted, "model_files": self._files}
         return {**saved.common, **added}, saved.rank

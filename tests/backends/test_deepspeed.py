@@ -350,8 +350,8 @@ def test_weights_of_several_dtypes() -> None:
 def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
     """DeepSpeed's autotuner would import it into every rank, for longer than DeepSpeed itself takes."""
     code = (
-        "import sys; from distributed_backends.deepspeed.backend import _import_for; "
-        "_import_for('cpu'); assert 'deepspeed.autotuning' in sys.modules; "
+        "import sys; from distributed_backends.deepspeed.import_deepspeed import import_deepspeed as go; "
+        "go('cpu'); assert 'deepspeed.autotuning' in sys.modules; "
         "assert 'mlflow' not in sys.modules; import mlflow"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -36,11 +36,7 @@ class Sound(ProcessGroupBackend):
         if self.world.size == 1:
             return step
         broadcast_values([*step.parameters(), *step.buffers()])
-        options: dict[str, Any] = {
-            "init_sync": False,
-            "forward_sync_buffers": False,
-            "find_unused_parameters": True,
-        }
+        options: dict[str, Any] = {"init_sync": False, "forward_sync_buffers": False}
         return DistributedDataParallel(step, find_unused_parameters=True, **options)
 
     def set_training(self, training: bool) -> None:

@@ -53,6 +53,8 @@ class ThreadRank(Ranks):
         meeting: of all ranks.
     """
 
+    module: Any = None
+
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.world, self.meeting = World(rank=rank, size=len(meeting.slots)), meeting
 

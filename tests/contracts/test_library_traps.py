@@ -70,9 +70,9 @@ def test_zero_steps_by_our_scale_norm_and_clipping(
 
 def test_what_we_override_in_deepspeed_is_there() -> None:
     """A method that is renamed would not be overridden any more, without a word."""
-    from distributed_backends.deepspeed.backend import _import_for
+    from distributed_backends.deepspeed.import_deepspeed import import_deepspeed
 
-    _import_for("cpu")
+    import_deepspeed("cpu")
     from deepspeed.ops import __compatible_ops__
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -40,13 +40,13 @@ class ModelRank(ThreadRank):
         self, rank: int, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         super().__init__(rank, meeting)
-        self.model, self.optimizer = model, optimizer
+        self.module, self.optimizer = model, optimizer
 
     def export_state(self) -> BackendState:
-        return export_replicated(self.model, self.optimizer, None, self.world.rank, self.world.size)
+        return export_replicated(self.module, self.optimizer, None, self.world.rank, self.world.size)
 
     def import_state(self, reader: StateReader) -> None:
-        import_replicated(reader, self.model, self.optimizer)
+        import_replicated(reader, self.module, self.optimizer)
 
 
 class Run(CheckpointingMixin):
@@ -327,7 +327,7 @@ def test_one_rank_that_meets_another_model_stops_all(tmp_path: Path) -> None:
     def go(rank: int, meeting: Meeting) -> None:
         run = Run(configured(None, resume_from_checkpoint=str(tmp_path)), rank, meeting)
         if rank == 1:
-            run.backend.model = nn.Linear(2, 1)  # type: ignore[attr-defined]
+            run.backend.module = nn.Linear(2, 1)  # type: ignore[attr-defined]
         run.saver.prepare()
         run.resumer.resume()
 

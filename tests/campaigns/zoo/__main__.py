@@ -27,7 +27,7 @@ def main() -> int:
     entries = {name: entries[name] for name in args.entry or entries}
     found: dict[tuple[str, str], Result] = {}
     for backend in backends:
-        with closing(RankPool()) as pool, redirect_stdout(sys.stderr):
+        with closing(RankPool(timeout=600)) as pool, redirect_stdout(sys.stderr):
             for name, entry in entries.items():
                 found[name, backend] = compare(entry, backend, pool)
     print(render(found, entries, backends))
