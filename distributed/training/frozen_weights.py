@@ -30,7 +30,7 @@ class FrozenWeights:
     """
 
     def __init__(self, backend: Backend, state: TrainState, wanted: bool | None) -> None:
-        self._backend, self._state, self._wanted = backend, state, wanted
+        self._holder, self._state, self._wanted = backend, state, wanted
 
     def start(self) -> None:
         """Take the digests of the model as it came, before a state is loaded.
@@ -38,13 +38,13 @@ class FrozenWeights:
         Raises:
             UserError: the backend does not support it.
         """
-        model = self._backend.module
+        model = self._holder.module
         if self._wanted or (self._wanted is None and is_adapter(model)):
             self._state.keep_frozen(self._digests(self._frozen()))
 
     def omitted(self) -> dict[str, str]:
         """Parameter to be left out of a checkpoint now -> digest."""
-        before = self._state.frozen
+        before = self._state.frozen_at_start
         if not before:
             return {}
         now = self._digests(self._frozen())
@@ -60,12 +60,12 @@ class FrozenWeights:
             check_omitted(saved, self._digests(saved))
 
     def _frozen(self) -> set[str]:
-        tensors, _ = named_tensors(self._backend.module)
-        parameters = {id(p) for p in self._backend.module.parameters() if not p.requires_grad}
+        tensors, _ = named_tensors(self._holder.module)
+        parameters = {id(p) for p in self._holder.module.parameters() if not p.requires_grad}
         return {name for name, tensor in tensors.items() if id(tensor) in parameters}
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
-        own = self._backend.weight_digests(names)
+        own = self._holder.weight_digests(names)
         if own is None:
             raise UserError(
                 "this backend cannot leave parameters out of a checkpoint",
@@ -74,4 +74,4 @@ class FrozenWeights:
                 allowed="false",
                 remedy="Set it to false, or choose a torch backend",
             )
-        return add_digests(self._backend.gather_objects(dict(own)))
+        return add_digests(self._holder.gather_objects(dict(own)))

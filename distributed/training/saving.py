@@ -246,7 +246,7 @@ class Saver:
         if self.state.shares_stream and ranks.world.rank != 0:
             saved.rank["stream"] = None
         omitted = {} if complete else self.frozen.omitted()
-        if self.state.frozen:
+        if self.state.frozen_at_start:
             ranks.leave_out(omitted)
         config = self.config.model_dump(mode="json")
         added = {"config": config, "best": best, "omitted": omitted, "model_files": self._files}

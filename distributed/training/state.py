@@ -95,7 +95,7 @@ class TrainState:
 
     Attributes:
         lineage: identifies the run over restarts; None before its first checkpoint.
-        frozen: digests of the parameters that were frozen when the run began; None if none may be left out
+        frozen_at_start: digests of the parameters that were frozen when the run began; None if none may be left out
             of checkpoints.
         open_epoch: the records of the current epoch.
     """
@@ -105,7 +105,7 @@ class TrainState:
     ) -> None:
         self.progress, self.schedule, self.callbacks, self.feed = progress, schedule, callbacks, feed
         self.lineage: str | None = None
-        self.frozen: dict[str, str] | None = None
+        self.frozen_at_start: dict[str, str] | None = None
         self.open_epoch = OpenEpoch()
 
     def capture(self) -> Snapshot:
@@ -116,7 +116,7 @@ class TrainState:
                 "progress": asdict(self.progress),
                 "scheduler": self.schedule.state_dict(),
                 "lineage": self.lineage,
-                "frozen": self.frozen,
+                "frozen": self.frozen_at_start,
                 "callbacks": self.callbacks.states(),
             },
             {
@@ -138,8 +138,8 @@ class TrainState:
             if item.name in saved:
                 setattr(self.progress, item.name, saved[item.name])
         self.lineage = common.get("lineage")
-        if self.frozen is not None:
-            self.frozen |= common.get("frozen") or {}
+        if self.frozen_at_start is not None:
+            self.frozen_at_start |= common.get("frozen") or {}
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None and "stream" in rank:
@@ -150,7 +150,7 @@ class TrainState:
 
     def keep_frozen(self, digests: dict[str, str]) -> None:
         """Keep the digests of frozen parameters; those that `restore` loads take precedence."""
-        self.frozen = digests
+        self.frozen_at_start = digests
 
     def name_run(self, backend: Backend) -> str:
         """The run's lineage, drawn on rank 0 when there is none yet. Collective."""
