@@ -95,8 +95,8 @@ class TrainState:
 
     Attributes:
         lineage: identifies the run over restarts; None before its first checkpoint.
-        frozen_at_start: digests of the parameters that were frozen when the run began; None if none may be left out
-            of checkpoints.
+        frozen_at_start: digests of the parameters that were frozen when the run began; None if none may be
+            left out of checkpoints.
         open_epoch: the records of the current epoch.
     """
 
