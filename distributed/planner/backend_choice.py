@@ -141,15 +141,16 @@ def check_capabilities(
     Raises:
         UserError: an ability is missing; names the backends that have it.
     """
+    ranks = "num_gpus" if config.num_processes is None else "num_processes"
     needs: list[_Need] = [
         *_NEEDS,
-        ("num_gpus", lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
+        (ranks, lambda c: world_size > 1, lambda k: k.multi_process, f"run {world_size} ranks"),
         ("mixed_precision", lambda c: True, lambda k: precision in k.precisions, f"train in {precision}"),
     ]
     for need in needs:
         name, wanted, able, _ = need
         if wanted(config) and not able(spec.capabilities):
-            got = config.num_ranks if name == "num_gpus" else getattr(config, name)
+            got = config.num_ranks if name == ranks else getattr(config, name)
             raise _cannot(need, spec, catalog, got)
     if config.sync_batchnorm and device == "cpu" and world_size > 1:
         raise UserError(

@@ -69,7 +69,7 @@ def test_the_cores_are_those_that_this_process_may_use() -> None:
 @pytest.mark.parametrize("field", ["num_processes", "num_gpus"])
 def test_serial_refuses_two_ranks(field: str, capsys: pytest.CaptureFixture[str]) -> None:
     fields: dict[str, Any] = {"num_processes": None, field: 2}
-    with pytest.raises(UserError, match="num_gpus: backend 'serial' cannot run 2 ranks"):
+    with pytest.raises(UserError, match=f"{field}: backend 'serial' cannot run 2 ranks"):
         plan_of(backend="serial", **fields)
     words = ["--backend", "serial", f"--{field.replace('_', '-')}", "2", "--dry-run"]
     assert main(["train", *words]) == 2
