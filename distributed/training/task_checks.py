@@ -26,8 +26,9 @@ def check_task(task: Task) -> None:
     """Check what the caller's process can see of a task, before ranks start.
 
     Raises:
-        UserError: about `loss_fn`, `scheduler` or `metrics`.
+        UserError: about `model`, `loss_fn`, `scheduler` or `metrics`.
     """
+    _check_factory(task.model)
     check_loss(task.loss_fn)
     _check_scheduler(task.scheduler)
     _check_metrics(task.metrics)
@@ -129,6 +130,20 @@ def read_pair(name: str, result: Any, field: str) -> Any:
         allowed="(sum over the samples, number of samples)",
         remedy="Return the sum and the count, e.g. (hits.sum(), len(target)), instead of their quotient",
     )
+
+
+def _check_factory(model: Any) -> None:
+    """Raise a UserError for a class or function that cannot build a model without arguments."""
+    needed = _required(model) if inspect.isclass(model) or inspect.isfunction(model) else []
+    if needed:
+        arguments = ", ".join(f"{name}=..." for name in needed)
+        raise UserError(
+            "the model is built by calling this without arguments, and it requires some",
+            field="model",
+            got=model.__name__,
+            allowed="a model, or a function without arguments that builds one",
+            remedy=f"Give the model, or model=lambda: {model.__name__}({arguments})",
+        )
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -167,6 +167,23 @@ def test_a_name_is_no_loss(given: Any) -> None:
     refused("loss_fn", "not a loss", "loss_fn=nn.MSELoss()", loss_fn=given)
 
 
+def built_of(width: int) -> nn.Module:
+    return nn.Linear(width, 2)
+
+
+@pytest.mark.parametrize(
+    ("factory", "remedy"),
+    [
+        (nn.Linear, "model=lambda: Linear(in_features=..., out_features=...)"),
+        (built_of, "model=lambda: built_of(width=...)"),
+    ],
+)
+def test_a_factory_that_needs_arguments_is_refused(factory: Any, remedy: str) -> None:
+    with pytest.raises(UserError, match="by calling this without arguments") as caught:
+        Trainer(factory, batch_size=4, device="cpu").fit(points())
+    assert remedy in str(caught.value)
+
+
 def test_a_loop_of_your_own_refuses_a_loss_class() -> None:
     with pytest.raises(UserError, match="a loss class"):
         make_trainer(nn.Linear(4, 2), loss_fn=nn.CrossEntropyLoss).train_step(*points())
