@@ -65,8 +65,8 @@ class CallbackRunner:
             enter(before)
 
     def refuse_on_rank_zero(self, what: str) -> None:
-        """Raise a UserError if the callback that is called acts on rank 0 alone, where other ranks would be
-        waited for in vain.
+        """Raise a UserError if the callback that is called acts on rank 0 alone, so that the
+        collective would block.
 
         Args:
             what: the collective call.

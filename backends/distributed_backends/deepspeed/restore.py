@@ -28,6 +28,17 @@ class Before:
         for parameter, value in whole:
             dtype, device = places[parameter]
             data[parameter] = value.to(device, dtype)
+        self._undo()
+        for parameter, keys, _, device in self._parameters:
+            for key in set(vars(parameter)) - keys:
+                delattr(parameter, key)
+            parameter.data = data[parameter] if parameter in data else parameter.data.to(device)
+            parameter.grad = None
+        for module, name, device in self._buffers:
+            module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+
+    def _undo(self) -> None:
+        """Give modules the classes, hooks and attributes of before."""
         for module, kind, values, tables in self._modules:
             module.__class__ = kind
             for key in set(vars(module)) - set(values):
@@ -38,13 +49,6 @@ class Before:
                 table = vars(module)[name]
                 for key in [key for key in table if key not in entries]:
                     del table[key]
-        for parameter, keys, _, device in self._parameters:
-            for key in set(vars(parameter)) - keys:
-                delattr(parameter, key)
-            parameter.data = data[parameter] if parameter in data else parameter.data.to(device)
-            parameter.grad = None
-        for module, name, device in self._buffers:
-            module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -58,15 +62,7 @@ class Before:
             for module, _, _, tables in self._modules
             for table in (vars(module)[name] for name in tables)
         ]
-        for module, kind, values, tables in self._modules:
-            module.__class__ = kind
-            for key in set(vars(module)) - set(values):
-                del vars(module)[key]
-            vars(module)["_parameters"] = values["_parameters"]
-            for name, own in tables.items():
-                table = vars(module)[name]
-                for key in [key for key in table if key not in own]:
-                    del table[key]
+        self._undo()
         try:
             yield
         finally:

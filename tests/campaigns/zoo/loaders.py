@@ -129,10 +129,10 @@ def from_archives() -> Any:
     return DataLoader(found.decode().to_tuple("x.pth", "y.pth"), batch_size=BATCH)
 
 
-def _row(library: str, loader: Callable[[], Any], columns: bool = False, lines: int = 0) -> Entry:
+def _row(library: str, loader: Callable[[], Any], columns: bool = False) -> Entry:
     if columns:
-        return Entry(library, Named, rows, loss=of_columns, loader=loader, lines=lines)
-    return Entry(library, Pairs, pairs, loss=of_pair, loader=loader, lines=lines)
+        return Entry(library, Named, rows, loss=of_columns, loader=loader)
+    return Entry(library, Pairs, pairs, loss=of_pair, loader=loader)
 
 
 ENTRIES = {
