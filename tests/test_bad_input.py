@@ -133,7 +133,7 @@ def _built_in() -> list[Any]:
 def test_ranks_on_a_backend_of_one() -> None:
     mistake(
         lambda: train(backend="serial", num_processes=2),
-        "num_gpus",
+        "num_processes",
         "'serial' cannot run 2 ranks",
         "pytorch-ddp",
     )
