@@ -27,8 +27,8 @@ _TRY = {
     "apart": "call the same collectives in the same order on every rank: none inside `if rank == 0`,"
     " and the same number of batches on all",
     "together": "check the network between the ranks, and whether the loss of some rank leaves parameters"
-    " out: pytorch-ddp and horovod train such models with find_unused_parameters=True, fsdp and deepspeed"
-    " do not",
+    " out: pytorch-ddp, fsdp and horovod train such models with find_unused_parameters=True, deepspeed does"
+    " not",
     "memory": "use a smaller batch_size with gradient_accumulation_steps or fewer loader workers,"
     " or give the job more memory",
     "SIGSEGV": "find the native library in the stack below; run once with num_workers=0 and without"

@@ -104,11 +104,47 @@ class _Equal(_Routed):
         del self.back
 
 
+class _Experts(nn.Module):
+    """Each sample takes one of two blocks of unequal size, by the sign of its first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in (8, 5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, chosen = self.first(x), (x[:, 0] < 0).long()
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out = out + expert(hidden) * (chosen == number)[:, None]
+        result: Tensor = self.last(out)
+        return result
+
+
+def _with_signs(signs: list[float], length: int) -> tuple[Tensor, Tensor]:
+    """Samples whose first numbers have `signs`, repeated."""
+    x, y = problem(length)
+    x[:, 0] = x[:, 0].abs() * torch.tensor(signs).repeat(-(-length // len(signs)))[:length]
+    return x, y
+
+
 def _in_turns(length: int) -> tuple[Tensor, Tensor]:
     """Pairs of samples that take the same branch."""
-    x, y = problem(length)
-    sign = torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(-(-length // 4))[:length]
-    x[:, 0] = x[:, 0].abs() * sign
+    return _with_signs([1.0, 1.0, -1.0, -1.0], length)
+
+
+def _together(length: int) -> tuple[Tensor, Tensor]:
+    """All samples of a step on one to three ranks take the same branch."""
+    return _with_signs([1.0] * 12 + [-1.0] * 12, length)
+
+
+def _in_turns_later(length: int) -> tuple[Tensor, Tensor]:
+    """As `_in_turns`, but in the first half both samples of each pair take different branches."""
+    x, y = _in_turns(length)
+    x[: length // 2] = _with_signs([1.0, -1.0], length)[0][: length // 2]
     return x, y
 
 
@@ -281,6 +317,9 @@ _UNUSED = {"find_unused_parameters": True}
 CASES: dict[str, Case] = {
     "branches": Case(partial(_seeded, _Equal), _all, data=_in_turns),
     "branches-unused-allowed": Case(partial(_seeded, _Equal), _all, data=_in_turns, options=_UNUSED),
+    "experts": Case(partial(_seeded, _Experts), _all, data=_in_turns, options=_UNUSED),
+    "experts-later": Case(partial(_seeded, _Experts), _all, data=_in_turns_later, options=_UNUSED),
+    "experts-together": Case(partial(_seeded, _Experts), _all, data=_together, options=_UNUSED),
     "idle-layer": Case(partial(_seeded, _Idle), _all),
     "idle-layer-unused-allowed": Case(partial(_seeded, _Idle), _all, options=_UNUSED),
     "tensor-hook": Case(_with_hook, _all),

@@ -19,29 +19,28 @@ __all__ = ["GradientUse", "UsedParameters", "refusal"]
 
 class GradientUse:
     """For backends that reduce the gradients of several parameters in one message without their names: if
-    ranks use different parameters, gradients of different parameters are added.
+    ranks use different parameters, gradients of different parameters are added, unless every rank sends
+    zeros for those that it did not use.
 
     The comparison is a reduction of two numbers per step over gloo, under way while the backend reduces its
     own values. It does not wait for a GPU.
 
     Args:
-        parameters: name -> trainable parameter, the same on all ranks.
+        parameters: name -> parameter, the same on all ranks.
+        may_differ: ranks may use different parameters; `finish` returns those that none has used.
     """
 
-    def __init__(self, backend: Backend, parameters: dict[str, nn.Parameter]) -> None:
-        self._backend, self._names = backend, list(parameters)
+    def __init__(
+        self, backend: Backend, parameters: dict[str, nn.Parameter], may_differ: bool = False
+    ) -> None:
+        self._backend, self._names, self._may_differ = backend, list(parameters), may_differ
         self._seen: list[bytes] = []
         self._sum: torch.Tensor | None = None
         self._work: Any = None
 
-    def add(self, used: Sequence[bool], order: Sequence[int] = ()) -> None:
-        """Add what a micro-batch used on this rank.
-
-        Args:
-            used: for each parameter whether it has a gradient.
-            order: of the modules whose parameters are gathered, as numbers.
-        """
-        self._seen.append(bytes(used) + repr(list(order)).encode())
+    def add(self, used: Sequence[bool]) -> None:
+        """Add for each parameter whether a micro-batch gave it a gradient on this rank."""
+        self._seen.append(bytes(used))
 
     def begin(self) -> None:
         """Start the comparison of a step. Collective."""
@@ -54,24 +53,26 @@ class GradientUse:
         """End the comparison. Collective.
 
         Returns:
-            Names of parameters that no micro-batch of the step used.
+            Names of parameters that no micro-batch of the step used on any rank.
 
         Raises:
-            UserError: the ranks used different parameters; no weight has changed yet.
+            UserError: the ranks used different parameters, and may not; no weight has changed yet.
         """
         seen, self._seen = self._seen, []
+        used = torch.tensor([any(marks) for marks in zip(*seen, strict=True)], dtype=torch.uint8)
         if self._sum is not None:
             self._work.wait()
             highest, lowest = int(self._sum[0]), -int(self._sum[1])
             self._sum = self._work = None
-            if highest != lowest:
+            if highest != lowest and not self._may_differ:
                 raise self._difference(seen)
-        count = len(self._names)
-        return [name for i, name in enumerate(self._names) if not any(used[:count][i] for used in seen)]
+            if highest != lowest:
+                dist.all_reduce(used, dist.ReduceOp.MAX)
+        return [name for name, mark in zip(self._names, used.tolist(), strict=True) if not mark]
 
     def _difference(self, seen: list[bytes]) -> UserError:
         all_ranks = self._backend.gather_objects(seen)
-        what = "modules in a different order"
+        what = "different parameters"
         for rank, other in enumerate(all_ranks):
             pairs = zip(all_ranks[0], other, strict=False)
             found = next((i for a, b in pairs for i in range(len(self._names)) if a[i] != b[i]), None)
@@ -120,8 +121,8 @@ def refusal(what: str, backend: Backend) -> UserError:
         " parameters. The step was not taken",
         field="backend",
         got=backend.spec.name,
-        allowed="pytorch-ddp or horovod with find_unused_parameters=true, for models of which samples use"
-        " different parts",
+        allowed="pytorch-ddp, fsdp or horovod with find_unused_parameters=true, for models of which samples"
+        " use different parts",
         remedy="Choose one of these, or let every rank use every parameter in each micro-batch, e.g. by"
         " adding 0 * parameter.sum() to the loss",
     )

@@ -286,7 +286,6 @@ def plan_of(resources: int = 0, **fields: Any) -> Any:
             "fsdp.cpu_offload",
             "a single rank has no other rank",
         ),
-        ({"num_processes": 2, "find_unused_parameters": True}, "find_unused_parameters", "pytorch-ddp"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_process_starts(

@@ -23,7 +23,8 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
-from distributed.training.gradient_use import GradientUse, UsedParameters, refusal
+from distributed.training.gather_order import GatherOrder
+from distributed.training.gradient_use import GradientUse, UsedParameters
 from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
@@ -35,10 +36,6 @@ from distributed_backends.deepspeed.restore import Before
 from distributed_backends.deepspeed.state import ShardedOptimizer
 
 __all__ = ["DeepSpeedBackend"]
-
-
-_DISAGREEMENT = "Detected a disagreement on list"
-"""Start of ZeRO 3's message about ranks that gather different parameters (DeepSpeed 0.19)."""
 
 
 class EngineScaler(torch.amp.GradScaler):
@@ -79,6 +76,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         super().__init__()
         self.sharded: ShardedOptimizer | None = None
         self.engine: Any = None
+        self._order: GatherOrder | None = None
         self._environment: dict[str, str | None] = {}
 
     @property
@@ -181,6 +179,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self._use, self._used = GradientUse(self, trainable), UsedParameters(trainable)
         root = Root(model, super().autocast)
         self.engine = build_engine(root, optimizer, options, self.world.device, weights)
+        if self.stage == 3 and self.world.size > 1:
+            gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+            self._order = GatherOrder(self, gathering, self.config.hang_timeout)
         if self.stage:
             self._take_over(members, earlier)
         if self.sharded is not None and whole:
@@ -207,20 +208,19 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return nullcontext()
 
     def _forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        loss, total, count = self.engine(function, *args)
+        with self._checked("training"):
+            loss, total, count = self.engine(function, *args)
         if self.objective.counted and self.world.size > 1:
             self.add_count(count)
         return loss, total, count
 
+    def _checked(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._order is None else self._order.checked(kind)
+
     def run_window(self, window: Any) -> tuple[Any, Any]:
         if self.sharded is not None:
             self.sharded.forget_gradients()
-        try:
-            seen = super().run_window(window)
-        except RuntimeError as error:
-            if _DISAGREEMENT not in str(error):
-                raise
-            raise refusal("different modules", self) from error
+        seen = super().run_window(window)
         self._use.begin()
         return seen
 
@@ -291,7 +291,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
     # -- evaluation ------------------------------------------------------------------------
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        found: dict[str, Any] = self.engine.module(super().evaluate, batch, num_samples)
+        with self._checked("evaluation"):
+            found: dict[str, Any] = self.engine.module(super().evaluate, batch, num_samples)
         return found
 
     def set_training(self, training: bool) -> None:
@@ -360,6 +361,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return
         self._used.remove()
         engine, sharded, self.engine, self.sharded = self.engine, self.sharded, None, None
+        self._order = None
         if sharded is None:
             engine.destroy()
             self._before.restore(iter(()))

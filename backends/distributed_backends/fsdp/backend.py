@@ -19,6 +19,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse
 from distributed.training.optimizers import follow_parameters
@@ -83,6 +84,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._recomputed: Recomputed = []
         self._built_by_one = False
         self._use: GradientUse | None = None
+        self._order: GatherOrder | None = None
 
     def setup(self, plan: RunPlan) -> World:
         if plan.world_size > 1:
@@ -112,7 +114,8 @@ class FSDPBackend(ProcessGroupBackend):
             # Ranks that we started have the same weights; others built their own.
             broadcast_values([*model.parameters(), *model.buffers()])
         self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
-        self._use = GradientUse(self, self._sharded.parameters)
+        self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
+        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
 
     def prepare(self, task: Task) -> None:
@@ -133,7 +136,9 @@ class FSDPBackend(ProcessGroupBackend):
                     state[slot] = cut_like(parameter, value)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
-        return step if self._sharded is None else partial(self._forward, self._sharded.root, step)
+        if self._sharded is None or self._order is None:
+            return step
+        return partial(self._forward, self._sharded.root, self._order, step)
 
     # -- one step --------------------------------------------------------------------
 
@@ -145,8 +150,9 @@ class FSDPBackend(ProcessGroupBackend):
             self.counting_ends = last
         return nullcontext()
 
-    def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
-        loss, total, count = root(step.forward, *args)
+    def _forward(self, root: Any, order: GatherOrder, step: StepModule, *args: Any) -> Any:
+        with order.checked("training"):
+            loss, total, count = root(step.forward, *args)
         if self.objective.counted:
             self.add_count(count)
         return loss, total, count
@@ -154,17 +160,16 @@ class FSDPBackend(ProcessGroupBackend):
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if self._sharded is None or self._use is None:
             return super().run_window(window)
-        self._sharded.order.clear()
         seen = super().run_window(window)
-        used = [p.grad is not None for p in self._sharded.parameters.values()]
-        self._use.add(used, self._sharded.order)
+        self._use.add(self._sharded.take_used())
         self._use.begin()
         self._sharded.average_replicated()
         return seen
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        if self._use is not None:
-            self._use.finish()
+        if self._sharded is not None and self._use is not None:
+            for name in self._use.finish():
+                self._sharded.parameters[name].grad = None
         return super().optimizer_step(max_norm, want_norm)
 
     def gradients(self) -> list[Tensor]:
@@ -189,9 +194,10 @@ class FSDPBackend(ProcessGroupBackend):
     # -- evaluation ------------------------------------------------------------------
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        if self._sharded is None:
+        if self._sharded is None or self._order is None:
             return super().evaluate(batch, num_samples)
-        found: dict[str, Any] = self._sharded.root(super().evaluate, batch, num_samples)
+        with self._order.checked("evaluation"):
+            found: dict[str, Any] = self._sharded.root(super().evaluate, batch, num_samples)
         return found
 
     def set_training(self, training: bool) -> None:
@@ -232,7 +238,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._sharded.reshard()
         cut = dict(self.module.named_parameters())
         self._sharded.make_whole()
-        self._sharded = self._use = None
+        self._sharded = self._use = self._order = None
         follow_parameters(self.optimizer, cut, self.module)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

@@ -26,7 +26,10 @@ def register_backends() -> list[BackendSpec]:
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",
             capabilities=Capabilities(
-                precisions=frozenset({"fp32", "bf16", "fp16"}), sync_batchnorm=True, checkpoint=True
+                precisions=frozenset({"fp32", "bf16", "fp16"}),
+                find_unused_parameters=True,
+                sync_batchnorm=True,
+                checkpoint=True,
             ),
         )
     ]

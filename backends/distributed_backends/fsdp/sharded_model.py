@@ -29,7 +29,8 @@ from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FSDP = "torch.distributed.fsdp"
+_ADDED_BY = ("torch.distributed.fsdp", "distributed.training.gather_order")
+"""Modules of the hooks that a sharded model has more than the whole one."""
 
 
 class Root(nn.Module):
@@ -57,7 +58,7 @@ class ShardedModel:
         root: root module, through which the model is used.
         group: process group of the ranks that share one copy of the model.
         parameters: sharded parameters by name.
-        order: the units whose forward has run since it was cleared, by number.
+        units: the modules that gather their parameters, the root included.
         replicated: parameters without a dimension or without elements, which stay on every rank.
 
     Raises:
@@ -104,17 +105,14 @@ class ShardedModel:
             parameter.data = parameter.data.to(world.device)
         self.parameters = {n: p for n, p in model.named_parameters() if p not in self.replicated}
         self._before.copy_attributes()
-        self._units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
-        self.order: list[int] = []
-        self._hooks = [
-            unit.register_forward_pre_hook(partial(_note, self.order, i))
-            for i, unit in enumerate(self._units)
-        ]
+        self.units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+        self._used = [False] * len(self.parameters)
+        self._fill_gradients()
         self._before.let_go()
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered: the model holds DTensors again."""
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
 
     @contextmanager
@@ -131,9 +129,42 @@ class ShardedModel:
     def make_whole(self) -> None:
         """Restore the unsharded model on every rank. Collective."""
         self.reshard()
-        for hook in self._hooks:
-            hook.remove()
         self._before.restore()
+
+    def take_used(self) -> list[bool]:
+        """For each of `parameters` whether a backward on this rank gave it a gradient since the last call."""
+        used, self._used = self._used, [False] * len(self._used)
+        return used
+
+    def _fill_gradients(self) -> None:
+        """Reduce zeros for parameters that this rank did not use. FSDP2 leaves them out, so that ranks that
+        use different parameters would add gradients of different ones."""
+        numbers = {parameter: number for number, parameter in enumerate(self.parameters.values())}
+        places = {
+            (module, name): numbers[parameter]
+            for module in self.root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter in numbers
+        }
+        for unit in self.units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                members = [
+                    (places[p._module_info.module, p._module_info.param_name], p) for p in group.fsdp_params
+                ]
+                group.post_backward = partial(self._reduce, group, members, group.post_backward)
+
+    def _reduce(
+        self, group: Any, members: list[tuple[int, Any]], post_backward: Callable[..., None], *args: Any
+    ) -> None:
+        for number, member in members:
+            parameter = getattr(member, "_unsharded_param", None)  # missing before its first gather
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is not None or member.unsharded_accumulated_grad is not None:
+                self._used[number] = True
+            elif group.reduce_grads:
+                parameter.grad = torch.zeros_like(parameter)
+        post_backward(*args)
 
     @torch.no_grad()
     def average_replicated(self) -> None:
@@ -245,14 +276,14 @@ def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks that fully_shard registered, recognized by their module."""
+    """Remove the hooks of a sharded model, recognized by their module."""
     tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
     for name, table in tables.items():
         if not name.endswith("_hooks"):
             continue
         for key, hook in list(table.items()):
             function = getattr(hook, "hook", hook)
-            if str(getattr(function, "__module__", "")).startswith(_FSDP):
+            if str(getattr(function, "__module__", "")).startswith(_ADDED_BY):
                 for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
                     getattr(module, same, {}).pop(key, None)
 
@@ -273,10 +304,6 @@ def _offload(section: FSDPSection, device: str) -> OffloadPolicy:
 def _replicated(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that cannot be cut by rows: without a dimension, or without elements."""
     return {p for p in model.parameters() if p.dim() == 0 or not p.numel()}
-
-
-def _note(order: list[int], number: int, *_: Any) -> None:
-    order.append(number)
 
 
 def _check_data(model: nn.Module) -> None:

@@ -36,7 +36,12 @@ TOKEN = "0123456789abcdefghij"
             "2 of 3 hosts",
         ),
         ("slurm", {"global_batch_size": 63}, {}, "cannot be split evenly"),
-        ("slurm", {"backend": "fsdp", "find_unused_parameters": True}, {}, "cannot find unused parameters"),
+        (
+            "slurm",
+            {"backend": "deepspeed", "find_unused_parameters": True},
+            {},
+            "cannot find unused parameters",
+        ),
         (
             "slurm",
             {"backend": "tensorflow", "num_nodes": 1, "tensorflow": {"strategy": "mirrored"}},
