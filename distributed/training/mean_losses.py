@@ -63,10 +63,16 @@ class MeanLosses:
     Functions in `torch.nn.functional` are replaced meanwhile, which costs nothing per operation. One that
     was imported by its own name is only seen by a mode that all operations of torch pass: it is entered for
     the first micro-batch, and for the others if it was needed there.
+
+    Attributes:
+        found: the losses of the last micro-batch, the latest first.
+        num_pairs: size of a matrix of similarities between the samples of the first micro-batch, 0 without.
     """
 
     def __init__(self) -> None:
         self.found: list[Mean] = []
+        self.num_pairs = 0
+        self.is_first = True
         self._watch = True
 
     @contextmanager
@@ -79,6 +85,7 @@ class MeanLosses:
                 yield
         finally:
             _RECORDER.reset(token)
+            self.is_first = False
 
     def of(self, loss: Tensor) -> Mean | None:
         """The recorded mean that `loss` is, in whatever dtype and shape, or None."""
@@ -129,6 +136,14 @@ def _divergence(a: dict[str, Any]) -> Count | None:
     return samples if a["reduction"] == "batchmean" else _elements(a)
 
 
+def _num_pairs(a: dict[str, Any]) -> int:
+    """Rows of a square matrix whose targets are its diagonal, as for in-batch negatives; 0 for others."""
+    scores, target = a["input"], a["target"]
+    rows = len(scores)
+    square = scores.dim() == 2 and rows > 1 and scores.shape[1] == rows and target.shape == (rows,)
+    return rows if square and torch.equal(target, torch.arange(rows).to(target)) else 0
+
+
 _CLASSES = ("cross_entropy", "nll_loss")
 _LOSSES: dict[str, Callable[[dict[str, Any]], Count | None]] = {
     **dict.fromkeys(_CLASSES, _classes),
@@ -149,6 +164,8 @@ def _record(name: str, value: Any, args: Any, kwargs: Any, called: bool) -> None
     bound = _SIGNATURES[name].bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if recorder.is_first and name == "cross_entropy":
+        recorder.num_pairs = recorder.num_pairs or _num_pairs(given)
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
     count = None if legacy or given["reduction"] not in ("mean", "batchmean") else _LOSSES[name](given)
     if count is not None:

@@ -189,6 +189,7 @@ class Objective:
         with self._means.recording():
             result = function(first, second)
         field = "training_step" if self._training_step else "loss_fn" if self._loss_fn else "model"
+        self._warn_of_pairs(field)
         loss, count = read_loss(result, field)
         mean = self._means.of(loss) if count is None else None
         if torch.is_grad_enabled():
@@ -213,6 +214,16 @@ class Objective:
             )
         self.averaged_over = kind
         self.averages = zlib.crc32(kind.encode(), self.averages)
+
+    def _warn_of_pairs(self, field: str) -> None:
+        if self._warns and self._means.num_pairs:
+            logger.warning(
+                "the loss of %s compares the samples of a micro-batch with each other (%d x %d scores whose"
+                " targets are the diagonal): its value depends on batch_size. Another number of ranks or"
+                " accumulation steps trains the same only if batch_size stays the same and is not derived",
+                *(field, self._means.num_pairs, self._means.num_pairs),
+            )
+            self._means.num_pairs = 0
 
     def _warn_of_weight(self, batch: Any, num_samples: int, field: str) -> None:
         counted = self._means.counts_other_than(num_samples) if self._warns else None

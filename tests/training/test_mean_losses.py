@@ -275,6 +275,29 @@ def test_labels_of_unknown_weight_are_reported(caplog: pytest.LogCaptureFixture)
     assert "computed from 10 targets" in caplog.text
 
 
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(batch[0]).flatten(1) @ model(batch[0]).flatten(1).t()
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize(("accumulation", "expected"), [(2, 1), (1, 0)])
+def test_negatives_of_the_micro_batch_are_reported_once(
+    accumulation: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(
+        Tokens(),
+        batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        training_step=contrastive,
+        max_steps=2,
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(samples())
+    found = [record.getMessage() for record in caplog.records if "with each other" in record.getMessage()]
+    assert len(found) == expected
+    assert all("4 x 4 scores" in message for message in found)
+
+
 def clamped() -> Tokens:
     model = Tokens()
     for parameter in model.parameters():

@@ -147,7 +147,8 @@ class ShardedModel:
             if parameter in numbers
         }
         for unit in self.units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            groups: list[Any] = unit._get_fsdp_state()._fsdp_param_groups
+            for group in groups:
                 members = [
                     (places[p._module_info.module, p._module_info.param_name], p) for p in group.fsdp_params
                 ]
