@@ -20,7 +20,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.gradient_use import GradientUse
-from distributed.training.model_traits import HOOKED, SPARSE, refuse
+from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule, group_by_dtype
@@ -147,6 +147,10 @@ class FSDPBackend(ProcessGroupBackend):
 
     def _forward(self, root: Any, step: StepModule, *args: Any) -> Any:
         loss, total, count = root(step.forward, *args)
+        assert self._sharded is not None
+        written = self._sharded.written()
+        if written is not None:
+            raise written_weights(written, "fsdp")
         if self.objective.counted:
             self.add_count(count)
         return loss, total, count
