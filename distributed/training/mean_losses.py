@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Mean", "MeanLosses", "class_weight"]
+__all__ = ["Mean", "MeanLosses", "class_weight", "mixes_samples"]
 
 Count = Tensor | int
 
@@ -34,6 +34,7 @@ class Mean:
     Attributes:
         value: the loss, 0-dimensional.
         count: what was summed, divided by what the sum was divided by.
+        pairs: whether it is a mean over pairs of samples, because shapes of other dimensions were broadcast.
         kind: name of torch's function.
         elements: of the target, masked ones included.
         called: by its name in `torch.nn.functional` at the time of the call.
@@ -46,6 +47,7 @@ class Mean:
     elements: int
     called: bool
     version: int
+    pairs: bool = False
 
     def is_value_of(self, loss: Tensor) -> bool:
         """Whether `loss` is this mean, in whatever dtype and shape."""
@@ -102,6 +104,14 @@ class MeanLosses:
                 if counted != num_samples:
                     return counted
         return None
+
+
+def mixes_samples(output: Any, target: Any) -> bool:
+    """Whether an elementwise loss would compare samples with other samples, as ``(N, 1)`` with ``(N,)``."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return False
+    dims = sorted((output.dim(), target.dim()))
+    return 0 < dims[0] < dims[1]
 
 
 def class_weight(weight: Tensor, target: Tensor, kept: Tensor) -> Tensor:
@@ -171,7 +181,8 @@ def _record(name: str, value: Any, args: Any, kwargs: Any, called: bool) -> None
     if count is not None:
         target = given["target"]
         elements = target.numel() if isinstance(target, Tensor) else 0
-        recorder.found.insert(0, Mean(value, count, name, elements, called, value._version))
+        pairs = name not in _CLASSES and mixes_samples(given["input"], target)
+        recorder.found.insert(0, Mean(value, count, name, elements, called, value._version, pairs))
 
 
 def _recorded(function: Callable[..., Any], name: str) -> Callable[..., Any]:

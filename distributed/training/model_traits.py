@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from distributed.errors import UserError
+from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["COMPLEX", "EMPTY", "HOOKED", "SPARSE", "Trait", "refuse"]
+__all__ = [
+    "COMPLEX",
+    "EMPTY",
+    "HOOKED",
+    "SPARSE",
+    "Trait",
+    "check_micro_batches",
+    "refuse",
+    "written_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,62 @@ def refuse(model: nn.Module, backend: str, traits: dict[Trait, str]) -> None:
             )
 
 
+def check_micro_batches(model: nn.Module, backend: str, ranks: int, batch: BatchPlan) -> None:
+    """Raise a UserError for layers whose training depends on which samples are in one micro-batch.
+
+    Args:
+        backend: name of the backend.
+        ranks: of which each has micro-batches of its own.
+        batch: of a step.
+    """
+    if ranks > 1:
+        reason = "each rank would do so with the rows of its own samples, so that the ranks would differ"
+        refuse(model, backend, {_RENORMALIZED: reason})
+    for name in _by_frequency(model) if batch.global_batch_size > batch.batch_size else ():
+        raise UserError(
+            f"gradients of '{name}' are divided by how often a row occurs in a micro-batch"
+            " (scale_grad_by_freq), which several micro-batches per step change",
+            field="global_batch_size",
+            got=batch.global_batch_size,
+            allowed=f"{batch.batch_size}, one micro-batch on one rank",
+            remedy="Or build the embedding with scale_grad_by_freq=False",
+        )
+
+
 def _sparse(model: nn.Module) -> Iterator[str]:
+    return (name for name, module in _embeddings(model) if module.sparse)
+
+
+def written_weights(name: str, backend: str) -> UserError:
+    """The error for a parameter that a forward pass or a callback changed where that is discarded.
+
+    Args:
+        name: of the parameter.
+        backend: name of the backend.
+    """
+    return UserError(
+        f"the parameter '{name}' was changed in place outside the optimizer, and {backend} would discard"
+        " that, because the values that it trains are shards. The step was not taken",
+        field="backend",
+        got=backend,
+        allowed="serial, pytorch-ddp, horovod",
+        remedy="Choose one of these, or compute the constrained value in forward without writing it"
+        " (torch.nn.utils.parametrize)",
+    )
+
+
+def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     for prefix, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield f"{prefix}.weight".lstrip(".")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield f"{prefix}.weight".lstrip("."), module
+
+
+def _renormalized(model: nn.Module) -> Iterator[str]:
+    return (name for name, module in _embeddings(model) if module.max_norm is not None)
+
+
+def _by_frequency(model: nn.Module) -> Iterator[str]:
+    return (name for name, module in _embeddings(model) if module.scale_grad_by_freq)
 
 
 def _empty(model: nn.Module) -> Iterator[str]:
@@ -84,4 +146,10 @@ HOOKED = Trait(
     "has a hook",
     "serial, pytorch-ddp, horovod, deepspeed with zero_stage 0",
     "change the gradient in training_step or in the optimizer",
+)
+_RENORMALIZED = Trait(
+    _renormalized,
+    "is renormalized in the forward pass (max_norm)",
+    "serial",
+    "build the embedding without max_norm and normalize what it returns",
 )

@@ -8,7 +8,8 @@ with its count. How it is counted:
 - any other loss module that returns a mean: the samples of the micro-batch;
 - a `loss_fn`, `training_step` or model that returns ``(sum, count)``: that count;
 - one that returns a mean: what torch has averaged over, if a loss of `torch.nn.functional` computed it
-  (see `mean_losses`), otherwise the samples.
+  (see `mean_losses`); the divisor of a sum, or the number of selected elements (see `loss_graph`);
+  otherwise the samples.
 
 A batch that is a mapping is passed to the model by name, which then computes its own loss.
 
@@ -29,14 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.errors import UserError
-from distributed.training.mean_losses import Mean, MeanLosses, class_weight
+from distributed.training.loss_graph import average_of, is_sum, other_divisor
+from distributed.training.mean_losses import MeanLosses, class_weight, mixes_samples
 from distributed.training.model_outputs import call_by_name, logits_of, read_loss
 from distributed.training.task_checks import (
     check_by_name,
     check_class_axis,
     check_default_target,
     check_loss,
+    check_rows,
     read_pair,
+    refuse_pairs,
 )
 
 __all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
@@ -46,6 +50,8 @@ logger = logging.getLogger(__name__)
 Terms = tuple[Tensor, "Tensor | int"]
 
 _MEANS = ("mean", "batchmean")
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
+"""Losses whose arguments torch broadcasts."""
 
 
 class Objective:
@@ -91,6 +97,7 @@ class Objective:
         self.averages = 0
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
+        self._elementwise = isinstance(loss_fn, _ELEMENTWISE)
 
     def declare_unmasked(self, targets: Tensor) -> None:
         """Look through all `targets` once; without a masked one the count is arithmetic.
@@ -140,12 +147,20 @@ class Objective:
             return int(torch.count_nonzero(kept))
         return float(class_weight(self._class_weights, target, kept))
 
-    def mean(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Mean loss of a micro-batch whose count is known before."""
+    def mean(self, model: Callable[..., Any], batch: Any, num_samples: int) -> Tensor:
+        """Mean loss of a micro-batch whose count is known before.
+
+        Raises:
+            UserError: it is a mean over something else than the `num_samples` samples.
+        """
         inputs, target = split_batch(batch)
         output = logits_of(model(*inputs))
         if self._sum_loss is not None:
             output, target = self._aligned(output, target)
+        else:
+            if self._elementwise and mixes_samples(output, target):
+                refuse_pairs(output.shape, target.shape)
+            check_rows(target, num_samples, self._loss_fn)
         result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
         return result
 
@@ -191,15 +206,21 @@ class Objective:
         field = "training_step" if self._training_step else "loss_fn" if self._loss_fn else "model"
         self._warn_of_pairs(field)
         loss, count = read_loss(result, field)
-        mean = self._means.of(loss) if count is None else None
-        if torch.is_grad_enabled():
-            self._note_average("a count" if count is not None else mean.kind if mean else "samples", field)
         if count is not None:
-            return loss, count
-        if mean is None:
-            self._warn_of_weight(second, num_samples, field)
-            return loss * num_samples, num_samples
-        return _sum_of(loss, mean)
+            kind = "a count"
+        elif (mean := self._means.of(loss)) is not None:
+            if mean.pairs:
+                refuse_pairs(field=field)
+            kind, (loss, count) = mean.kind, _sum_of(loss, mean.count)
+        elif (average := average_of(loss)) is not None:
+            kind, (loss, count) = average[0], _sum_of(loss, average[1])
+        else:
+            kind = "samples"
+            self._check_weight(loss, second, num_samples, field)
+            loss, count = loss * num_samples, num_samples
+        if torch.is_grad_enabled():
+            self._note_average(kind, field)
+        return loss, count
 
     def _note_average(self, kind: str, field: str) -> None:
         """Refuse means of different kinds in one window: their counts cannot be added."""
@@ -225,8 +246,13 @@ class Objective:
             )
             self._means.num_pairs = 0
 
-    def _warn_of_weight(self, batch: Any, num_samples: int, field: str) -> None:
-        counted = self._means.counts_other_than(num_samples) if self._warns else None
+    def _check_weight(self, loss: Tensor, batch: Any, num_samples: int, field: str) -> None:
+        """Refuse a sum, and warn of a loss that may have to be weighted by something else than samples."""
+        if is_sum(loss):
+            _refuse_reduction("sum", field)
+        counted: Any = self._means.counts_other_than(num_samples) if self._warns else None
+        if self._warns and counted is None:
+            counted = other_divisor(loss, num_samples)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if self._warns and counted is None and isinstance(labels, Tensor) and not labels.is_floating_point():
             counted = labels.numel() if labels.numel() != num_samples else None
@@ -240,10 +266,10 @@ class Objective:
             )
 
 
-def _sum_of(loss: Tensor, mean: Mean) -> Terms:
-    if isinstance(mean.count, int) and mean.count:
-        return loss * mean.count, mean.count
-    count = torch.as_tensor(mean.count, device=loss.device)
+def _sum_of(loss: Tensor, number: Tensor | int) -> Terms:
+    if isinstance(number, int) and number:
+        return loss * number, number
+    count = torch.as_tensor(number, device=loss.device)
     return torch.where(count > 0, loss * count, 0.0), count  # the mean over nothing is not a number
 
 
@@ -287,11 +313,11 @@ def _is_cross_entropy(loss_fn: Any) -> bool:
     return inner in (None, F.cross_entropy) or isinstance(inner, nn.CrossEntropyLoss)
 
 
-def _refuse_reduction(reduction: str) -> None:
+def _refuse_reduction(reduction: str, field: str = "loss_fn") -> None:
     if reduction != "mean":
         raise UserError(
             "the loss must return the micro-batch mean so that it can be reweighted by sample count",
-            field="loss_fn",
+            field=field,
             got=f"reduction={reduction!r}",
             allowed="reduction='mean'",
             remedy="Or give a function that returns (sum, count)",

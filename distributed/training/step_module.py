@@ -47,7 +47,7 @@ class StepModule(nn.Module):
             known: how many samples or tokens count, where that is known before.
         """
         if known is not None and not self.reduce_count:
-            mean = self.objective.mean(self.model, batch)
+            mean = self.objective.mean(self.model, batch, num_samples)
             factor = known * scale
             return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
         total, count = self.objective(self.model, batch, num_samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -17,8 +17,10 @@ __all__ = [
     "check_class_axis",
     "check_default_target",
     "check_loss",
+    "check_rows",
     "check_task",
     "read_pair",
+    "refuse_pairs",
 ]
 
 
@@ -90,6 +92,46 @@ def check_class_axis(output: Tensor) -> None:
         got=f"output of shape {tuple(output.shape)}",
         allowed="an output of shape (samples, classes) with two or more classes",
         remedy="For one logit per sample set loss_fn=nn.BCEWithLogitsLoss(), for regression nn.MSELoss()",
+    )
+
+
+def refuse_pairs(output: Any = None, target: Any = None, field: str = "loss_fn") -> NoReturn:
+    """Raise a UserError for an elementwise loss over shapes that torch broadcasts to all pairs of samples.
+
+    Args:
+        output: shape of the output, if known.
+        target: shape of the target.
+        field: the argument that the loss came from.
+    """
+    shapes = None if output is None else f"output {tuple(output)}, target {tuple(target)}"
+    raise UserError(
+        "output and target have different numbers of dimensions, so that the loss would compare each sample"
+        " with the targets of all others",
+        field=field,
+        got=shapes,
+        allowed="an output of the target's shape",
+        remedy="Squeeze the output, e.g. loss_fn=lambda o, t: F.mse_loss(o.squeeze(-1), t), or unsqueeze the"
+        " targets in the dataset",
+    )
+
+
+def check_rows(target: Any, num_samples: int, loss_fn: Any) -> None:
+    """Raise a UserError for targets of which no dimension has a row per sample: the loss is a mean over other
+    things than samples.
+
+    Args:
+        num_samples: of the micro-batch; 0 for a stand-in, which is not checked.
+    """
+    if not num_samples or not isinstance(target, Tensor) or not target.dim() or num_samples in target.shape:
+        return
+    raise UserError(
+        f"a micro-batch of {num_samples} samples has other numbers of targets, and a loss module is weighted"
+        " by samples: a collate_fn may have dropped or joined some",
+        field="loss_fn",
+        got=f"{type(loss_fn).__name__} with targets of shape {tuple(target.shape)}",
+        allowed=f"targets with a dimension of {num_samples}",
+        remedy="Give a function that calls the loss by torch.nn.functional, which is weighted by the elements"
+        " that it averages, e.g. loss_fn=F.mse_loss, or return (sum, count)",
     )
 
 

@@ -28,8 +28,10 @@ from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.deferred_hooks import DeferredHooks
+from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
+from distributed.training.model_traits import check_micro_batches
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -76,6 +78,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._counts: list[Any] = []
         self._count_scale = 1.0
         self._modes: dict[nn.Module, bool] | None = None
+        self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
@@ -97,6 +100,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         built = self.build(task.model)
         check_trainable(built)
         check_same_model(self, built)
+        check_micro_batches(built, self.config.backend, self.world.size, self._batch)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -121,6 +125,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
+        several = self._batch.global_batch_size > self._batch.batch_size
+        self._watches_buffers = several and self.world.rank == 0
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
 
@@ -161,6 +167,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def run_window(self, window: Window) -> tuple[Any, Any]:
         self._check_trainable()
         self.objective.begin_window()
+        first = Buffers(self.module) if self._watches_buffers else None
         micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
         counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
         if counted and self.world.data_parallel_size == 1:
@@ -174,12 +181,15 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             if position:
                 enter("forward")
             ready = known[position] if known else None if counted else num_samples
+            kept = None if num_samples else Buffers(self.module)
             with self._hooks.held_back(), self.sync_when(position == len(micro_batches) - 1):
                 with self.autocast():
                     loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
                 middle = perf_counter()
                 enter("backward")
                 self.backward(loss)
+            if kept is not None:
+                kept.restore()
             end = perf_counter()
             add("forward", middle - start)
             add("backward", end - middle)
@@ -187,6 +197,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             count = number if count is None else count + number
         self._count_scale = scale
         self._counts = [count] if counted else []
+        if first is not None:
+            self._watches_buffers = False
+            warn_of_changes(first.changed())
         return total, count
 
     def _loss_scale(self, window: Window) -> float:
@@ -280,16 +293,18 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def set_training(self, training: bool) -> None:
         """Enter evaluation mode, or return to the modes before it. Modules that the user has put into
-        evaluation mode, in a model in training mode, stay there."""
+        evaluation mode, in a model in training mode, stay there, as do those that a class's own ``train``
+        puts there."""
+        modes = self._modes or {module: module.training for module in self.module.modules()}
         if not training:
-            self._modes = self._modes or {module: module.training for module in self.module.modules()}
+            self._modes = modes
             self.module.eval()
             return
-        modes, self._modes = self._modes, None
-        for module, mode in (modes or {}).items():
-            module.training = mode
-        if not self.module.training:
-            self.module.train()
+        self._modes = None
+        self.module.train()
+        if modes.get(self.module):
+            for module in self.module.modules():
+                module.training = module.training and modes.get(module, True)
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +13,7 @@ from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.resilience.divergence import trained
+from distributed.training.forward_state import Buffers
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
@@ -86,13 +86,11 @@ class DDPBackend(ProcessGroupBackend):
         window = next(windows, None)
         if window is None:
             return
-        before = [buffer.clone() for buffer in self.module.buffers()]
+        before = Buffers(self.module)
         self.set_training(True)
         self.run_window(Window(window.micro_batches[-1:], window.num_samples))
         self.clear_gradients()
-        with torch.no_grad():
-            for buffer, values in zip(self.module.buffers(), before, strict=True):
-                buffer.copy_(values)
+        before.restore()
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

@@ -25,7 +25,7 @@ from distributed.interfaces.task import Task
 from distributed.resilience.divergence import trained
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse, UsedParameters
-from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse
+from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse, written_weights
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed.training.whole_model import copy_with, read_only
@@ -78,6 +78,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.engine: Any = None
         self._order: GatherOrder | None = None
         self._environment: dict[str, str | None] = {}
+        self._written: dict[str, nn.Parameter] = {}
+        self._versions: list[int] = []
 
     @property
     def parts(self) -> Mapping[Tensor, Any]:
@@ -210,6 +212,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def _forward(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._checked("training"):
             loss, total, count = self.engine(function, *args)
+        self._check_written()
         if self.objective.counted and self.world.size > 1:
             self.add_count(count)
         return loss, total, count
@@ -217,9 +220,18 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def _checked(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._order is None else self._order.checked(kind)
 
+    def _check_written(self) -> None:
+        """Raise a UserError if something wrote to a parameter; DeepSpeed writes to flat tensors."""
+        for (name, parameter), version in zip(self._written.items(), self._versions, strict=True):
+            if parameter._version != version:
+                raise written_weights(name, "deepspeed")
+
     def run_window(self, window: Any) -> tuple[Any, Any]:
         if self.sharded is not None:
             self.sharded.forget_gradients()
+            if not self._written:
+                self._written = dict(self.module.named_parameters())
+                self._versions = [p._version for p in self._written.values()]
         seen = super().run_window(window)
         self._use.begin()
         return seen

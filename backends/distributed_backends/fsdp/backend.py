@@ -21,7 +21,7 @@ from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
-from distributed.training.model_traits import HOOKED, SPARSE, refuse
+from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule, group_by_dtype
@@ -138,7 +138,7 @@ class FSDPBackend(ProcessGroupBackend):
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
             return step
-        return partial(self._forward, self._sharded.root, self._order, step)
+        return partial(self._forward, self._sharded, self._order, step)
 
     # -- one step --------------------------------------------------------------------
 
@@ -150,9 +150,12 @@ class FSDPBackend(ProcessGroupBackend):
             self.counting_ends = last
         return nullcontext()
 
-    def _forward(self, root: Any, order: GatherOrder, step: StepModule, *args: Any) -> Any:
+    def _forward(self, sharded: ShardedModel, order: GatherOrder, step: StepModule, *args: Any) -> Any:
         with order.checked("training"):
-            loss, total, count = root(step.forward, *args)
+            loss, total, count = sharded.root(step.forward, *args)
+        written = sharded.written()
+        if written is not None:
+            raise written_weights(written, "fsdp")
         if self.objective.counted:
             self.add_count(count)
         return loss, total, count

@@ -115,6 +115,20 @@ class ShardedModel:
         for unit in self.units:
             unit.reshard()
 
+    def written(self) -> str | None:
+        """Name of a parameter whose gathered values were changed in place, which resharding discards."""
+        for part in self._gathered():
+            # torch preserves the version where it gathers anew.
+            if getattr(part, "_unsharded_param", None) is not None and part._unsharded_param._version:
+                return next(n for n, p in self.parameters.items() if p is part.sharded_param)
+        return None
+
+    def _gathered(self) -> Iterator[Any]:
+        """torch's records of the sharded parameters."""
+        for unit in self._units:
+            group: Any = unit._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
     @contextmanager
     def whole_copy(self) -> Iterator[nn.Module]:
         """A copy of the unsharded model. Collective."""
