@@ -125,7 +125,7 @@ class ShardedModel:
 
     def _gathered(self) -> Iterator[Any]:
         """torch's records of the sharded parameters."""
-        for unit in self._units:
+        for unit in self.units:
             group: Any = unit._get_fsdp_state()._fsdp_param_group
             yield from group.fsdp_params if group is not None else ()
 
