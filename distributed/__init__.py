@@ -14,7 +14,7 @@ from distributed._version import __version__
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
     from distributed.config import DistributedConfig, Section
-    from distributed.errors import Interrupted, Preempted, UserError, WorkerError
+    from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
     from distributed.interfaces.backend_spec import BackendSpec, Capabilities
     from distributed.interfaces.callback import Band, Callback
@@ -41,7 +41,7 @@ install()
 _NAMES = {
     "distributed.callbacks": ("EarlyStopping",),
     "distributed.config": ("DistributedConfig", "Section"),
-    "distributed.errors": ("Interrupted", "Preempted", "UserError", "WorkerError"),
+    "distributed.errors": ("Preempted", "UserError", "WorkerError"),
     "distributed.interfaces.backend": ("Backend", "MicroBatch", "StepResult", "Window"),
     "distributed.interfaces.backend_spec": ("BackendSpec", "Capabilities"),
     "distributed.interfaces.callback": ("Band", "Callback"),
@@ -78,7 +78,6 @@ __all__ = [
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
-    "Interrupted",
     "Launcher",
     "MicroBatch",
     "Preempted",

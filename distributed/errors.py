@@ -2,8 +2,8 @@
 
 A :class:`UserError` is a mistake that the user can fix: it prints as one paragraph and
 exits with 2. A :class:`WorkerError` is a failure of one rank: it keeps the rank's own
-traceback. `Preempted` and `Interrupted` are no failures: they end a run that a scheduler stopped with a
-signal, or a user with Ctrl-C. There is no other exception hierarchy in the project.
+traceback. `Preempted` is no failure: it ends a run that a scheduler stopped with a signal. There is
+no other exception hierarchy in the project.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import ParamSpec, TypeVar
 __all__ = [
     "EXIT_MISTAKE",
     "EXIT_PREEMPTED",
-    "Interrupted",
     "Preempted",
     "UserError",
     "WorkerError",
@@ -94,21 +93,6 @@ def _rebuild_user_error(
     return UserError(message, field=field, got=got, allowed=allowed, remedy=remedy)
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C (SIGINT) has stopped the run, which saved first if there was anything to save. The command line
-    exits with 130.
-
-    Attributes:
-        signal: ``SIGINT``.
-        step: number of optimizer steps done.
-        checkpoint: path of that step's checkpoint; empty before the first one.
-    """
-
-    def __init__(self, signal: str, step: int, checkpoint: str) -> None:
-        self.signal, self.step, self.checkpoint = signal, step, checkpoint
-        super().__init__(_describe_stop(signal, step, checkpoint))
-
-
 class Preempted(SystemExit):
     """A signal has stopped the run, which saved first if there was anything to save. The exit code is
     `EXIT_PREEMPTED`, by which a scheduler can requeue it.
@@ -127,10 +111,12 @@ class Preempted(SystemExit):
         return _describe_stop(self.signal, self.step, self.checkpoint)
 
 
-def stopped_by(signal: str, step: int, checkpoint: str) -> Preempted | Interrupted:
+def stopped_by(signal: str, step: int, checkpoint: str) -> Preempted | KeyboardInterrupt:
     """The exception that ends a run which a signal has stopped."""
-    kind = Interrupted if signal == "SIGINT" else Preempted
-    return kind(signal, step, checkpoint)
+    if signal == "SIGINT":
+        # No subclass: with one, Python would exit with 1 instead of ending by the signal.
+        return KeyboardInterrupt(_describe_stop(signal, step, checkpoint))
+    return Preempted(signal, step, checkpoint)
 
 
 def _describe_stop(signal: str, step: int, checkpoint: str) -> str:

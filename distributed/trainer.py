@@ -165,7 +165,7 @@ class Trainer:
             UserError: a mistake, before a process starts wherever it can be seen.
             WorkerError: a rank failed; holds its rank, host and traceback.
             Preempted: a signal has stopped the run, and the step is saved.
-            Interrupted: Ctrl-C has; the model holds the weights of that step.
+            KeyboardInterrupt: Ctrl-C has; the model holds the weights of that step.
         """
         started = perf_counter()
         overrides = {

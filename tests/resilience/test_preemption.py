@@ -299,7 +299,7 @@ INTERRUPTED = """
 import signal, sys, time
 import torch
 from torch import nn
-from distributed import Callback, Interrupted, Trainer
+from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.checkpoint.torch_state import load_full_model
 from distributed.resilience.preemption import received_signal
@@ -320,11 +320,13 @@ if __name__ == "__main__":
                       checkpoint_dir="checkpoints", tracking={"progress": "off"})
     try:
         trainer.fit(data)
-    except Interrupted as stopped:
-        load_full_model(PortableReader(stopped.checkpoint), saved)
+    except KeyboardInterrupt as stopped:
+        reader = PortableReader(trainer.history.checkpoint)
+        assert f"step {reader.step} is saved in {reader.path}" in str(stopped)
+        load_full_model(reader, saved)
         assert torch.equal(model.weight, saved.weight)
         trainer.callbacks = []
-        assert trainer.fit(data, max_steps=2).steps["step"] == [stopped.step + 1, stopped.step + 2]
+        assert trainer.fit(data, max_steps=2).steps["step"] == [reader.step + 1, reader.step + 2]
         print("caught", flush=True)
 """
 
