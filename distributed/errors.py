@@ -23,6 +23,7 @@ __all__ = [
     "WorkerError",
     "did_you_mean",
     "hide_own_frames",
+    "stopped_by",
 ]
 
 _Parameters = ParamSpec("_Parameters")
@@ -107,14 +108,24 @@ class Preempted(SystemExit):
         super().__init__(EXIT_PREEMPTED)
 
     def __str__(self) -> str:
-        if not self.checkpoint:
-            return (
-                f"stopped by {self.signal} before the first checkpoint; rerun the same command to start over"
-            )
-        return (
-            f"stopped by {self.signal}: step {self.step} is saved in {self.checkpoint};"
-            " run the same command with --resume to continue"
-        )
+        return _describe_stop(self.signal, self.step, self.checkpoint)
+
+
+def stopped_by(signal: str, step: int, checkpoint: str) -> Preempted | KeyboardInterrupt:
+    """The exception that ends a run which a signal has stopped."""
+    if signal == "SIGINT":
+        # No subclass: with one, Python would exit with 1 instead of ending by the signal.
+        return KeyboardInterrupt(_describe_stop(signal, step, checkpoint))
+    return Preempted(signal, step, checkpoint)
+
+
+def _describe_stop(signal: str, step: int, checkpoint: str) -> str:
+    if not checkpoint:
+        return f"stopped by {signal} before the first checkpoint; rerun the same command to start over"
+    return (
+        f"stopped by {signal}: step {step} is saved in {checkpoint};"
+        " run the same command with --resume to continue"
+    )
 
 
 class WorkerError(RuntimeError):

@@ -12,7 +12,7 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.load import as_layers
 from distributed.config.script_overlay import active
-from distributed.errors import Preempted, UserError, hide_own_frames
+from distributed.errors import UserError, hide_own_frames, stopped_by
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.callback import Callback
 from distributed.interfaces.framework import Framework
@@ -24,6 +24,7 @@ from distributed.interfaces.task import Task
 from distributed.planner.backend_choice import BackendChoice, choose_backend
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
+from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ class Trainer:
         Raises:
             UserError: a mistake, before a process starts wherever it can be seen.
             WorkerError: a rank failed; holds its rank, host and traceback.
+            Preempted: a signal has stopped the run, and the step is saved.
+            KeyboardInterrupt: Ctrl-C has; the model holds the weights of that step.
         """
         started = perf_counter()
         overrides = {
@@ -201,14 +204,15 @@ class Trainer:
         history = outcome.history
         history.total_time = perf_counter() - started
         catalog.manager.hook.on_run_end(plan=plan, history=history, error=None)
+        if history.preempted in (None, INTERRUPT.name):
+            self._adopt(outcome, plan.config)
         if history.preempted:
-            raise self._preempted(history, outcome, plan)
-        self._adopt(outcome, plan.config)
+            raise self._stopped(history, outcome, plan)
         return history
 
-    def _preempted(self, history: History, outcome: RunResult, plan: RunPlan) -> Preempted:
+    def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history
-        gone = Preempted(history.preempted or "", outcome.progress.step, history.checkpoint or "")
+        gone = stopped_by(history.preempted or "", outcome.progress.step, history.checkpoint or "")
         if plan.joined is None or plan.joined.rank == 0:
             print(gone, flush=True)
         return gone

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.chunk_index import ChunkEntry
+from distributed.checkpoint.codec import encode
 from distributed.checkpoint.collective_errors import Ranks, agree, on_rank_zero
 from distributed.checkpoint.commit_protocol import Commits, commits_of
 from distributed.checkpoint.file_names import BEST, FORMAT, STEP, VERSION, rank_file, step_name
@@ -75,7 +76,9 @@ class PortableCheckpointer(Checkpointer):
     def save(self, backend: Backend, extra: dict[str, Any], rank_extra: dict[str, Any]) -> str:
         """Write and commit one checkpoint of step ``extra["progress"]["step"]``; every rank calls.
 
-        A step that is committed and whole is left alone: saving it again returns its path.
+        A step that is committed and whole is left alone, and saving it again returns its path, unless the
+        progress differs: the last step of an epoch is that of two states, before and after its end. The
+        later one takes the place of the other at once, so that there is a checkpoint at any moment.
 
         Raises:
             OSError: a rank could not write; the same error on every rank. Committed ones stay.
@@ -95,14 +98,15 @@ class PortableCheckpointer(Checkpointer):
         """
         step = int(extra["progress"]["step"])
         final, size = self.path_of(step), backend.world.size
-        staging = on_rank_zero(backend, lambda: self._stage(final))
-        if staging is None:
+        staged = on_rank_zero(backend, lambda: self._stage(final, extra["progress"]))
+        if staged is None:
             return final
+        staging, replaces = staged
         pending = PendingSave(final, staging, backend.world.rank, size, self.files)
         shared = deepcopy(extra)  # The caller's may change while the thread writes.
 
         def commit(state: BackendState, facts: dict[str, dict[str, Any]]) -> None:
-            self._commit(staging, final, step, state, shared, facts, size)
+            self._commit(staging, final, step, state, shared, facts, size, replaces)
             self._collect()
 
         try:
@@ -291,17 +295,21 @@ class PortableCheckpointer(Checkpointer):
         if absent:
             raise FileNotFoundError(f"rank 0 does not see there what {len(absent)} of {size} ranks wrote")
 
-    def _stage(self, final: str) -> str | None:
-        """A new place to write into; None when `final` is committed and good."""
+    def _stage(self, final: str, progress: Mapping[str, Any]) -> tuple[str, bool] | None:
+        """A new place to write into, and whether it replaces another state of that step; None when `final`
+        is committed and good."""
         if not self._swept:
             self.sweep()
+        replaces = False
         if self._commits.exists(final) and not verify(final):
-            return None
+            if _same(read_manifest(final)["extra"].get("progress", {}), progress):
+                return None
+            replaces = True
         # Who took the directory away in the middle of a run may have given it back, empty.
         self.files.make_directories(self.directory)
-        staging = self._commits.staging(final)
+        staging = self._commits.staging(final, replaces)
         self.files.make_directory(staging)
-        return staging
+        return staging, replaces
 
     def _commit(
         self,
@@ -312,6 +320,7 @@ class PortableCheckpointer(Checkpointer):
         extra: dict[str, Any],
         facts: dict[str, dict[str, Any]],
         size: int,
+        replaces: bool,
     ) -> None:
         names = map(rank_file, range(size))
         indexes = [
@@ -323,6 +332,9 @@ class PortableCheckpointer(Checkpointer):
         manifest = seal(manifest_of(step, state, extra, facts, entries, size, folder))
         # What another host wrote must be here too: this sees a directory that is not shared.
         check_files(self.files, staging, facts)
+        if replaces:
+            self._commits.replace(staging, final, manifest)
+            return
         if self._commits.exists(final):
             logger.warning("replacing %s, which is damaged", final)
         self._commits.commit(staging, final, manifest)
@@ -354,3 +366,9 @@ class PortableCheckpointer(Checkpointer):
             logger.warning("passing over %s: %s", self._best_file, error)
             return None
         return os.path.join(self.directory, name) if STEP.fullmatch(name) else None
+
+
+def _same(saved: Mapping[str, Any], progress: Mapping[str, Any]) -> bool:
+    """Whether a manifest's progress is `progress`. Checkpoints of earlier versions have fewer entries."""
+    ours = encode(dict(progress), "progress")
+    return all(repr(saved.get(name)) == repr(ours.get(name)) for name in saved.keys() | ours.keys())

@@ -3,6 +3,9 @@
 A file system that renames writes into a hidden sibling and renames it when every byte is on the disk.
 A store that does not writes into a folder of its own below the checkpoint's name, and puts the
 manifest, which names the folder, last: no checkpoint is there before it, and none is once it is gone.
+
+A checkpoint whose step is saved again in another state is replaced in both in the second way: the new
+manifest takes the place of the old one in one operation, and the old files are removed behind it.
 """
 
 from __future__ import annotations
@@ -32,16 +35,49 @@ class Commits(ABC):
         self.files, self.directory = files, directory
 
     @abstractmethod
-    def staging(self, final: str) -> str:
-        """A unique staging path for the checkpoint `final`."""
+    def staging(self, final: str, replaces: bool = False) -> str:
+        """A unique staging path for the checkpoint `final`.
 
-    @abstractmethod
+        Args:
+            replaces: `final` is committed and good, and `replace` will take it.
+        """
+
     def folder(self, staging: str) -> str:
         """Where `staging` will lie below the checkpoint; empty when it becomes the checkpoint."""
+        name = os.path.basename(staging)
+        return name if _ATTEMPT.fullmatch(name) else ""
 
     @abstractmethod
     def commit(self, staging: str, final: str, manifest: bytes) -> None:
         """Make the files in `staging` the checkpoint `final`; a damaged one there is replaced."""
+
+    def replace(self, staging: str, final: str, manifest: bytes) -> None:
+        """Make the files in `staging` the checkpoint `final` instead of those of the good one there."""
+        target, draft = os.path.join(final, MANIFEST), os.path.join(staging, MANIFEST)
+        # Other folders may be those of a process that is still writing: they are left to the sweep.
+        own = self._folder_of(final)
+        old = [name for name in self._parts(final) if name == own or not _ATTEMPT.fullmatch(name)]
+        self.files.fsync_directory(staging)
+        self.files.fsync_directory(final)
+        self.files.publish(target, manifest, draft)
+        self.files.fsync_directory(final)
+        for name in old:
+            self.discard(os.path.join(final, name))
+
+    def _parts(self, path: str) -> list[str]:
+        """Names of what lies beside a checkpoint's manifest."""
+        return [name for name in self.files.names(path) if name != MANIFEST]
+
+    def _folder_of(self, path: str) -> str | None:
+        """The folder that a checkpoint's manifest names; empty when there is none, None when it cannot
+        be read."""
+        try:
+            name = str(unseal(self.files.read(os.path.join(path, MANIFEST))).get("folder", ""))
+        except FileNotFoundError:
+            return ""
+        except ValueError:
+            return None
+        return name if not name or _ATTEMPT.fullmatch(name) else None
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -84,11 +120,8 @@ class Commits(ABC):
 class RenameCommits(Commits):
     """A directory is renamed when it is complete."""
 
-    def staging(self, final: str) -> str:
-        return self.hidden("tmp", os.path.basename(final))
-
-    def folder(self, staging: str) -> str:
-        return ""
+    def staging(self, final: str, replaces: bool = False) -> str:
+        return _attempt(final) if replaces else self.hidden("tmp", os.path.basename(final))
 
     def commit(self, staging: str, final: str, manifest: bytes) -> None:
         self.files.write_file(os.path.join(staging, MANIFEST), manifest)
@@ -119,8 +152,24 @@ class RenameCommits(Commits):
     move_file = move
 
     def leftovers(self) -> list[str]:
-        names = self.files.names(self.directory)
-        return [os.path.join(self.directory, name) for name in names if LEFTOVER.fullmatch(name)]
+        found = []
+        for name in self.files.names(self.directory):
+            path = os.path.join(self.directory, name)
+            if LEFTOVER.fullmatch(name):
+                found.append(path)
+            elif STEP.fullmatch(name):
+                found += self._interrupted(path)
+        return found
+
+    def _interrupted(self, path: str) -> list[str]:
+        """What a replacement of the checkpoint at `path` left that was interrupted before or behind its
+        commit."""
+        parts = self._parts(path)
+        attempts = [name for name in parts if _ATTEMPT.fullmatch(name)]
+        kept = self._folder_of(path) if attempts else None
+        if kept is None:
+            return []
+        return [os.path.join(path, name) for name in (parts if kept else attempts) if name != kept]
 
 
 class ManifestCommits(Commits):
@@ -130,11 +179,8 @@ class ManifestCommits(Commits):
         super().__init__(files, directory)
         self.files: ObjectLayer = files
 
-    def staging(self, final: str) -> str:
-        return os.path.join(final, f"attempt-{secrets.token_hex(8)}")
-
-    def folder(self, staging: str) -> str:
-        return os.path.basename(staging)
+    def staging(self, final: str, replaces: bool = False) -> str:
+        return _attempt(final)
 
     def commit(self, staging: str, final: str, manifest: bytes) -> None:
         target = os.path.join(final, MANIFEST)
@@ -206,16 +252,9 @@ class ManifestCommits(Commits):
         names = [name for name in self.files.names(path) if _ATTEMPT.fullmatch(name) and name != own]
         return [os.path.join(path, name) for name in names]
 
-    def _folder_of(self, path: str) -> str | None:
-        """The folder that a checkpoint's manifest names; empty without a manifest, None when it
-        cannot be read."""
-        try:
-            name = str(unseal(self.files.read(os.path.join(path, MANIFEST))).get("folder"))
-        except FileNotFoundError:
-            return ""
-        except ValueError:
-            return None
-        return name if _ATTEMPT.fullmatch(name) else None
+
+def _attempt(final: str) -> str:
+    return os.path.join(final, f"attempt-{secrets.token_hex(8)}")
 
 
 def commits_of(files: FileLayer, directory: str) -> Commits:

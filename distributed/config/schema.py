@@ -321,7 +321,7 @@ class DistributedConfig(BaseModel):
 
     @property
     def heeds_signals(self) -> bool:
-        """Whether SIGTERM and SIGUSR1 save and end the run."""
+        """Whether SIGTERM, SIGUSR1 and SIGINT save and end the run."""
         return self.checkpoint_dir is not None and self.checkpoint.on_signal
 
     @property

@@ -137,8 +137,14 @@ class CheckpointSection(Section):
     )
     on_signal: bool = Field(
         True,
-        description="On SIGTERM and SIGUSR1, save at the same step on every rank and exit with code 75. If"
-        " false, or without `checkpoint_dir`, the signals have their default effect.",
+        description="On SIGTERM and SIGUSR1, save at the same step on every rank and exit with code 75; on"
+        " Ctrl-C (SIGINT), save and exit with 130. If false, or without `checkpoint_dir`, the signals have"
+        " their default effect.",
+    )
+    continue_stopped: bool = Field(
+        False,
+        description="Train further when the resumed run had been stopped by a callback, such as"
+        " EarlyStopping. If false, such a run ends at once unless `epochs` or `max_steps` is raised.",
     )
     trainable_only: bool | None = Field(
         None,

@@ -53,9 +53,15 @@ class Context(ABC):
     total_steps: int | None
 
     @abstractmethod
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, final: bool = True) -> None:
         """Ask for a stop. All ranks stop after the same step, at the next log step at the
-        latest, whichever rank asked (C8)."""
+        latest, whichever rank asked (C8). With ``checkpoint_dir`` that step is saved.
+
+        Args:
+            reason: `History.stop_reason`; the first one counts.
+            final: the decision belongs to the saved state, so that a resumed run ends at once. False for a
+                reason outside of the training, such as a time limit: a resumed run continues.
+        """
 
     def whole_model(self) -> AbstractContextManager[Any]:
         """The model as in one process, to read: sample from it, average or export it. Collective: callbacks

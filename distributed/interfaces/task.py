@@ -20,6 +20,10 @@ class Progress:
         total_samples: samples trained on over the whole run.
         best_metric: best value so far of the metric that chooses checkpoints.
         best_accuracy: best validation accuracy so far.
+        stop_reason: why a callback ended the run here; None while the run may continue.
+        stop_epochs: number of epochs at which the run would otherwise have ended; None without a stop or
+            a limit.
+        stop_steps: the same in optimizer steps.
     """
 
     epoch: int = 0
@@ -28,6 +32,9 @@ class Progress:
     total_samples: int = 0
     best_metric: float | None = None
     best_accuracy: float | None = None
+    stop_reason: str | None = None
+    stop_epochs: int | None = None
+    stop_steps: int | None = None
 
 
 @dataclass

@@ -24,7 +24,7 @@ from distributed.interfaces.task import Task
 from distributed.resilience.failure_reports import FailureBoard, FailureReport
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
-from distributed.resilience.preemption import install_handlers
+from distributed.resilience.preemption import INTERRUPT, install_handlers
 from distributed.system.garbage_collection import collect_as_usual, spare_imports
 from distributed.system.private_files import write_private
 
@@ -63,6 +63,8 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
 
     # A scheduler that travelled has lost its mark on optimizer.step, and would warn.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+    # A run that was preempted in the last step of an epoch resumes with the epoch's end.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     plan, catalog = job.plan, get_catalog()
     backend = catalog.load_backend(plan.spec)
     board, observed = None, MonitoredRank(plan)
@@ -99,7 +101,8 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
-    if plan.config.return_weights != "none" and not loop.history.preempted:
+    # After Ctrl-C the caller still has a use for the weights.
+    if plan.config.return_weights != "none" and loop.history.preempted in (None, INTERRUPT.name):
         if plan.num_nodes == 1:
             loop.export_to(str(folder / "state"))
         else:

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 from distributed.launch import child_process
 from distributed.launch.child_process import ChildProcess
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
-from distributed.resilience.preemption import catch_signals, signals_blocked
+from distributed.resilience.preemption import INTERRUPT, catch_signals, signals_blocked
 from distributed.resilience.rank_monitor import WATCHED, RankMonitor
 
 
@@ -41,8 +41,8 @@ class Supervisor:
         envs: rank -> environment.
         folder: folder of the ranks' ``error_<rank>.json``.
         watch: monitor that detects hangs and explains failures; None disables both.
-        heeds_signals: SIGTERM and SIGUSR1 to this process are passed on to the ranks, which save, end
-            themselves and leave a result.
+        heeds_signals: SIGTERM, SIGUSR1 and SIGINT to this process are passed on to the ranks, which save,
+            end themselves and leave a result.
         preload: modules that a fork server imports before it forks a rank.
 
     Attributes:
@@ -87,6 +87,9 @@ class Supervisor:
                 self.stop()
 
     def _on_signal(self, name: str) -> None:
+        if name == INTERRUPT.name:
+            # A user waits for an effect. Not by print, which the signal may have interrupted.
+            os.write(2, b"interrupted: the ranks save at their next step; Ctrl-C again ends them at once\n")
         self.received_signal = name
         self.request_stop(name)
 

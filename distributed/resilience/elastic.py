@@ -24,7 +24,7 @@ from pathlib import Path
 
 from distributed.checkpoint.run_directory import newest_checkpoint
 from distributed.communication.rendezvous import Rendezvous
-from distributed.errors import Preempted, WorkerError
+from distributed.errors import Preempted, WorkerError, stopped_by
 from distributed.interfaces.launcher import RankCommand, Supervisor
 from distributed.interfaces.plan import RunPlan
 from distributed.registry.catalog import get_catalog
@@ -146,13 +146,13 @@ class Elastic:
 
         Raises:
             WorkerError, UserError: as `Launcher.run`.
-            Preempted: this host received a signal while it had no ranks, between two rounds.
+            Preempted, KeyboardInterrupt: a signal while this host had no ranks, between two rounds.
         """
         try:
             with catch_signals(self._on_signal) if self.plan.config.heeds_signals else nullcontext():
                 self._rounds()
-        except Preempted as preempted:
-            print_line(str(preempted), sys.stdout)  # not in the handler: a signal may interrupt a print
+        except (Preempted, KeyboardInterrupt) as stopped:
+            print_line(str(stopped), sys.stdout)  # not in the handler: a signal may interrupt a print
             raise
 
     def _on_signal(self, name: str) -> None:
@@ -164,11 +164,11 @@ class Elastic:
         if self._signal is not None and not self._ended_well:
             raise self._preempted(self._signal)
 
-    def _preempted(self, name: str) -> Preempted:
+    def _preempted(self, name: str) -> Preempted | KeyboardInterrupt:
         from distributed.checkpoint.reader import read_manifest
 
         place = newest_checkpoint(self.plan)
-        return Preempted(name, int(read_manifest(place)["step"]) if place else 0, place or "")
+        return stopped_by(name, int(read_manifest(place)["step"]) if place else 0, place or "")
 
     def _rounds(self) -> None:
         size = 0

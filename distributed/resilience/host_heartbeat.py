@@ -3,7 +3,7 @@
 A connection over an unplugged cable does not break: ranks are blocked in their collectives for minutes
 without naming the lost host. Therefore the process that monitors each host's ranks exchanges a heartbeat
 with the one on node 0 every second. A host without a heartbeat for `host_timeout` seconds is lost, and all
-reachable hosts get the same name.
+reachable hosts get the same name. Time in which this process was suspended does not count.
 
 The ranks' store is used once, to publish the address of node 0. Its client may block for as long as the
 cable is out, and a thread that blocks in it aborts a process that leaves the interpreter.
@@ -16,14 +16,15 @@ import json
 import secrets
 import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 from distributed.errors import WorkerError
 from distributed.resilience.hang_diagnosis import name_ranks
+from distributed.resilience.running_time import RunningTime
 from distributed.system.addresses import is_loopback, own_addresses
 
 _BEAT = 1.0
@@ -89,21 +90,23 @@ class HostHeartbeat:
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
         self._token = secrets.token_hex(16)
+        self._time = RunningTime(_BEAT)
         threading.Thread(target=self._serve if node == 0 else self._report, daemon=True).start()
 
     @property
     def lost(self) -> LostHost | None:
-        """The first host found to be lost, here or by node 0."""
+        """The first host found to be lost, here or by node 0. Read it about once a second."""
+        now = self._time.tick()
         if self._lost is None and self.timeout is not None:
-            now = time.monotonic()
-            silent = [
-                p for p in list(self._peers.values()) if not p.ended and now - p.last_heartbeat > self.timeout
-            ]
-            if silent:
-                peer = min(silent, key=lambda p: p.last_heartbeat)
-                how = f"sent no heartbeat for {now - peer.last_heartbeat:.0f} s: it is down or disconnected"
-                self._lose(peer, how)
+            ages = {peer.node: self._time.between(peer.last_heartbeat, now) for peer in self._alive()}
+            node = max(ages, key=ages.__getitem__, default=None)
+            if node is not None and ages[node] > self.timeout:
+                how = f"sent no heartbeat for {ages[node]:.0f} s: it is down or disconnected"
+                self._lose(self._peers[node], how)
         return self._lost
+
+    def _alive(self) -> list[_Peer]:
+        return [peer for peer in list(self._peers.values()) if not peer.ended]
 
     def lost_within(self, seconds: float) -> LostHost | None:
         """`lost`, after waiting for it: a rank detects a broken connection a moment earlier."""
@@ -159,7 +162,7 @@ class HostHeartbeat:
             if not hmac.compare_digest(str(first["token"]), self._token):
                 line.close()
                 return
-            peer = _Peer(int(first["node"]), str(first["host"]), tuple(first["ranks"]), time.monotonic())
+            peer = _Peer(int(first["node"]), str(first["host"]), tuple(first["ranks"]), perf_counter())
             line.settimeout(None)
             with self._lock:
                 self._lines.append(line)
@@ -181,7 +184,7 @@ class HostHeartbeat:
         self._send(hello)
         with suppress(OSError, ValueError, KeyError, TypeError), line.makefile("rb") as messages:
             first = json.loads(messages.readline(4096))
-            peer = _Peer(0, first["host"], tuple(first["ranks"]), time.monotonic())
+            peer = _Peer(0, first["host"], tuple(first["ranks"]), perf_counter())
             self._peers[0] = peer
             threading.Thread(target=self._beat, daemon=True).start()
             self._listen(peer, messages)
@@ -223,7 +226,7 @@ class HostHeartbeat:
     def _listen(self, peer: _Peer, messages: Any) -> None:
         try:
             for text in messages:
-                peer.last_heartbeat = time.monotonic()
+                peer.last_heartbeat = perf_counter()
                 message = json.loads(text)
                 if message.get("lost") and self._lost is None:
                     found = message["lost"]

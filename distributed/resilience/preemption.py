@@ -1,4 +1,4 @@
-"""Preemption: catch the SIGTERM and SIGUSR1 that schedulers send before they take a machine.
+"""Preemption: catch the SIGTERM and SIGUSR1 that schedulers send before they take a machine, and Ctrl-C.
 
 The signal handler only records the signal. The training loop reads `received_signal`, agrees with the
 other ranks on a step, saves there and ends the run.
@@ -14,17 +14,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that Slurm, Kubernetes and cloud providers send before they take a machine."""
 
+INTERRUPT = signal.SIGINT
+"""Ctrl-C. Caught where Python's own handler is in place: a shell starts programs in the background with it
+ignored, and a program may have a handler of its own."""
+
 INSIST = 2.0
 """Seconds after which a repeated signal kills the process. Schedulers send the first one to a process
 and to its parent, which passes it on."""
+_INSIST_ON_INTERRUPT = 0.2
+"""Seconds after which a second Ctrl-C is one: ``timeout -s INT`` sends two at once."""
 
 _WORKERS_WAIT = 30
 """Seconds that a DataLoader worker continues after SIGTERM, because its rank still needs batches."""
 
+_CAUGHT = (*SIGNALS, INTERRUPT)
+_handlers = WeakSet[Any]()
+"""Handlers that `_install` made, which a later one replaces."""
 _received: list[str] = []
 
 
@@ -40,16 +50,18 @@ def record_signal(name: str) -> None:
 
 
 def install_handlers() -> None:
-    """Catch signals for the rest of this process, including those that `signals_blocked` deferred."""
+    """Catch signals for the rest of this process, including those that `signals_blocked` deferred. Ctrl-C
+    is one of them in any case: the launcher passes on its own."""
+    signal.signal(INTERRUPT, signal.default_int_handler)
     _install(lambda number, frame: record_signal(signal.Signals(number).name))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block signals in processes started inside ``with`` until they call `install_handlers`; a signal
     during the interpreter's start would kill them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
     try:
         yield
     finally:
@@ -62,10 +74,13 @@ def catch_signals(on_signal: Callable[[str], None] = record_signal) -> Iterator[
 
     Args:
         on_signal: function called with the name of the signal, in the main thread.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C.
     """
     before = _install(lambda number, frame: on_signal(signal.Signals(number).name))
     if before:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # deferred by the launcher's `signals_blocked`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)  # deferred by the launcher's `signals_blocked`
     try:
         yield
     finally:
@@ -82,13 +97,20 @@ def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Si
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
             _handle_in_loader_worker(number)
-        elif time.monotonic() - first.setdefault(number, time.monotonic()) > INSIST:
+            return
+        now = time.monotonic()
+        since = now - first.setdefault(number, now)
+        if number == INTERRUPT and since > _INSIST_ON_INTERRUPT:
+            raise KeyboardInterrupt
+        if since > INSIST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(owner, number)
-        else:
-            handler(number, frame)
+            return
+        handler(number, frame)
 
-    return {number: signal.signal(number, handle) for number in SIGNALS}
+    _handlers.add(handle)
+    usual = signal.getsignal(INTERRUPT) in (signal.default_int_handler, *_handlers)
+    return {number: signal.signal(number, handle) for number in (_CAUGHT if usual else SIGNALS)}
 
 
 def _handle_in_loader_worker(number: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from distributed.resilience.failure_reports import FailureReport, print_line
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
 from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
+from distributed.resilience.running_time import RunningTime
 from distributed.system import processes
 from distributed.system.private_files import write_private
 
@@ -74,6 +74,8 @@ class _Track:
 class RankMonitor:
     """Monitors the ranks of one host.
 
+    Time in which the monitor itself was suspended does not count: the ranks were suspended with it.
+
     Args:
         folder: private folder of the ranks' journals and stacks.
         hosts: monitor of the other hosts; None on one host.
@@ -85,6 +87,7 @@ class RankMonitor:
         shortest = min(limits.stall_report or 4.0, limits.hang_timeout or 4.0)
         self.period = min(1.0, max(0.05, shortest / 4))
         """Seconds between polls."""
+        self._time = RunningTime(self.period)
         self._tracks: dict[int, _Track] = {}
         self._usual: dict[str, float] = {}
         self._reported: tuple[int, float] | None = None
@@ -103,6 +106,7 @@ class RankMonitor:
             WorkerError: the run hangs, or another host is lost; names the rank or host to blame. A report
                 was written.
         """
+        self._time.tick()
         if self.hosts is not None and (lost := self.hosts.lost) is not None:
             raise self._lost(lost, pids)
         entries = {rank: Entry.read(Journal.path(self.folder, rank)) for rank in pids}
@@ -128,19 +132,20 @@ class RankMonitor:
 
     def _age(self, rank: int, pid: int, entry: Entry | None) -> float:
         """Seconds without progress; updates the rank's usual phase durations and its CPU use."""
-        now, track = time.perf_counter(), self._tracks.setdefault(rank, _Track())
+        now, track = self._time.tick(), self._tracks.setdefault(rank, _Track())
         if entry is not None and track.marks != entry.marks:
             if track.phase:
-                took = entry.since - track.since
+                took = self._time.between(track.since, entry.since)
                 self._usual[track.phase] = max(self._usual.get(track.phase, 0.0), took)
             # A first step, or a compilation, takes longer than the later ones.
             track.phase = entry.phase if entry.step > 1 else ""
             track.marks, track.since = entry.marks, entry.since
         process = processes.process_info(pid)
         if track.looked:
-            track.share = (process.seconds - track.seconds) / max(now - track.looked, 1e-3)
+            elapsed = self._time.between(track.looked, now)
+            track.share = (process.seconds - track.seconds) / max(elapsed, 1e-3)
         track.seconds, track.looked = process.seconds, now
-        return now - entry.since if entry else process.age
+        return self._time.between(entry.since if entry else now - process.age, now)
 
     def _limit(self, phase: str) -> float | None:
         """Seconds without progress after which to report: more than is usual in this run, and twice the
@@ -162,7 +167,8 @@ class RankMonitor:
             stack = stack_dumps.parse(stack_dumps.request_dump(pid, path), entry.thread)
             if any("/torch/utils/data/" in frame.file for frame in stack):
                 workers = [_worker(child, path) for child in list(processes.children(pid))[:_WORKERS]]
-        age = time.perf_counter() - entry.since if entry else process.age
+        now = self._time.tick()
+        age = self._time.between(entry.since if entry else now - process.age, now)
         track = self._tracks.get(rank, _Track())
         loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
         busy = track.share > _BUSY or loads or process.state == "R"

@@ -1,8 +1,9 @@
 """Training job for kill tests, and the points at which a rank can be killed.
 
 A rank that `arm` has prepared passes named points: around every file operation, in forward and
-backward, between the loop's phases. At the point that its job names it kills itself with SIGKILL, as
-the operating system would: nothing is flushed, no other process is notified.
+backward, between the loop's phases. At the point that its job names it sends itself a signal: SIGKILL,
+which acts as the operating system would (nothing is flushed, no other process is notified), one that
+preempts the run, or SIGSTOP.
 
 The first word of a point is its kind: ``start``, ``resume``, ``step``, ``evaluate``, ``epoch``,
 ``save``, ``end``.
@@ -42,14 +43,21 @@ from distributed.testing.faults import FaultyLayer
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 
-__all__ = ["JOB", "LENGTH", "VALIDATION", "Switch", "arm", "train"]
+__all__ = ["JOB", "LENGTH", "SENT", "VALIDATION", "Switch", "arm", "train"]
 
 JOB = "DISTRIBUTED_KILL_JOB"
 """Environment variable: path of the attempt's job, JSON.
 
 ``folder``: where its records go; ``fields``: of the `Trainer`; ``keras``: whether the model is Keras's;
-``kill``: ``{"rank", "point", "number"}`` or None; ``sabotage``: ``module:function`` called in every rank
-before it begins, or None."""
+``kill``: ``{"rank", "point", "number", "signal"}`` or None; ``stop``: event and step at which a callback
+ends the run, or None; ``sabotage``: ``module:function`` called in every rank before it begins, or None."""
+
+SENT = {
+    signal.SIGKILL: "killed",
+    signal.SIGSTOP: "suspended",
+    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), "signalled"),
+}
+"""Signal -> name of the record of it, whose value is the point."""
 
 LENGTH, VALIDATION, FEATURES = 44, 14, 8
 """Samples, validation samples, numbers of one."""
@@ -65,6 +73,7 @@ class Switch:
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
         kill = job["kill"]
         self._chosen = (kill["point"], kill["number"]) if kill and kill["rank"] == rank else None
+        self._signal = signal.Signals[kill["signal"]] if kill else None
         self._lock, self.counts = threading.Lock(), Counter[str]()
         self._records = os.path.join(job["folder"], f"rank_{rank}.jsonl")
 
@@ -73,9 +82,9 @@ class Switch:
         with self._lock:
             self.counts[point] += 1
             here = self._chosen == (point, self.counts[point])
-        if here:
-            self.record(killed=point, time=time.time())
-            os.kill(os.getpid(), signal.SIGKILL)
+        if here and self._signal is not None:
+            self.record(**{SENT[self._signal]: point}, time=time.time())
+            os.kill(os.getpid(), self._signal)
 
     def record(self, **facts: Any) -> None:
         """Append a line to this rank's records: the kernel has it when this returns."""
@@ -98,6 +107,7 @@ def arm() -> Switch:
         return _switch
     job = _job()
     _switch = Switch(job, int(os.environ.get("RANK", "0")))
+    _switch.record(pid=os.getpid())
     for name in (*FaultyLayer.OPERATIONS, "make_directories"):
         folder = os.path.abspath(job["fields"]["checkpoint_dir"])
         setattr(FileLayer, name, _watched(getattr(FileLayer, name), name, folder))
@@ -151,7 +161,8 @@ _NAMES = {
 def _name_of(path: str, folder: str) -> str:
     if not path.startswith(folder):
         return "end result"
-    first, _, last = os.path.relpath(path, folder).partition("/")
+    first, *rest = os.path.relpath(path, folder).split("/")
+    last = rest[-1] if rest else ""
     for part in (first, last) if "probe" in first else (last, first):
         for pattern, name in _NAMES.items():
             if part and re.fullmatch(pattern, part):
@@ -296,9 +307,34 @@ class Witness(Callback):
         arm().record(census=dict(arm().counts))  # Ray ends its workers without their exit functions.
 
 
+class Stop(Callback):
+    """End the run after a step, as the last rank requests.
+
+    Args:
+        event: ``epoch`` or ``step``, which ends.
+    """
+
+    all_ranks = True
+
+    def __init__(self, event: str, step: int) -> None:
+        self.event, self.step = event, step
+
+    def _request(self, event: str, context: Context) -> None:
+        last = context.world.rank == context.world.size - 1
+        if last and event == self.event and context.progress.step >= self.step:
+            context.request_stop("seen enough")
+
+    def on_step_end(self, context: Context) -> None:
+        self._request("step", context)
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        self._request("epoch", context)
+
+
 def train() -> None:
     """Train the job."""
     job = _job()
     build = build_keras_model if job["keras"] else build_model
-    trainer = Trainer(build, callbacks=[Witness()], **job["fields"])
+    callbacks = [Witness(), *([Stop(*job["stop"])] if job["stop"] else [])]
+    trainer = Trainer(build, callbacks=callbacks, **job["fields"])
     trainer.fit(Samples(LENGTH, True), Samples(VALIDATION, False))

@@ -1,129 +1,29 @@
-"""Kill a run, restart it until it ends, and compare it with an uninterrupted one."""
+"""Kill, preempt or suspend a run, restart it until it ends, and compare it with an uninterrupted one."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
-
-import psutil
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader, verify
-from distributed.launch import child_process
-from distributed.testing.kill_points import JOB, LENGTH
+from distributed.testing.kill_attempts import CASES, GLOBAL_BATCH, KEPT, Attempt, Case, Kill, Scenario
+from distributed.testing.kill_points import LENGTH
 from distributed.testing.oracle import sample_order
 
 __all__ = ["CASES", "Case", "Kill", "Outcome", "Reference", "Scenario", "reference_of", "run_scenario"]
 
-_HANGS = 600.0
-"""Seconds after which an attempt is taken to hang; on idle cores one takes five to twenty."""
-
 _STARTS = 3
 """Attempts of a start whose ranks never run: on a busy host Ray gives up its cluster."""
 
-_KEPT = 2
-_GLOBAL_BATCH = 12
-_SCRIPT = "from distributed.testing.kill_points import train\n\ntrain()\n"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A backend under test.
-
-    Attributes:
-        name: name in the table.
-        fields: fields of the `Trainer`, beyond those that all runs share.
-        keras: whether its model is Keras's.
-        accumulation: micro-batches per step.
-    """
-
-    name: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    keras: bool = False
-    accumulation: int = 2
-
-
-CASES = {
-    case.name: case
-    for case in (
-        Case("pytorch-ddp", {"backend": "pytorch-ddp"}),
-        Case("fsdp", {"backend": "fsdp"}),
-        *(Case(f"deepspeed-{n}", {"backend": "deepspeed", "zero_stage": n}) for n in range(4)),
-        Case("horovod", {"backend": "horovod"}),
-        Case("tensorflow", {"backend": "tensorflow"}, keras=True),
-        Case("ray", {"backend": "ray"}),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Moment at which a rank kills itself: the `number`-th time it passes `point` in that start."""
-
-    rank: int
-    point: str
-    number: int = 1
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} at '{self.point}' ({self.number})"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A run and its kills, one for each of its first starts; after them it runs to its end.
-
-    Attributes:
-        kills: kill of each start.
-        asynchronous: whether checkpoints are written asynchronously.
-        epochs: number of epochs, of four steps each.
-        sabotage: ``module:function`` that every rank of the restarted run calls: a broken form.
-    """
-
-    case: Case
-    ranks: int
-    kills: tuple[Kill, ...] = ()
-    asynchronous: bool = True
-    epochs: int = 3
-    sabotage: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """Kind of its last kill: the point's first word."""
-        return self.kills[-1].point.split()[0].rstrip(":")
-
-    def fields(self, folder: Path) -> dict[str, Any]:
-        """Fields of its `Trainer`."""
-        # Optimizers with one and with two slots of state.
-        optimizer = {"optimizer": "adamw"} if self.ranks == 2 else {"optimizer": "sgd", "momentum": 0.9}
-        return {
-            **self.case.fields,
-            **optimizer,
-            "num_processes": self.ranks,
-            "device": "cpu",
-            "global_batch_size": _GLOBAL_BATCH,
-            "gradient_accumulation_steps": self.case.accumulation,
-            "epochs": self.epochs,
-            "learning_rate": 0.01,
-            "scheduler": "cosine",
-            "warmup_steps": 2,
-            "gradient_clipping": 1.0,
-            "deterministic": True,
-            "log_every_n_steps": 2,
-            "checkpoint_dir": str(folder / "checkpoints"),
-            "resume_from_checkpoint": True,
-            "checkpoint": {"every_n_steps": 3, "asynchronous": self.asynchronous, "keep_last": _KEPT},
-        }
+_CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+"""Exit code of the command after a signal."""
 
 
 @dataclass
@@ -134,6 +34,7 @@ class Outcome:
         bits: differences from the uninterrupted run.
         samples: samples that were missing from a step, or in it twice.
         lost: committed checkpoints that were missing at the restart.
+        repeated: what a resume did to a run that had ended.
         left: files and processes left behind.
         misreported: exit codes and messages that do not name the failure.
         reached: number of kills that took place.
@@ -144,6 +45,7 @@ class Outcome:
     bits: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     misreported: list[str] = field(default_factory=list)
     reached: int = 0
@@ -153,73 +55,7 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """All of them."""
-        return [*self.bits, *self.samples, *self.lost, *self.left, *self.misreported]
-
-
-class Attempt:
-    """One finished start of a run: exit code, output, records of its ranks."""
-
-    def __init__(self, scenario: Scenario, home: Path, number: int, kill: Kill | None) -> None:
-        self.kill, self.folder = kill, home / f"start_{number}"
-        self.folder.mkdir()
-        job = {
-            "folder": str(self.folder),
-            "fields": scenario.fields(home),
-            "keras": scenario.case.keras,
-            "kill": kill and {"rank": kill.rank, "point": kill.point, "number": kill.number},
-            "sabotage": scenario.sabotage if number else None,
-        }
-        (self.folder / "job.json").write_text(json.dumps(job))
-        (home / "train.py").write_text(_SCRIPT)
-        env = {
-            **os.environ,
-            JOB: str(self.folder / "job.json"),
-            "TMPDIR": str(home / "tmp"),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(home / "train.py")]
-        with (self.folder / "output.txt").open("w") as output:
-            process = child_process.start(command, env, cwd=home, output=output)
-            self.code: int | None = None
-            if process.has_ended(_HANGS):
-                self.code = process.wait_end()
-            else:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait_end()
-            process.reap()
-        self.output = (self.folder / "output.txt").read_text(errors="replace")
-
-    @cached_property
-    def records(self) -> dict[int, list[dict[str, Any]]]:
-        """rank -> its records, in order."""
-        paths = {int(path.stem.split("_")[1]): path for path in self.folder.glob("rank_*.jsonl")}
-        return {
-            rank: [json.loads(line) for line in path.read_text().splitlines()]
-            for rank, path in sorted(paths.items())
-        }
-
-    def each(self, name: str) -> Iterator[dict[str, Any]]:
-        """Every rank's records of that name."""
-        for records in self.records.values():
-            yield from (record for record in records if name in record)
-
-    @property
-    def start(self) -> int | None:
-        """The step it resumed from; None when it did not get that far."""
-        return next((record["start"] for record in self.each("start")), None)
-
-    def remaining(self) -> list[psutil.Process]:
-        """Processes of this start that still run, given the time to be reaped."""
-        found = [process for process in psutil.process_iter() if self._is_ours(process)]
-        alive: list[psutil.Process] = psutil.wait_procs(found, timeout=20)[1]
-        return alive
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return bool(process.environ().get(JOB) == str(self.folder / "job.json"))
-        except psutil.Error:
-            return False
+        return [*self.bits, *self.samples, *self.lost, *self.repeated, *self.left, *self.misreported]
 
 
 @dataclass
@@ -264,6 +100,9 @@ def run_scenario(scenario: Scenario, reference: Reference) -> Outcome:
             _check_going_on(attempts, before, _kept(home), outcome)
             if attempt.code in (0, None):
                 break
+        if scenario.name in ("stop", "signal") and attempt.code == 0:
+            attempts.append(_started(scenario, home, len(attempts), None, outcome))
+            _check_idle(attempts[-1], scenario.last_step, outcome)
         _check_samples(scenario, attempts, outcome)
         _check_left(home, attempts, outcome)
         _check_bits(home, reference, outcome)
@@ -302,9 +141,13 @@ def _kept(home: Path) -> list[int]:
 
 def _check_end(attempt: Attempt, outcome: Outcome) -> None:
     killed = [rank for rank, records in attempt.records.items() if any("killed" in r for r in records)]
-    outcome.reached += len(killed)
+    signalled = [*attempt.each("signalled")]
+    outcome.reached += len(killed) + len(signalled) + len([*attempt.each("suspended")])
+    expected = _CODES[attempt.kill.signal] if signalled and attempt.kill is not None else 0
     if attempt.code is None:
         outcome.misreported.append(f"{attempt.folder.name} hung\n{attempt.output[-2000:]}")
+    elif signalled and attempt.code in (0, expected):
+        return  # 0 where the run was ending
     elif not killed and attempt.code != 0:
         outcome.misreported.append(
             f"no rank was killed, and it ended with {attempt.code}\n{attempt.output[-2000:]}"
@@ -322,17 +165,26 @@ def _check_going_on(
     if start is not None and start != max(before, default=0):
         outcome.lost.append(f"resumed from step {start}; good checkpoints were {before}")
     committed = sorted({record["committed"] for a in attempts for record in a.each("committed")})
-    missing = set(committed[-_KEPT:]) - set(after)
+    missing = set(committed[-KEPT:]) - set(after)
     if missing:
         outcome.lost.append(f"committed and gone: steps {sorted(missing)}; there are {after}")
+
+
+def _check_idle(attempt: Attempt, last_step: int, outcome: Outcome) -> None:
+    """A run that has ended does nothing when it is resumed."""
+    done = [*attempt.each("step"), *(r for r in attempt.each("census") if r["census"].get("evaluate end"))]
+    if attempt.code != 0 or attempt.start != last_step or done:
+        outcome.repeated.append(
+            f"a resume of the ended run began at step {attempt.start}, took {len(done)} steps or validations,"
+            f" and ended with {attempt.code}"
+        )
 
 
 def _check_samples(scenario: Scenario, attempts: Sequence[Attempt], outcome: Outcome) -> None:
     """Every step that counts was made of its samples of the oracle's order, each once."""
     begun = [attempt for attempt in attempts if attempt.start is not None]
     starts = [attempt.start or 0 for attempt in begun]
-    per_epoch = -(-LENGTH // _GLOBAL_BATCH)
-    total = scenario.epochs * per_epoch
+    per_epoch, total = -(-LENGTH // GLOBAL_BATCH), scenario.last_step
     found: dict[int, list[int]] = {step: [] for step in range(1, total + 1)}
     for attempt, low, high in zip(begun, starts, [*starts[1:], total], strict=True):
         for record in attempt.each("step"):
@@ -340,8 +192,8 @@ def _check_samples(scenario: Scenario, attempts: Sequence[Attempt], outcome: Out
                 found[record["step"]] += record["ids"]
     for step, ids in found.items():
         epoch, index = divmod(step - 1, per_epoch)
-        place = index * _GLOBAL_BATCH
-        wanted = sample_order(LENGTH, 0, epoch)[place : place + _GLOBAL_BATCH].tolist()
+        place = index * GLOBAL_BATCH
+        wanted = sample_order(LENGTH, 0, epoch)[place : place + GLOBAL_BATCH].tolist()
         if sorted(ids) != sorted(wanted):
             outcome.samples.append(f"step {step} has samples {sorted(ids)} instead of {sorted(wanted)}")
 

@@ -4,9 +4,11 @@
 
     python -m distributed.testing.kills --number 100 --seed 0
     python -m distributed.testing.kills --restarts 20 --ranks 3
+    python -m distributed.testing.kills --runs 200 --seed 0
 
-Real launchers, real processes, SIGKILL; see `kill_points` for the moments and `kill_runs` for what is
-compared. The seed decides the moments; an uninterrupted run counts how often each occurs.
+Real launchers, real processes, real signals; see `kill_points` for the moments and `kill_runs` for what is
+compared. The seed decides the moments; an uninterrupted run counts how often each occurs. ``--runs`` takes
+the scenarios of `kill_scenarios` in turn, each run with a seed of its own, by which it can be repeated.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import argparse
 import random
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 from distributed.testing.kill_runs import (
@@ -30,14 +32,12 @@ from distributed.testing.kill_runs import (
     reference_of,
     run_scenario,
 )
+from distributed.testing.kill_scenarios import SCENARIOS, SHARES, Key, Plan, a_kill, planned, turns
 
 __all__ = ["choose", "main", "table"]
 
 KINDS = ("step", "save", "step", "evaluate", "save", "start", "resume", "epoch", "save", "step", "end")
 """Kinds of points in the order in which scenarios get one."""
-
-SHARES = {"pytorch-ddp": 10, "fsdp": 3, "deepspeed-2": 2, "horovod": 2, "tensorflow": 1, "ray": 1}
-"""Relative number of runs by backend."""
 
 RESUMING = (
     "start model",
@@ -52,54 +52,51 @@ RESUMING = (
 )
 """Points that a run passes between its start and its first step, in every restart."""
 
-Key = tuple[str, int]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 when any run differed from an uninterrupted one."""
     args = _parse(argv)
-    draw, results = random.Random(args.seed), list[tuple[Scenario, Outcome]]()
+    results = list[tuple[Scenario, Outcome]]()
     with ExitStack() as stack, ThreadPoolExecutor(args.at_once) as pool:
-        keys = list(_turns(args.backend, args.ranks, 1 if args.restarts else args.number))
-        distinct = list(dict.fromkeys(keys))
-        uninterrupted = [Scenario(CASES[name], ranks) for name, ranks in distinct]
-        references = dict(zip(distinct, pool.map(reference_of, uninterrupted), strict=True))
+        plans = _plans(args)
+        distinct = {plan.same: plan.uninterrupted for plan in plans}
+        references = dict(zip(distinct, pool.map(reference_of, distinct.values()), strict=True))
         for _, home in references.values():
             stack.callback(shutil.rmtree, home, ignore_errors=True)
-        known = {key: reference for key, (reference, _) in references.items()}
-        if args.restarts:
-            scenarios = [restarts(draw, keys[0], known[keys[0]], args.restarts)]
-        else:
-            scenarios = [choose(draw, n, key, known[key]) for n, key in enumerate(keys)]
-        todo = [pool.submit(run_scenario, s, known[s.case.name, s.ranks]) for s in scenarios]
-        for number, (scenario, future) in enumerate(zip(scenarios, todo, strict=True), start=1):
+        known = [references[plan.same][0] for plan in plans]
+        scenarios = [plan.choose(reference) for plan, reference in zip(plans, known, strict=True)]
+        todo = [pool.submit(run_scenario, *pair) for pair in zip(scenarios, known, strict=True)]
+        for plan, scenario, future in zip(plans, scenarios, todo, strict=True):
             results.append((scenario, future.result()))
-            print(_line(number, *results[-1]), flush=True)
+            print(_line(plan.label, *results[-1]), flush=True)
     print(f"\n{table(results)}\n\n{_summary(results)}")
     return int(any(outcome.problems for _, outcome in results))
+
+
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    if args.runs is not None:
+        return planned(args.seed, args.runs, args.scenarios, args.backend, args.ranks)
+    draw = random.Random(args.seed)
+    keys = list(turns(args.backend or SHARES, args.ranks, 1 if args.restarts else args.number))
+    if args.restarts:
+        return [Plan("1", keys[0], lambda reference: restarts(draw, keys[0], reference, args.restarts))]
+    return [Plan(f"{n + 1:3}", key, partial(choose, draw, n, key)) for n, key in enumerate(keys)]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distributed.testing.kills", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--number", type=int, default=100, help="Runs to kill; default 100.")
+    parser.add_argument("--runs", type=int, help="Runs of the scenarios in turn, instead of --number kills.")
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="Default: all."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Decides the moments; default 0.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="Default 2 3.")
     parser.add_argument("--backend", nargs="+", choices=list(CASES), help=f"Default: {', '.join(SHARES)}.")
     parser.add_argument("--restarts", type=int, default=0, help="Kill one run this many times in a row.")
     parser.add_argument("--at-once", type=int, default=2, help="Runs side by side; default 2.")
     return parser.parse_args(argv)
-
-
-def _turns(backends: Sequence[str] | None, ranks: Sequence[int], number: int) -> Iterator[Key]:
-    """(backend, ranks) of each scenario: by shares, evenly mixed, ranks in turn."""
-    shares = {name: SHARES.get(name, 1) for name in backends or SHARES}
-    had: Counter[str] = Counter()
-    for _ in range(number):
-        # The key furthest behind its share.
-        name = min(shares, key=lambda name: (had[name] + 1) / shares[name])
-        yield name, ranks[had[name] % len(ranks)]
-        had[name] += 1
 
 
 def choose(draw: random.Random, number: int, key: Key, reference: Reference) -> Scenario:
@@ -111,11 +108,11 @@ def choose(draw: random.Random, number: int, key: Key, reference: Reference) -> 
     kills: tuple[Kill, ...]
     kind, asynchronous = KINDS[number % len(KINDS)], draw.random() < 0.75
     if kind in ("start", "resume"):
-        first = _kill(draw, reference, lambda point: point.startswith(("step", "save")))
+        first = a_kill(draw, reference, lambda point: point.startswith(("step", "save")))
         points = [point for point in RESUMING if point.startswith(kind)]
         kills = (first, Kill(draw.randrange(key[1]), draw.choice(points)))
     else:
-        kills = (_kill(draw, reference, lambda point: point.startswith(kind)),)
+        kills = (a_kill(draw, reference, lambda point: point.startswith(kind)),)
         if draw.random() < 0.25:
             early = [point for point in RESUMING if point.startswith("start")]
             kills = (Kill(draw.randrange(key[1]), draw.choice(early)), *kills)
@@ -124,7 +121,7 @@ def choose(draw: random.Random, number: int, key: Key, reference: Reference) -> 
 
 def restarts(draw: random.Random, key: Key, reference: Reference, number: int) -> Scenario:
     """One run that is killed `number` times in a row, anywhere, before it may end."""
-    kills = [_kill(draw, reference, lambda point: point.startswith(("step", "save")))]
+    kills = [a_kill(draw, reference, lambda point: point.startswith(("step", "save")))]
     for _ in range(number - 1):
         if draw.random() < 0.5:
             kills.append(Kill(draw.randrange(key[1]), draw.choice(RESUMING)))
@@ -134,16 +131,7 @@ def restarts(draw: random.Random, key: Key, reference: Reference, number: int) -
     return Scenario(CASES[key[0]], key[1], tuple(kills))
 
 
-def _kill(draw: random.Random, reference: Reference, fits: Callable[[str], bool]) -> Kill:
-    """A rank, a point that it passes, and one of the times that it does."""
-    ranks = [rank for rank, census in reference.census.items() if any(map(fits, census))]
-    rank = draw.choice(ranks)
-    census = reference.census[rank]
-    point = draw.choice([point for point in census if fits(point)])
-    return Kill(rank, point, draw.randint(1, census[point]))
-
-
-def _line(number: int, scenario: Scenario, outcome: Outcome) -> str:
+def _line(label: str, scenario: Scenario, outcome: Outcome) -> str:
     kills = "; again ".join(map(str, scenario.kills))
     seconds = ", ".join(f"{seconds:.1f} s" for seconds in outcome.seconds)
     how = "" if scenario.asynchronous else ", synchronous saves"
@@ -151,7 +139,7 @@ def _line(number: int, scenario: Scenario, outcome: Outcome) -> str:
     rest = f" ({missed} not reached: the run ended first)" if missed else ""
     found = "; ".join(outcome.problems) or "same bits, samples exact, nothing lost"
     back = f"; training resumed after {seconds}" if seconds else ""
-    return f"{number:3} {scenario.case.name} x {scenario.ranks}{how}: {kills}{rest}: {found}{back}"
+    return f"{label} {scenario.case.name} x {scenario.ranks}{how}: {kills}{rest}: {found}{back}"
 
 
 def table(results: Sequence[tuple[Scenario, Outcome]]) -> str:

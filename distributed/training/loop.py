@@ -60,7 +60,7 @@ from distributed.training.schedule import Schedule
 from distributed.training.seeding import isolated_rng, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
-from distributed.training.stop_consensus import Goal, StopConsensus
+from distributed.training.stop_consensus import Goal, StopConsensus, describe_stop
 from distributed.training.trackers import Trackers, run_position
 from distributed.training.validation import Validator, check_same_data
 
@@ -108,8 +108,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     # -- what callbacks call -----------------------------------------------------------
 
-    def request_stop(self, reason: str) -> None:
-        self.consensus.request(reason)
+    def request_stop(self, reason: str, *, final: bool = True) -> None:
+        self.consensus.request(reason, final)
 
     def whole_model(self) -> AbstractContextManager[Any]:
         self.callbacks.refuse_on_rank_zero("context.whole_model()")
@@ -204,7 +204,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             if validated:
                 self.callbacks.notify("on_validation_end", validated)
             self._end_epoch(metrics | validated, complete)
-        self.saver.save_if_preempted()
+        self.saver.save_if_stopped()
 
     def _train_epoch(self) -> bool:
         """Train on the rest of an epoch; False when the run ends before the epoch does."""
@@ -235,6 +235,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self._end_interval(record.norm)
         elif record.step >= self.consensus.next_check and record.step != self.goal.step:
             self.consensus.agree_on_signals()
+        if self.history.stop_reason:
+            return  # this state, or that of the epoch's end, is saved in a moment
         if save_every and record.step % save_every == 0 and not self.feed.ended(self.progress.samples):
             mark = perf_counter()
             timers.enter("save")
@@ -297,9 +299,11 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self.resumer.load(task.state_dir)
         elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
             take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
+        self.history.best_accuracy = self.progress.best_accuracy
         self._share_settings()
         self.records.start()
-        self.consensus.start()
+        # Who calls `fit` again wants further steps; a restarted or resumed run only what is left of its own.
+        self.consensus.start(further=task.progress is not None or config.checkpoint.continue_stopped)
         # What a tracker or callback sets up may draw random numbers, and would again after every restart.
         with isolated_rng() if config.deterministic else nullcontext():
             self._announce()
@@ -339,7 +343,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if self.world.rank != 0:
             return
         at = self.progress
-        if at.step:
+        if at.stop_reason is not None:
+            print(f"{describe_stop(at)}", flush=True)
+        elif at.step:
             print(f"continues at epoch {at.epoch}, sample {at.samples}, step {at.step}", flush=True)
             if at.samples and self.feed.rereads:
                 print(f"the stream cannot restore its position: reads {at.samples} samples again", flush=True)

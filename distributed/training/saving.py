@@ -6,7 +6,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
@@ -24,6 +25,24 @@ from distributed.training.state import TrainState
 logger = logging.getLogger("distributed")
 
 
+class _Started(NamedTuple):
+    """What a save was begun with.
+
+    Attributes:
+        progress: the cursor and counters that it saves.
+        best: whether to mark it best.
+        before: the best value before it.
+    """
+
+    progress: dict[str, Any]
+    best: bool
+    before: float | None
+
+    @property
+    def step(self) -> int:
+        return int(self.progress["step"])
+
+
 class Saver:
     """Saves checkpoints. Unless noted, methods are collective: every rank calls them at the same step, and
     all return or raise the same.
@@ -37,7 +56,7 @@ class Saver:
     Attributes:
         checkpointer: None without ``checkpoint_dir``, and before `prepare`.
         frozen: which parameters are left out.
-        pending: (save in progress, its step, whether to mark it best, the best value before it), or None.
+        pending: the save in progress and what it saves, or None.
         failures: saves that failed in a row.
     """
 
@@ -53,9 +72,10 @@ class Saver:
         self.on_saved = on_saved
         self.checkpointer: PortableCheckpointer | None = None
         self.frozen = FrozenWeights(backend, state, config.checkpoint.trainable_only)
-        self.pending: tuple[PendingSave, int, bool, float | None] | None = None
+        self.pending: tuple[PendingSave, _Started] | None = None
         self.failures = 0
         self._files: dict[str, Any] = {}
+        self._saved: dict[str, Any] | None = None
         self._origin_step = -1
         self._claimed = False
 
@@ -121,7 +141,8 @@ class Saver:
         return self._save(self.checkpointer, mark, before) if mark or due else None
 
     def save_now(self) -> str | None:
-        """Save at this step, whatever the frequency, and wait for it.
+        """Save at this step, whatever the frequency, and wait for it. Nothing is written when the newest
+        checkpoint is of this state.
 
         Returns:
             The checkpoint's path; None without ``checkpoint_dir``, or when saving failed (logged).
@@ -132,17 +153,19 @@ class Saver:
         if self.checkpointer is None:
             return None
         self.finish()
+        if self._saved == asdict(self.state.progress):
+            return self.history.checkpoint
         path = self._save(self.checkpointer, False, self.state.progress.best_metric)
         return self.finish() if self.pending else path
 
-    def save_if_preempted(self) -> None:
-        """Save at this step, whatever the frequency, if a signal has preempted the run.
+    def save_if_stopped(self) -> None:
+        """Save at this step, whatever the frequency, if a signal or a callback has stopped the run here.
 
         Raises:
-            OSError: it cannot be saved.
+            OSError: a signal has preempted the run, and the step cannot be saved.
         """
-        signal = self.history.preempted
-        if signal is not None and self.save_now() is None:
+        signal, reason = self.history.preempted, self.history.stop_reason
+        if reason is not None and self.save_now() is None and signal is not None:
             raise OSError(
                 f"the run was preempted by {signal}, and step {self.state.progress.step} could not be saved"
                 f" in {self.config.checkpoint_dir}; the newest checkpoint is {self.history.checkpoint}"
@@ -183,13 +206,13 @@ class Saver:
         """
         if self.pending is None or self.checkpointer is None:
             return None
-        (pending, step, best, before), self.pending = self.pending, None
+        (pending, started), self.pending = self.pending, None
         try:
             path = self.checkpointer.finish(self.backend, pending)
         except OSError as error:
-            self._count_failure(step, error, best, before)
+            self._count_failure(started, error)
             return None
-        self._commit(self.checkpointer, path, step, best)
+        self._commit(self.checkpointer, path, started)
         return path
 
     def has_finished(self) -> bool:
@@ -220,17 +243,17 @@ class Saver:
         return store.save(ranks, *self._contents(ranks, best=False, complete=True))
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
-        step = self.state.progress.step
+        started = _Started(asdict(self.state.progress), best, before)
         try:
             self._claim(checkpointer)
             begun = checkpointer.begin(self.backend, *self._contents(self.backend, best))
         except OSError as error:
-            self._count_failure(step, error, best, before)
+            self._count_failure(started, error)
             return None
         if isinstance(begun, str):
-            self._commit(checkpointer, begun, step, best)
+            self._commit(checkpointer, begun, started)
             return begun
-        self.pending = (begun, step, best, before)
+        self.pending = (begun, started)
         return begun.path if self.config.checkpoint.asynchronous else self.finish()
 
     def _contents(
@@ -252,21 +275,21 @@ class Saver:
         added = {"config": config, "best": best, "omitted": omitted, "model_files": self._files}
         return {**saved.common, **added}, saved.rank
 
-    def _count_failure(self, step: int, error: OSError, best: bool, before: float | None) -> None:
-        if best:
-            self.state.progress.best_metric = before
+    def _count_failure(self, started: _Started, error: OSError) -> None:
+        if started.best:
+            self.state.progress.best_metric = started.before
         self.failures += 1
         message = "checkpoint of step %d not saved (failure %d in a row): %s"
-        log_on_rank_zero(self.backend, logging.WARNING, message, step, self.failures, error)
+        log_on_rank_zero(self.backend, logging.WARNING, message, started.step, self.failures, error)
         if self.failures >= self.config.checkpoint.max_failures:
             raise error
 
-    def _commit(self, checkpointer: PortableCheckpointer, path: str, step: int, best: bool) -> None:
-        self.failures = 0
+    def _commit(self, checkpointer: PortableCheckpointer, path: str, started: _Started) -> None:
+        self.failures, self._saved = 0, started.progress
         self.history.checkpoint = path
-        if best:
+        if started.best:
             self._mark_best(checkpointer, path)
-        self.on_saved(path, step)
+        self.on_saved(path, started.step)
 
     def _mark_best(self, checkpointer: PortableCheckpointer, path: str) -> None:
         try:
@@ -285,7 +308,7 @@ class Saver:
         Args:
             best: it was saved as the best of its run.
         """
-        self._origin_step, self._claimed = step, False
+        self._origin_step, self._claimed, self._saved = step, False, asdict(self.state.progress)
         checkpointer = self.checkpointer
         if checkpointer is None:
             return

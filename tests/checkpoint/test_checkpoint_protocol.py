@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy
 import pytest
 import torch
@@ -22,10 +23,12 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.chunk_index import ChunkEntry, tiling_problems
 from distributed.checkpoint.file_names import rank_file
 from distributed.checkpoint.filesystem import FileLayer, seal
+from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.checkpoint.writer import manifest_of
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
+from distributed.testing.faults import FaultyLayer, FaultyObjects
 from tests.campaigns.corruptions import flip
 from tests.campaigns.thread_ranks import COUNT, SliceRank, holds_step, latest, save, tensor_of
 
@@ -195,6 +198,46 @@ def test_saving_a_damaged_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert holds_step(path, 5)
     assert os.listdir(tmp_path) == ["step_00000005"]
+
+
+class Later(SliceRank):
+    """The same step in another state."""
+
+    def export_state(self) -> BackendState:
+        self.step = 99
+        return super().export_state()
+
+
+def save_end(place: str, size: int = 1, **options: Any) -> list[Any]:
+    """Save step 5 once more, at the end of its epoch."""
+    return save(place, 5, size, kind=Later, progress={"step": 5, "epoch": 1}, **options)
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_a_step_in_another_state_replaces_it_at_once_wherever_it_is_interrupted(
+    kind: str, tmp_path: Path
+) -> None:
+    for number in itertools.count():
+        layer: Any = FaultyLayer(number, lasting=True)
+        place = str(tmp_path / f"{number}")
+        if kind == "store":
+            layer = FaultyObjects(number, fsspec.filesystem("memory"), lasting=True)
+            place = f"memory://replaced/{number}"
+        path = save(place, 5, 2)[0]
+        (outcome,) = save_end(place, layers={0: layer})
+        assert holds_step(path, 99) or (holds_step(path, 5) and outcome != path), layer.failed
+        assert save_end(place, 2) == [path, path]
+        assert holds_step(path, 99)
+        assert PortableReader(path).extra["progress"] == {"step": 5, "epoch": 1}
+        files = located(place)[0]
+        assert files.names(place) == ["step_00000005"]
+        assert len(files.names(path)) == 2, files.names(path)  # the manifest and the folder that it names
+        if not layer.failed:
+            break
+    assert number > 4
+    before = files.names(path)
+    assert save_end(place) == [path]
+    assert files.names(path) == before
 
 
 def kept(directory: Path) -> list[int]:

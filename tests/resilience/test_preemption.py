@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.system.addresses import free_port
 from tests.support import commands
+from tests.support.processes import children, started_since
 from tests.support.training import Die, OnStep, make_trainer
 
 # Trains 24 steps of 10 samples, on as many ranks as argv says, and at step SIGNAL_AT of rank SIGNAL_RANK
@@ -53,6 +55,7 @@ class Call(Callback):
                 os.read(heard, 1)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without
     if "RANK" not in os.environ:
         os.environ["STARTED_BY"] = str(os.getpid())
     torch.manual_seed(3)
@@ -128,7 +131,13 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.mark.parametrize(
     ("ranks", "to", "name", "workers"),
-    [(1, "self", "SIGTERM", "0"), (2, "parent", "SIGUSR1", "0"), (2, "group", "SIGTERM", "1")],
+    [
+        (1, "self", "SIGTERM", "0"),
+        (2, "parent", "SIGUSR1", "0"),
+        (2, "group", "SIGTERM", "1"),
+        (1, "group", "SIGINT", "1"),
+        (2, "parent", "SIGINT", "0"),
+    ],
 )
 def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bits(
     ranks: int, to: str, name: str, workers: str, left_alone: dict[int, Path], tmp_path: Path
@@ -136,8 +145,9 @@ def test_every_rank_saves_at_one_step_and_the_resumed_run_ends_with_the_same_bit
     """In the middle of an epoch. The first epoch's figures, too, are those of a whole epoch."""
     signal_at = {"SIGNAL_TO": to, "SIGNAL_AT": "2", "SIGNAL_RANK": str(ranks - 1)}
     # The first of each signal is sent to processes that were started as a user starts them.
-    gone = train(tmp_path, ranks, fresh=to != "group", SIGNAL=name, WORKERS=workers, **signal_at)
-    assert gone.returncode == 75, gone.stderr
+    fresh = to != "group" and name != "SIGINT"
+    gone = train(tmp_path, ranks, fresh=fresh, SIGNAL=name, WORKERS=workers, **signal_at)
+    assert gone.returncode == (-signal.SIGINT if name == "SIGINT" else 75), gone.stderr
     saved = newest(tmp_path)
     assert 2 <= saved.step <= 4
     assert (
@@ -283,6 +293,67 @@ def test_signals_can_keep_their_usual_meaning(tmp_path: Path) -> None:
     )
     assert gone.returncode == -signal.SIGTERM
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+INTERRUPTED = """
+import signal, sys, time
+import torch
+from torch import nn
+from distributed import Callback, Trainer
+from distributed.checkpoint.reader import PortableReader
+from distributed.checkpoint.torch_state import load_full_model
+from distributed.resilience.preemption import received_signal
+
+class Wait(Callback):
+    all_ranks = True
+    def on_step_end(self, context):
+        if context.progress.step == 3 and context.world.rank == 1:
+            print("blocked", flush=True)
+            while sys.argv[1] == "for ever" or received_signal() is None:
+                time.sleep(0.01)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    data = torch.randn(60, 4), torch.randint(0, 2, (60,))
+    model, saved = nn.Linear(4, 2), nn.Linear(4, 2)
+    trainer = Trainer(model, num_processes=2, global_batch_size=4, device="cpu", callbacks=[Wait()],
+                      checkpoint_dir="checkpoints", tracking={"progress": "off"})
+    try:
+        trainer.fit(data)
+    except KeyboardInterrupt as stopped:
+        reader = PortableReader(trainer.history.checkpoint)
+        assert f"step {reader.step} is saved in {reader.path}" in str(stopped)
+        load_full_model(reader, saved)
+        assert torch.equal(model.weight, saved.weight)
+        trainer.callbacks = []
+        assert trainer.fit(data, max_steps=2).steps["step"] == [reader.step + 1, reader.step + 2]
+        print("caught", flush=True)
+"""
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("waits", ["for the signal", "for ever"])
+def test_ctrl_c_keeps_the_weights_and_a_second_one_ends_at_once(waits: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    command = [sys.executable, "script.py", waits]
+    before = children()
+    with commands.start(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        while "blocked" not in run.stdout.readline():
+            pass
+        run.send_signal(signal.SIGINT)
+        assert run.stderr.readline().startswith("interrupted: the ranks save at their next step")
+        if waits == "for ever":
+            select.select([], [], [], 0.3)  # a second one any earlier is taken for the first
+            run.send_signal(signal.SIGINT)
+        out, errors = run.communicate(timeout=60)
+    if waits == "for ever":
+        assert run.returncode == -signal.SIGINT, errors
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert not list((tmp_path / "checkpoints").glob("step_*"))
+    else:
+        assert run.returncode == 0, (out, errors)
+        assert out.endswith("caught\n")
+    assert started_since(before) == set()
 
 
 def spoil_and_call(context: Context) -> None:

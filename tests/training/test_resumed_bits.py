@@ -3,22 +3,28 @@ would hide in which order gradients are added."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, Preempted, Trainer
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
+from distributed.checkpoint.torch_state import load_full_model
 from distributed.interfaces.callback import Context
+from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
 from tests.support.training import make_trainer
@@ -89,6 +95,87 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     fit(rank_pool, tmp_path / "parts", 6, data)
     fit(rank_pool, tmp_path / "parts", 9, data, callbacks=[AsIfNothingHadHappened(1)])
     assert list(differences(newest(tmp_path / "whole"), newest(tmp_path / "parts"))) == []
+
+
+class Signal(Callback):
+    """Send SIGTERM to the last rank, in an event of the loop after a step; only once."""
+
+    all_ranks = True
+
+    def __init__(self, event: str, step: int) -> None:
+        self.event, self.step = event, step
+
+    def _act(self, event: str, context: Context) -> None:
+        last = context.world.rank == context.world.size - 1
+        if last and (event, context.progress.step) == (self.event, self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_step_end(self, context: Context) -> None:
+        self._act("step", context)
+
+    def on_validation_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        self._act("validation", context)
+
+    def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
+        self._act("epoch", context)
+
+    def on_checkpoint(self, context: Context, path: str) -> None:
+        self._act("save", context)
+
+
+def epochs_of(pool: RankPool, folder: Path, *, ranks: int = 3, model: Any = Net, **given: Any) -> list[Any]:
+    """The epochs of a run of three epochs of four steps, up to its end or its preemption."""
+    data = (X, Y) if model is Net else problem(40)
+    trainer = make_trainer(
+        model, ranks, pool, folder=folder, global_batch_size=12, gradient_accumulation_steps=2, epochs=3,
+        learning_rate=0.1, optimizer=partial(torch.optim.SGD, momentum=0.9), deterministic=True,
+        scheduler=partial(StepLR, step_size=1, gamma=0.5), resume_from_checkpoint=True, **given,
+    )  # fmt: skip
+    try:
+        return trainer.fit(data, data).epochs
+    except Preempted:
+        assert trainer.history is not None
+        return trainer.history.epochs
+
+
+ENDS = [("step", 6, 1), ("step", 4, 1), ("step", 4, 50), ("step", 12, 1),
+        ("validation", 8, 1), ("epoch", 8, 1), ("save", 8, 1)]  # fmt: skip
+
+
+def test_a_signal_at_the_end_of_an_epoch_changes_no_bit(rank_pool: RankPool, tmp_path: Path) -> None:
+    """In mid-epoch, in the last step of an epoch and of the run, in validation, in the save of an epoch."""
+    for every in (1, 50):
+        alone = epochs_of(rank_pool, tmp_path / f"whole{every}", log_every_n_steps=every)
+    for event, step, every in ENDS:
+        folder = tmp_path / f"{event}{step}{every}"
+        fields: dict[str, Any] = {"log_every_n_steps": every, "checkpoint": {"asynchronous": event != "save"}}
+        first = epochs_of(rank_pool, folder, callbacks=[Signal(event, step)], **fields)
+        assert newest(folder).step < 12 or step == 12, (event, step)
+        rest = epochs_of(rank_pool, folder, **fields)
+        assert [*first, *rest] == alone, (event, step)
+        found = {path.name: PortableReader(str(path)) for path in folder.glob("step_*")}
+        for name in ("step_00000008", "step_00000012"):  # that of step 4 is gone, or has been replaced
+            whole = PortableReader(str(tmp_path / f"whole{every}" / name))
+            assert list(differences(whole, found[name])) == [], (event, step, name)
+        assert epochs_of(rank_pool, folder, **fields) == []
+        assert not list(folder.glob("superseded_*"))
+        assert [len(list(path.rglob("shard_*"))) for path in folder.glob("step_*")] == [3, 3, 3], event
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_the_end_of_an_epoch_comes_on_another_number_of_ranks(
+    step: int, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    epochs_of(rank_pool, tmp_path / "whole", ranks=2, model=small_model)
+    epochs_of(rank_pool, tmp_path / "parts", model=small_model, callbacks=[Signal("step", step)])
+    epochs_of(rank_pool, tmp_path / "parts", ranks=2, model=small_model)
+    whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
+    assert whole.extra["progress"] == pytest.approx(parts.extra["progress"])
+    assert whole.extra["scheduler"] == parts.extra["scheduler"]
+    models = [small_model(), small_model()]
+    for reader, model in zip((whole, parts), models, strict=True):
+        load_full_model(reader, model)
+    assert distance(*models) < 1e-9
 
 
 def test_nothing_is_warmed_up_where_nobody_asked_for_bits(rank_pool: RankPool, tmp_path: Path) -> None:

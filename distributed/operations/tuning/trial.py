@@ -174,6 +174,8 @@ class TrialRun(ScriptRun):
             "checkpoint.asynchronous": False,
             "checkpoint.on_signal": False,
             "checkpoint.hyperparameters": "given" if self.changed else "saved",
+            # Another trial's decision to stop is none about these parameters.
+            "checkpoint.continue_stopped": self.changed,
             "resume_from_checkpoint": self.checkpoint or True,
         }
 

@@ -94,7 +94,7 @@ class TrialReport(Callback):
             self._connection.send_bytes(json.dumps({**held, "checkpoint": checkpoint}).encode())
             self._connection.recv_bytes()
         except (EOFError, OSError):
-            context.request_stop("the search has stopped this trial")
+            context.request_stop("the search has stopped this trial", final=False)
 
 
 def trial_report() -> TrialReport | None:

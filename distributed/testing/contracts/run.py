@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -130,11 +132,21 @@ class RunContracts(Suite):
 
     # -- C8 ----------------------------------------------------------------------------
 
-    def test_c8_one_ranks_wish_to_stop_stops_all(self) -> None:
-        """Only the last rank requests a stop; all stop after the same step and no rank hangs."""
+    def test_c8_one_ranks_wish_to_stop_stops_all(self, tmp_path: Path) -> None:
+        """Only the last rank requests a stop; all stop after the same step and no rank hangs. A run that is
+        resumed there stays stopped."""
+        data, reason = self.bench.data(*problem(60)), "rank {} has seen enough"
         for ranks in self.sizes:
-            trainer = self.trainer(self.bench.model(torch.float64), ranks, batch_size=2, log_every_n_steps=2)
+            given = {"checkpoint_dir": tmp_path / str(ranks)} if self.capabilities.checkpoint else {}
+            models = [self.bench.model(torch.float64) for _ in range(2)]
+            trainer = self.trainer(models[0], ranks, batch_size=2, log_every_n_steps=2, **given)
             trainer.callbacks = [StopOn(rank=ranks - 1, step=3)]
-            history = trainer.fit(self.bench.data(*problem(60)), epochs=5)
-            assert history.stop_reason == f"rank {ranks - 1} has seen enough"
+            history = trainer.fit(data, epochs=5)
+            assert history.stop_reason == reason.format(ranks - 1)
             assert len(history.steps["loss"]) == 4
+            if given:
+                resumed = self.trainer(models[1], ranks, batch_size=2, resume_from_checkpoint=True, **given)
+                history = resumed.fit(data, epochs=5)
+                assert history.stop_reason == reason.format(ranks - 1)
+                assert history.steps == {}
+                assert self.distance(*models) == 0.0
