@@ -19,8 +19,9 @@ from distributed.checkpoint.chunk_index import ChunkEntry
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.collective_errors import Ranks, agree, on_rank_zero
 from distributed.checkpoint.commit_protocol import Commits, commits_of
-from distributed.checkpoint.file_names import BEST, FORMAT, STEP, VERSION, rank_file, step_name
+from distributed.checkpoint.file_names import BEST, FOREIGN, FORMAT, STEP, VERSION, rank_file, step_name
 from distributed.checkpoint.filesystem import FileLayer, seal, unseal
+from distributed.checkpoint.lease import Lease
 from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, check_files, read_index, read_manifest, verify
 from distributed.checkpoint.staging_buffers import HostBuffers
@@ -44,6 +45,9 @@ class PortableCheckpointer(Checkpointer):
         files: what writes; None takes what fits `directory`.
         keep_buffers: keep the host memory into which a save copies the state for the next one,
             which then takes a fraction of the time.
+
+    Attributes:
+        lease: on rank 0, what allows to write there; None does not check.
 
     Raises:
         UserError: `keep_last` is below 1, or nothing opens the URL.
@@ -70,6 +74,7 @@ class PortableCheckpointer(Checkpointer):
         self.files = files or fitting
         self._best_file = os.path.join(self.directory, BEST)
         self._swept = False
+        self.lease: Lease | None = None
         self._buffers = HostBuffers() if keep_buffers else None
         self._last: PendingSave | None = None
 
@@ -98,7 +103,7 @@ class PortableCheckpointer(Checkpointer):
         """
         step = int(extra["progress"]["step"])
         final, size = self.path_of(step), backend.world.size
-        staged = on_rank_zero(backend, lambda: self._stage(final, extra["progress"]))
+        staged = on_rank_zero(backend, lambda: self._stage(final, extra))
         if staged is None:
             return final
         staging, replaces = staged
@@ -141,6 +146,29 @@ class PortableCheckpointer(Checkpointer):
         if rank == 0:
             self._commits.discard(pending.staging)
 
+    def acquire(self, ranks: Ranks, timeout: float, run: str = "") -> None:
+        """Acquire the lease on the directory, before anything there is moved or written; every rank calls.
+
+        Args:
+            timeout: seconds without a heartbeat after which another host may take it over.
+            run: the run whose lease another process holds for these ranks; empty if none does.
+
+        Raises:
+            UserError: another run holds it.
+            OSError: the directory cannot be made or written; the same error on every rank.
+        """
+        lease = Lease(self.files, self.directory, timeout, run)
+        # A collective at every attempt: ranks that wait are seen to make progress.
+        while not on_rank_zero(ranks, lease.attempt):
+            pass
+        self.lease = lease if ranks.world.rank == 0 else None
+
+    def release(self) -> None:
+        """Give the lease back, if this process holds it. Not collective."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
     def prepare(self, ranks: Ranks) -> None:
         """Make the directory, clear leftovers, and try from every rank that it can be written;
         every rank calls.
@@ -153,6 +181,12 @@ class PortableCheckpointer(Checkpointer):
         try:
             agree(ranks, lambda: self.files.write_file(path, b""))
             on_rank_zero(ranks, lambda: self._check_shared(staging, ranks.world.size))
+            if ranks.world.rank == 0 and self.files.unsynced:
+                message = (
+                    "the file system of %s refuses fsync: training continues, and a loss of power or of the"
+                    " host may damage the newest checkpoints"
+                )
+                logger.warning(message, self.directory)
         finally:
             if ranks.world.rank == 0:
                 self._commits.discard(staging)
@@ -203,6 +237,7 @@ class PortableCheckpointer(Checkpointer):
         Raises:
             OSError: the mark cannot be written; the old one stays.
         """
+        self._check_lease()
         name = os.path.basename(os.path.normpath(path))
         mark = seal({"format": FORMAT, "version": VERSION, "best": name})
         self.files.publish(self._best_file, mark, self._commits.hidden("tmp", "best"))
@@ -220,7 +255,7 @@ class PortableCheckpointer(Checkpointer):
         return path
 
     def sweep(self) -> None:
-        """Remove what an interrupted save left behind. Only by the run that owns the directory."""
+        """Remove what an interrupted save left behind. Only by the holder of the lease."""
         self._swept = True
         for path in self._commits.leftovers():
             self._commits.discard(path)
@@ -241,6 +276,7 @@ class PortableCheckpointer(Checkpointer):
         Raises:
             OSError: something cannot be moved.
         """
+        self._check_lease()
         foreign = [
             path
             for step, path in ((step, self.path_of(step)) for step in self.steps())
@@ -270,7 +306,7 @@ class PortableCheckpointer(Checkpointer):
     def prune(self, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> list[str]:
         """Remove good checkpoints but for the newest `keep_last`, the best, and those of steps
         that `keep_every` divides. What cannot be read stays: another version may be able to.
-        Only while no run writes there.
+        Only by the holder of the lease.
 
         Returns:
             The paths removed, newest first; with `dry_run`, those that would be.
@@ -282,11 +318,19 @@ class PortableCheckpointer(Checkpointer):
                 self._commits.drop(path)
         return doomed
 
+    def _check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
+
     def _probe(self) -> str:
         self.files.make_directories(self.directory)
         self.sweep()
         staging = self._commits.hidden("tmp", "probe")
         self.files.make_directory(staging)
+        self.files.fsync_directory(self.directory)
+        foreign = [name for name in self.files.names(self.directory) if FOREIGN.fullmatch(name)]
+        if foreign:
+            logger.warning("passing over what is not named as a checkpoint: %s", ", ".join(sorted(foreign)))
         return staging
 
     def _check_shared(self, staging: str, size: int) -> None:
@@ -295,14 +339,17 @@ class PortableCheckpointer(Checkpointer):
         if absent:
             raise FileNotFoundError(f"rank 0 does not see there what {len(absent)} of {size} ranks wrote")
 
-    def _stage(self, final: str, progress: Mapping[str, Any]) -> tuple[str, bool] | None:
+    def _stage(self, final: str, extra: Mapping[str, Any]) -> tuple[str, bool] | None:
         """A new place to write into, and whether it replaces another state of that step; None when `final`
-        is committed and good."""
+        is committed, good, and of this run."""
+        self._check_lease()
         if not self._swept:
             self.sweep()
         replaces = False
         if self._commits.exists(final) and not verify(final):
-            if _same(read_manifest(final)["extra"].get("progress", {}), progress):
+            if self.lineage(final) != extra.get("lineage"):
+                raise FileExistsError(f"another run has committed {final}")
+            if _same(read_manifest(final)["extra"].get("progress", {}), extra["progress"]):
                 return None
             replaces = True
         # Who took the directory away in the middle of a run may have given it back, empty.
@@ -332,11 +379,10 @@ class PortableCheckpointer(Checkpointer):
         manifest = seal(manifest_of(step, state, extra, facts, entries, size, folder))
         # What another host wrote must be here too: this sees a directory that is not shared.
         check_files(self.files, staging, facts)
+        self._check_lease()
         if replaces:
             self._commits.replace(staging, final, manifest)
             return
-        if self._commits.exists(final):
-            logger.warning("replacing %s, which is damaged", final)
         self._commits.commit(staging, final, manifest)
 
     def _collect(self) -> None:

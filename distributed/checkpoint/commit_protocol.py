@@ -127,7 +127,9 @@ class RenameCommits(Commits):
         self.files.write_file(os.path.join(staging, MANIFEST), manifest)
         self.files.fsync_directory(staging)
         if self.exists(final):
+            refuse_good(final)
             self.drop(final)
+        # Fails where a complete one has appeared since.
         self.files.rename(staging, final)
         self.files.fsync_directory(self.directory)
 
@@ -193,8 +195,7 @@ class ManifestCommits(Commits):
 
     def _replace(self, target: str, final: str, manifest: bytes) -> None:
         """Put `manifest` where another one is, unless that one is good: someone else was first."""
-        if not verify(final):
-            raise FileExistsError(f"another process has committed {final}")
+        refuse_good(final)
         # Other folders may be those of a process that is still writing: they are left to the sweep.
         old = self._folder_of(final)
         self.files.remove(target)
@@ -255,6 +256,13 @@ class ManifestCommits(Commits):
 
 def _attempt(final: str) -> str:
     return os.path.join(final, f"attempt-{secrets.token_hex(8)}")
+
+
+def refuse_good(final: str) -> None:
+    """Raise FileExistsError unless the checkpoint at `final` is damaged and may be replaced."""
+    if not verify(final):
+        raise FileExistsError(f"another process has committed {final}")
+    logger.warning("replacing %s, which is damaged", final)
 
 
 def commits_of(files: FileLayer, directory: str) -> Commits:

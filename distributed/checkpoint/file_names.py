@@ -9,14 +9,25 @@ VERSION = 1
 MANIFEST = "manifest.json"
 BEST = "best.json"
 
-STEP = re.compile(r"step_(\d{8,})")
-LEFTOVER = re.compile(r"\.(tmp|gc)-(step_\d{8,}|best|probe)-[0-9a-f]{16}")
+_STEP = "step_([0-9]{8}|[1-9][0-9]{8,})"
+STEP = re.compile(_STEP)
+"""Exactly what `step_name` returns: another spelling of a number would be another directory."""
+FOREIGN = re.compile(rf"(?!{_STEP}$)step_\d+")
+"""What resembles a step and is none of ours."""
+LEASE = re.compile(r"\.lease-([0-9]{8})")
+"""A claim to write into the directory."""
+LEFTOVER = re.compile(rf"\.(tmp|gc)-({_STEP}|best|probe|lease)-[0-9a-f]{{16}}")
 """What an interrupted save leaves beside the checkpoints."""
 
 
 def step_name(step: int) -> str:
     """Name of the checkpoint of `step`."""
     return f"step_{step:08d}"
+
+
+def lease_name(number: int) -> str:
+    """Name of the claim with that number."""
+    return f".lease-{number:08d}"
 
 
 def rank_file(rank: int) -> str:

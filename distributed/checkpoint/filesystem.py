@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO, ClassVar
 
 _SEAL = b'{"sha256":"'
 _BLOCK = 1 << 20
+_REFUSALS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What a file system answers that has no fsync. A disk that fails answers EIO."""
 
 
 Ranges = Callable[[int, int], memoryview]
@@ -26,9 +30,12 @@ class FileLayer:
 
     Attributes:
         look: seconds between checks for files of other hosts, for which there are no events.
+        unsynced: whether something was written that the file system does not bring to the disk on
+            request, as some network and user-space file systems do not.
     """
 
     look: ClassVar[float] = 0.01
+    unsynced = False
 
     # -- what writes -------------------------------------------------------------------
 
@@ -49,17 +56,25 @@ class FileLayer:
         file.write(data)
 
     def fsync(self, file: BinaryIO) -> None:
-        """Return when what was written is on the disk."""
+        """Return when what was written is on the disk, if the file system can tell: see `unsynced`."""
         file.flush()
-        os.fsync(file.fileno())
+        self._sync(file.fileno())
 
     def fsync_directory(self, path: str) -> None:
-        """Return when the names in a directory are on the disk."""
+        """Return when the names in a directory are on the disk, if the file system can tell."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            self._sync(descriptor)
         finally:
             os.close(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            self.unsynced = True
 
     def rename(self, source: str, target: str) -> None:
         """Rename atomically within one file system; a file takes the place of an old one."""
@@ -86,6 +101,37 @@ class FileLayer:
         """
         self.write_file(staging, data)
         self.rename(staging, path)
+
+    def create(self, path: str, data: bytes, staging: str) -> None:
+        """A file with `data` that appears whole, only where there is none.
+
+        Args:
+            staging: a name in the same file system that is free until then.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        self.write_file(staging, data)
+        try:
+            os.link(staging, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            self.write_file(path, data)  # no hard links there; the name is exclusive all the same
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(staging)
+
+    def touch(self, path: str, data: bytes) -> None:
+        """Show that the writer of a file is alive: changes what `modified` returns.
+
+        Args:
+            data: content for a store that cannot change the time alone.
+
+        Raises:
+            FileNotFoundError: the file is gone.
+        """
+        os.utime(path)
 
     # -- what reads --------------------------------------------------------------------
 

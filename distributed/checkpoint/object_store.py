@@ -143,6 +143,12 @@ class ObjectLayer(FileLayer):
     def publish(self, path: str, data: bytes, staging: str) -> None:
         self.put(path, data)
 
+    def create(self, path: str, data: bytes, staging: str) -> None:
+        self.put(path, data, True)
+
+    def touch(self, path: str, data: bytes) -> None:
+        self.put(path, data)
+
     @_as_os_error
     def put(self, path: str, data: bytes, exclusive: bool = False) -> None:
         """One object at once, in the place of an old one.

@@ -189,14 +189,25 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _prune(args: argparse.Namespace) -> None:
+    from distributed.checkpoint.lease import Lease
+
     for name in ("keep_last", "keep_every"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError("must be a positive integer", field=f"--{name.replace('_', '-')}", got=value,
                             allowed="1 or more")  # fmt: skip
     store = _store(args.path)
-    for path in store.prune(args.keep_last, args.keep_every, dry_run=args.dry_run):
-        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+    if args.dry_run:
+        for path in store.prune(args.keep_last, args.keep_every, dry_run=True):
+            print(f"would remove {path}")
+        return
+    store.lease = Lease(store.files, store.directory, field="PATH")
+    store.lease.acquire()
+    try:
+        for path in store.prune(args.keep_last, args.keep_every):
+            print(f"removed {path}")
+    finally:
+        store.release()
 
 
 # -- paths -------------------------------------------------------------------------------------

@@ -135,6 +135,11 @@ class CheckpointSection(Section):
     max_failures: PositiveInt = Field(
         3, description="Number of consecutive failed saves after which the run ends; 1 ends it at the first."
     )
+    lease_timeout: PositiveFloat = Field(
+        60.0,
+        description="Seconds without a heartbeat after which a run of another host or container, which wrote"
+        " into `checkpoint_dir`, is treated as ended. On the same host, processes are checked instead.",
+    )
     on_signal: bool = Field(
         True,
         description="On SIGTERM and SIGUSR1, save at the same step on every rank and exit with code 75; on"

@@ -83,6 +83,7 @@ class RunPlan(RankPlacement):
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
         counts: numbers of ranks with which an elastic run may continue, largest first.
+        lease: in a rank, the run whose lease on ``checkpoint_dir`` its launcher holds; empty without one.
     """
 
     config: DistributedConfig
@@ -91,6 +92,7 @@ class RunPlan(RankPlacement):
     val_batch_size: int
     learning_rate: float
     counts: tuple[int, ...] = ()
+    lease: str = ""
 
     def device_of(self, local_rank: int) -> str:
         """The device of a rank on its host."""

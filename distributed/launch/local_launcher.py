@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 
-from distributed.checkpoint.run_directory import claim_directory
+from distributed.checkpoint.run_directory import lent, owned_directory
 from distributed.communication.environment import torchrun_variables
 from distributed.communication.rendezvous import Rendezvous
 from distributed.errors import UserError
@@ -16,7 +16,7 @@ from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import RunPlan
 from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import rescale
-from distributed.resilience.elastic import Elastic, Membership, SingleHost
+from distributed.resilience.elastic import Elastic, SingleHost
 from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.system.addresses import is_loopback, loopback_interface
@@ -28,13 +28,30 @@ class LocalLauncher(Launcher):
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         if plan.counts:
-            Elastic(plan, command, partial(_supervisor, command), _members(plan), rescale).run()
+            _run_rounds(plan, command)
             return
         with ExitStack() as stack:
             host, port = _endpoint(plan)
             if plan.node_rank == 0:
                 port = stack.enter_context(Rendezvous(host, port, plan.world_size)).port
             _supervisor(command, plan, host, port).run()
+
+
+def _run_rounds(plan: RunPlan, command: RankCommand) -> None:
+    """An elastic run. Its ranks change from round to round, so that its launcher holds the lease."""
+    if plan.num_nodes == 1:
+        with owned_directory(plan, command) as lent_command:
+            supervise = partial(_supervisor, lent_command)
+            Elastic(plan, lent_command, supervise, SingleHost(list(plan.counts)), rescale).run()
+        return
+    from distributed.resilience.elastic_hosts import ElasticHosts
+
+    hosts = ElasticHosts(plan, _endpoint(plan))
+    try:
+        lent_command = lent(command, hosts.run_id)
+        Elastic(plan, lent_command, partial(_supervisor, lent_command), hosts, rescale).run()
+    finally:
+        hosts.release()
 
 
 def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Supervisor:
@@ -51,15 +68,6 @@ def _preload(spec: BackendSpec) -> list[str]:
     """Modules that a rank of this backend imports."""
     own = (target.partition(":")[0] for target in (spec.objects, spec.target))
     return [*spec.requires, *own, *spec.preload]
-
-
-def _members(plan: RunPlan) -> Membership:
-    if plan.num_nodes == 1:
-        claim_directory(plan)
-        return SingleHost(list(plan.counts))
-    from distributed.resilience.elastic_hosts import ElasticHosts
-
-    return ElasticHosts(plan, _endpoint(plan))
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:

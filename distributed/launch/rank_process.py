@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from distributed.checkpoint.run_directory import RUN
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
@@ -165,7 +166,7 @@ def _as_placed(plan: RunPlan, env: Mapping[str, str]) -> RunPlan:
     if not plan.spec.remote and not plan.counts:
         return plan
     nodes, local_size = int(env["GROUP_WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-    placed = rescale(plan, 1, int(env["WORLD_SIZE"]))
+    placed = replace(rescale(plan, 1, int(env["WORLD_SIZE"])), lease=env.get(RUN, ""))
     return replace(placed, local_size=local_size, node_rank=int(env["GROUP_RANK"]), num_nodes=nodes)
 
 

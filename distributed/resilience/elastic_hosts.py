@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from distributed.checkpoint.lease import Lease
 from distributed.checkpoint.run_directory import claim_directory
 from distributed.communication.rendezvous import connect, listen, serve
 from distributed.errors import UserError, WorkerError
@@ -31,6 +32,8 @@ from distributed.interfaces.plan import RunPlan
 from distributed.resilience.elastic import HostSlot, Membership, served
 from distributed.system.addresses import address_among, is_own_address
 
+_LEASE = "lease"
+"""Key of the run that holds the lease on ``checkpoint_dir``."""
 _LOOK = 0.5
 """Seconds between checks for another host."""
 _ALIVE = 2
@@ -50,8 +53,12 @@ class ElasticHosts(Membership):
         plan: plan for the largest number of hosts.
         endpoint: host and port of the rendezvous.
 
+    Attributes:
+        serves: whether this host serves the rendezvous, and holds the lease on ``checkpoint_dir``.
+        run_id: names the lease, for the ranks of all hosts.
+
     Raises:
-        UserError: the endpoint does not respond.
+        UserError: the endpoint does not respond, or another run writes into ``checkpoint_dir``.
     """
 
     has_others = True
@@ -60,7 +67,14 @@ class ElasticHosts(Membership):
         self.plan, self.endpoint = plan, endpoint
         # torch's own store for the ranks would listen on all interfaces, and its peers' addresses go stale.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.serves, self._store = _open_rendezvous(plan, *endpoint)
+        self._store, self._lease = _open_rendezvous(plan, *endpoint)
+        self.serves = self._lease is not None
+        try:
+            if self._lease is not None:
+                self._store.set(_LEASE, self._lease.run)
+            self.run_id = self._store.get(_LEASE).decode()
+        except dist.DistError as error:
+            raise self._rendezvous_lost(error) from None
         section, self._patience = plan.config.elastic, timedelta(seconds=plan.config.collective_timeout)
         self.min_nodes = plan.counts[-1] // plan.local_size
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -179,6 +193,11 @@ class ElasticHosts(Membership):
         if self.serves:
             self._handler.shutdown()
 
+    def release(self) -> None:
+        """Release the lease: this host no longer takes part."""
+        if self._lease is not None:
+            self._lease.release()
+
     def _remind(self) -> None:
         print(f"waiting for hosts: at least {self.min_nodes} must join at {self._name()}", flush=True)
 
@@ -200,14 +219,14 @@ def _late_exit() -> SystemExit:
     return SystemExit(0)
 
 
-def _open_rendezvous(plan: RunPlan, host: str, port: int) -> tuple[bool, dist.Store]:
-    """Whether this process serves the rendezvous, and its store. The server claims the checkpoint
-    directory before other hosts can join; they must not claim it."""
+def _open_rendezvous(plan: RunPlan, host: str, port: int) -> tuple[dist.Store, Lease | None]:
+    """The rendezvous store; and the lease on the checkpoint directory, if this process serves the
+    rendezvous. The server claims the directory before other hosts can join; they must not claim it."""
     if is_own_address(host):
         with suppress(OSError):  # another process of this host was first
             listener = listen(host, port)
-            claim_directory(plan)
-            return True, serve(listener, host, 1, _ANSWER)
+            lease = claim_directory(plan)
+            return serve(listener, host, 1, _ANSWER), lease
     store = connect(host, port, 1, timedelta(seconds=plan.config.collective_timeout))
     store.set_timeout(_ANSWER)
-    return False, store
+    return store, None

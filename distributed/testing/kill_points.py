@@ -149,6 +149,7 @@ def _around(owner: Any, name: str, before: str | None, after: str) -> None:
 
 _NAMES = {
     r"\.tmp-probe-.*": "start probe",
+    r"\.lease-.*|\.tmp-lease-.*": "start lease",
     r"best\.json|\.tmp-best-.*": "save best.json",
     r"shard_.*": "save shard",
     r"rank_.*": "save index",

@@ -200,7 +200,7 @@ def _check_samples(scenario: Scenario, attempts: Sequence[Attempt], outcome: Out
 
 def _check_left(home: Path, attempts: Sequence[Attempt], outcome: Outcome) -> None:
     saved = (path.name for path in (home / "checkpoints").glob("*"))
-    hidden = [name for name in saved if name.startswith((".tmp-", ".gc-", "superseded_"))]
+    hidden = [name for name in saved if name.startswith((".tmp-", ".gc-", ".lease-", "superseded_"))]
     private = [path.name for path in (home / "tmp").glob("distributed-*")]
     outcome.left += [f"left behind: {name}" for name in (*hidden, *private)]
     for attempt in attempts:

@@ -103,7 +103,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.records = StepRecords(plan.config, backend, self.state, self.history)
         self.consensus = StopConsensus(backend, self.progress, self.history, self.goal)
         self.validator = Validator(backend, val_feeds(plan, task, backend))
-        self.saver = Saver(plan.config, backend, self.state, self.history, self._report_checkpoint)
+        self.saver = Saver(
+            plan.config, backend, self.state, self.history, self._report_checkpoint, plan.lease
+        )
         self.resumer = Resumer(self.saver)
 
     # -- what callbacks call -----------------------------------------------------------
@@ -141,7 +143,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         finally:
             self.saver.abandon()
             self.trackers.finish(status)
-            self.callbacks.notify("on_run_end", status)
+            try:
+                self.callbacks.notify("on_run_end", status)
+            finally:
+                self.saver.release()
         if self.plan.mode != "spawn":
             self._share_buffers()
             self.backend.release()

@@ -13,8 +13,8 @@ from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.collective_errors import on_rank_zero
+from distributed.checkpoint.run_directory import not_writable
 from distributed.config import DistributedConfig
-from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.history import History
 from distributed.interfaces.metric import larger_is_better, metric_name
@@ -52,6 +52,7 @@ class Saver:
         state: what a checkpoint holds besides model and optimizer.
         history: its ``checkpoint`` and ``best_checkpoint`` are kept up to date.
         on_saved: called with path and step of each committed checkpoint.
+        lease: the run whose lease on ``checkpoint_dir`` the launcher holds; empty if it holds none.
 
     Attributes:
         checkpointer: None without ``checkpoint_dir``, and before `prepare`.
@@ -67,9 +68,10 @@ class Saver:
         state: TrainState,
         history: History,
         on_saved: Callable[[str, int], None] = lambda path, step: None,
+        lease: str = "",
     ) -> None:
         self.config, self.backend, self.state, self.history = config, backend, state, history
-        self.on_saved = on_saved
+        self.on_saved, self._lease = on_saved, lease
         self.checkpointer: PortableCheckpointer | None = None
         self.frozen = FrozenWeights(backend, state, config.checkpoint.trainable_only)
         self.pending: tuple[PendingSave, _Started] | None = None
@@ -83,8 +85,9 @@ class Saver:
         """Make the checkpointer, and check before training that saving can work.
 
         Raises:
-            UserError: ``checkpoint_dir`` cannot be made or written, or is not shared by all
-                hosts; or the scheduler's state contains a type that a checkpoint does not support.
+            UserError: ``checkpoint_dir`` cannot be made or written, is not shared by all hosts, or
+                another run writes there; or the scheduler's state contains a type that a checkpoint
+                does not support.
         """
         if self.config.checkpoint_dir is None:
             return
@@ -99,15 +102,10 @@ class Saver:
             keep_buffers=section.asynchronous,
         )
         try:
+            self.checkpointer.acquire(self.backend, section.lease_timeout, self._lease)
             self.checkpointer.prepare(self.backend)
         except OSError as error:
-            raise UserError(
-                f"checkpoints cannot be written there: {error}",
-                field="checkpoint_dir",
-                got=self.config.checkpoint_dir,
-                allowed="a directory that every rank can write; on several nodes, one that all share",
-                remedy="Choose another directory or fix its permissions",
-            ) from error
+            raise not_writable(self.config.checkpoint_dir, error) from error
 
     # -- when ------------------------------------------------------------------------
 
@@ -224,6 +222,11 @@ class Saver:
         if self.pending is not None and self.checkpointer is not None:
             self.checkpointer.abandon(self.pending[0], self.backend.world.rank)
             self.pending = None
+
+    def release(self) -> None:
+        """Let other runs write into ``checkpoint_dir``: this one is over. Not collective."""
+        if self.checkpointer is not None:
+            self.checkpointer.release()
 
     def export_to(self, directory: str, backend: Backend | None = None) -> str:
         """Write the state as a portable checkpoint into `directory`, which is made when missing.

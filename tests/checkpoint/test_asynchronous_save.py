@@ -113,6 +113,7 @@ def test_a_failure_is_news_and_the_stated_number_of_them_stops_the_run(
     steps(run, 1)
     with pytest.raises(OSError, match="No space left"):
         run.finish_saving()
+    run.saver.release()
     assert os.listdir(tmp_path) == []
 
 
@@ -125,7 +126,9 @@ def test_one_ranks_failure_is_everybodys(full: int, tmp_path: Path) -> None:
         if rank == full:
             run.saver.checkpointer.files = FullLayer()
         steps(run, 1)
-        return run.finish_saving(), run.saver.failures
+        outcome = run.finish_saving(), run.saver.failures
+        run.saver.release()
+        return outcome
 
     assert on_ranks(3, work) == [(None, 1)] * 3
     assert os.listdir(tmp_path) == []
@@ -146,6 +149,7 @@ def test_a_run_that_fails_abandons_its_save(tmp_path: Path) -> None:
             assert run.saver.pending is not None
             run.saver.pending[0]._written.wait(30)
             run.saver.abandon()
+            run.saver.release()
             assert os.listdir(tmp_path) == []
         meeting.barrier.wait()
         layer.go.set()

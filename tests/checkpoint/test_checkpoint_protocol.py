@@ -30,7 +30,7 @@ from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 from distributed.testing.faults import FaultyLayer, FaultyObjects
 from tests.campaigns.corruptions import flip
-from tests.campaigns.thread_ranks import COUNT, SliceRank, holds_step, latest, save, tensor_of
+from tests.campaigns.thread_ranks import COUNT, Meeting, SliceRank, holds_step, latest, save, tensor_of
 
 
 class Gap(SliceRank):
@@ -303,6 +303,77 @@ def test_only_our_own_leftovers_are_swept(tmp_path: Path) -> None:
         (tmp_path / name / "file").write_text("x")
     save(tmp_path, 5)
     assert set(os.listdir(tmp_path)) == {*theirs, "step_00000005"}
+
+
+FOREIGN = ["step_000000006", "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0666", "step_6"]
+
+
+def test_names_that_are_no_checkpoints_of_ours_are_left_alone_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine digits with a zero in front, digits of another script, too few digits."""
+    save(tmp_path, 5, lineage="mine")
+    for name in FOREIGN:
+        shutil.copytree(tmp_path / "step_00000005", tmp_path / name)
+    store = PortableCheckpointer(str(tmp_path), keep_last=1)
+    store.prepare(SliceRank(0, Meeting(1), 0))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert all(name in warning for name in FOREIGN)
+    assert (store.steps(), latest(tmp_path)) == ([5], str(tmp_path / "step_00000005"))
+    assert store.set_aside("mine", 9) is None
+    for step in (6, 100_000_007):
+        assert holds_step(save(tmp_path, step, keep_last=1)[0], step)
+    assert set(os.listdir(tmp_path)) == {*FOREIGN, "step_100000007"}
+    assert len([r for r in caplog.records if "step_6" in r.getMessage()]) == 1
+
+
+def test_a_step_of_another_run_does_not_count_as_saved_and_is_never_replaced(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 5, lineage="other")
+    (error,) = save(tmp_path, 5, lineage="mine")
+    assert isinstance(error, FileExistsError)
+    assert "another run" in str(error)
+    assert path in str(error)
+    assert PortableReader(path).extra["lineage"] == "other"
+    assert save(tmp_path, 5, lineage="other") == [path]
+
+
+class Late(FileLayer):
+    """Before the manifest is written, or before the checkpoint is renamed, another process commits the step.
+
+    Args:
+        other: its checkpoint.
+        moment: ``write_file`` or ``rename``.
+    """
+
+    def __init__(self, other: str, moment: str) -> None:
+        self.other, self.moment = other, moment
+
+    def write_file(self, path: str, data: bytes) -> None:
+        if self.moment == "write_file" and os.path.basename(path) == "manifest.json":
+            self._commit(os.path.dirname(os.path.dirname(path)))
+        super().write_file(path, data)
+
+    def rename(self, source: str, target: str) -> None:
+        if self.moment == "rename" and os.path.basename(target) == "step_00000005":
+            self._commit(os.path.dirname(target))
+        super().rename(source, target)
+
+    def _commit(self, directory: str) -> None:
+        shutil.copytree(self.other, os.path.join(directory, "step_00000005"))
+
+
+@pytest.mark.parametrize("moment", ["write_file", "rename"])
+def test_a_good_checkpoint_of_another_process_is_never_dropped_as_damaged(
+    moment: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (other,) = save(tmp_path / "other", 5, note="first")
+    home = tmp_path / "home"
+    (error,) = save(home, 5, layers={0: Late(other, moment)}, note="second")
+    assert isinstance(error, OSError)
+    assert holds_step(str(home / "step_00000005"), 5)
+    assert PortableReader(str(home / "step_00000005")).extra["note"] == "first"
+    assert "damaged" not in caplog.text
+    assert os.listdir(home) == ["step_00000005"]
 
 
 def test_keep_last_below_one_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ class ModelRank(ThreadRank):
         import_replicated(reader, self.module, self.optimizer)
 
 
+_latest: dict[str, Saver] = {}
+"""Directory -> what saves there. A new run in a directory ends the one before."""
+
+
 class Run(CheckpointingMixin):
     """A training loop in miniature: what the mixin is mixed into."""
 
@@ -68,6 +72,11 @@ class Run(CheckpointingMixin):
         state = TrainState(self.progress, self.schedule, CallbackRunner(nothing, (), nothing), None)
         self.saver = Saver(config, backend, state, self.history)
         self.resumer = Resumer(self.saver)
+        if rank == 0 and config.checkpoint_dir is not None:
+            earlier = _latest.pop(config.checkpoint_dir, None)
+            if earlier is not None:
+                earlier.release()
+            _latest[config.checkpoint_dir] = self.saver
 
     def step(self) -> bool:
         """One optimizer step; whether it ended an epoch."""
@@ -298,7 +307,7 @@ def test_a_scheduler_that_cannot_be_saved_is_named_before_training(tmp_path: Pat
 
 def test_leftovers_are_swept_at_start(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_00000003-0123456789abcdef").mkdir()
-    started(tmp_path)
+    started(tmp_path).saver.release()
     assert os.listdir(tmp_path) == []
 
 

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.train import ScalingConfig, TrainingFailedError
 
-from distributed.checkpoint.run_directory import claim_directory
+from distributed.checkpoint.run_directory import owned_directory
 from distributed.config import DistributedConfig
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.launcher import Launcher, RankCommand
@@ -79,15 +79,18 @@ class RayLauncher(Launcher):
         num_cpus = math.ceil(plan.world_size * RaySection.of(plan.config).num_cpus_per_rank)
         with connected(RaySection.of(plan.config), num_cpus):
             check_resources(plan)
-            if plan.counts:
-                claim_directory(plan)
-            heeds = plan.config.heeds_signals
-            try:
-                with Relay(heeds) as relay, catch_signals(relay.ask) if heeds else nullcontext():
-                    _fit(plan, command, relay)
-                    write_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
-            finally:
-                remove_everywhere(command.folder.name)
+            with owned_directory(plan, command) if plan.counts else nullcontext(command) as lent_command:
+                _run_workers(plan, lent_command)
+
+
+def _run_workers(plan: RunPlan, command: RankCommand) -> None:
+    heeds = plan.config.heeds_signals
+    try:
+        with Relay(heeds) as relay, catch_signals(relay.ask) if heeds else nullcontext():
+            _fit(plan, command, relay)
+            write_restarts(command.folder, ["Ray restarted all ranks"] * (relay.num_starts - 1))
+    finally:
+        remove_everywhere(command.folder.name)
 
 
 def _holds_all() -> bool:
