@@ -139,8 +139,7 @@ class Saver:
         return self._save(self.checkpointer, mark, before) if mark or due else None
 
     def save_now(self) -> str | None:
-        """Save at this step, whatever the frequency, and wait for it. Nothing is written when the newest
-        checkpoint is of this state.
+        """Save at this step, whatever the frequency, and wait for it.
 
         Returns:
             The checkpoint's path; None without ``checkpoint_dir``, or when saving failed (logged).
@@ -151,8 +150,6 @@ class Saver:
         if self.checkpointer is None:
             return None
         self.finish()
-        if self._saved == asdict(self.state.progress):
-            return self.history.checkpoint
         path = self._save(self.checkpointer, False, self.state.progress.best_metric)
         return self.finish() if self.pending else path
 
@@ -162,8 +159,11 @@ class Saver:
         Raises:
             OSError: a signal has preempted the run, and the step cannot be saved.
         """
-        signal, reason = self.history.preempted, self.history.stop_reason
-        if reason is not None and self.save_now() is None and signal is not None:
+        signal = self.history.preempted
+        if self.history.stop_reason is None:
+            return
+        self.finish()
+        if self._saved != asdict(self.state.progress) and self.save_now() is None and signal is not None:
             raise OSError(
                 f"the run was preempted by {signal}, and step {self.state.progress.step} could not be saved"
                 f" in {self.config.checkpoint_dir}; the newest checkpoint is {self.history.checkpoint}"
