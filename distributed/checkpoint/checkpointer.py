@@ -182,11 +182,11 @@ class PortableCheckpointer(Checkpointer):
             agree(ranks, lambda: self.files.write_file(path, b""))
             on_rank_zero(ranks, lambda: self._check_shared(staging, ranks.world.size))
             if ranks.world.rank == 0 and self.files.unsynced:
-                message = (
+                logger.warning(
                     "the file system of %s refuses fsync: training continues, and a loss of power or of the"
-                    " host may damage the newest checkpoints"
+                    " host may damage the newest checkpoints",
+                    self.directory,
                 )
-                logger.warning(message, self.directory)
         finally:
             if ranks.world.rank == 0:
                 self._commits.discard(staging)

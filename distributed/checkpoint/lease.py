@@ -261,8 +261,7 @@ class Lease:
         wait = self._waits.setdefault(claim.key, _Wait(claim.beat))
         if wait.seconds < claim.timeout or wait.beat != claim.beat:
             return False
-        message = "taking over %s from %s: no heartbeat for %g s"
-        logger.warning(message, self.directory, claim, claim.timeout)
+        logger.warning("taking over %s from %s: no heartbeat for %s s", self.directory, claim, claim.timeout)
         return True
 
     def _wait_for(self, claim: Claim) -> None:
@@ -278,8 +277,9 @@ class Lease:
         if wait.seconds >= limit:
             raise self._refusal(claim)
         if wait.seconds == 0.0:
-            message = "waiting up to %g s: %s belongs to the run of %s"
-            logger.warning(message, limit, self.directory, claim)
+            logger.warning(
+                "waiting up to %s s: %s belongs to the run of %s", f"{limit:g}", self.directory, claim
+            )
         before = time.monotonic()
         time.sleep(look)
         wait.seconds += min(time.monotonic() - before, 2 * look)

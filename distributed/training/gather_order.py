@@ -38,7 +38,7 @@ class GatherOrder:
     """
 
     def __init__(self, backend: Backend, modules: Sequence[nn.Module], hang_timeout: float | None) -> None:
-        self._backend, self._end = backend, len(modules)
+        self.backend, self._end = backend, len(modules)
         self._limit = min(_LONGEST_WAIT, (hang_timeout or float("inf")) / 2)
         self._key = f"gather_order/{backend.broadcast_object(token_hex(4))}"
         self._known: dict[str, list[int]] = {}
@@ -98,7 +98,7 @@ class GatherOrder:
         key, call = f"{self._key}/{self._forwards}", f"{len(self._calls)}: {number}"
         if store.compare_set(f"{key}/first", "", call).decode() != call:
             store.set(f"{key}/verdict", "different")
-        elif store.add(f"{key}/count", 1) == self._backend.world.size:
+        elif store.add(f"{key}/count", 1) == self.backend.world.size:
             store.set(f"{key}/verdict", "equal")
         try:
             store.wait([f"{key}/verdict"], timedelta(seconds=self._limit))
@@ -108,7 +108,7 @@ class GatherOrder:
             raise self._refusal()
 
     def _refusal(self) -> UserError:
-        name = self._backend.spec.name
+        name = self.backend.spec.name
         return UserError(
             f"the ranks called different modules in one micro-batch, and {name} gathers the parameters of a"
             " module in its forward. The step was not taken",

@@ -68,13 +68,13 @@ class MeanLosses:
 
     Attributes:
         found: the losses of the last micro-batch, the latest first.
-        num_pairs: size of a matrix of similarities between the samples of the first micro-batch, 0 without.
+        is_first: no micro-batch has been recorded yet.
     """
 
     def __init__(self) -> None:
         self.found: list[Mean] = []
-        self.num_pairs = 0
         self.is_first = True
+        self._num_pairs = 0
         self._watch = True
 
     @contextmanager
@@ -94,6 +94,15 @@ class MeanLosses:
         mean = next((m for m in self.found if m.is_value_of(loss)), None)
         self._watch = self._watch and mean is not None and not mean.called
         return mean
+
+    def note_pairs(self, arguments: dict[str, Any]) -> None:
+        """Note whether a cross-entropy compares the samples of the micro-batch with each other."""
+        self._num_pairs = self._num_pairs or _num_pairs(arguments)
+
+    def take_pairs(self) -> int:
+        """Samples that a loss of the first micro-batch compared with each other, 0 without; once."""
+        found, self._num_pairs = self._num_pairs, 0
+        return found
 
     def counts_other_than(self, num_samples: int) -> int | None:
         """Targets of a recorded loss over classes that are not one of each sample, or None."""
@@ -175,7 +184,7 @@ def _record(name: str, value: Any, args: Any, kwargs: Any, called: bool) -> None
     bound.apply_defaults()
     given = bound.arguments
     if recorder.is_first and name == "cross_entropy":
-        recorder.num_pairs = recorder.num_pairs or _num_pairs(given)
+        recorder.note_pairs(given)
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
     count = None if legacy or given["reduction"] not in ("mean", "batchmean") else _LOSSES[name](given)
     if count is not None:

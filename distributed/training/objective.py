@@ -237,14 +237,14 @@ class Objective:
         self.averages = zlib.crc32(kind.encode(), self.averages)
 
     def _warn_of_pairs(self, field: str) -> None:
-        if self._warns and self._means.num_pairs:
+        num_pairs = self._means.take_pairs()
+        if self._warns and num_pairs:
             logger.warning(
                 "the loss of %s compares the samples of a micro-batch with each other (%d x %d scores whose"
                 " targets are the diagonal): its value depends on batch_size. Another number of ranks or"
                 " accumulation steps trains the same only if batch_size stays the same and is not derived",
-                *(field, self._means.num_pairs, self._means.num_pairs),
+                *(field, num_pairs, num_pairs),
             )
-            self._means.num_pairs = 0
 
     def _check_weight(self, loss: Tensor, batch: Any, num_samples: int, field: str) -> None:
         """Refuse a sum, and warn of a loss that may have to be weighted by something else than samples."""

@@ -306,21 +306,26 @@ from distributed.resilience.preemption import received_signal
 
 class Wait(Callback):
     all_ranks = True
+    def __init__(self, until):
+        self.until = until
     def on_step_end(self, context):
         if context.progress.step == 3 and context.world.rank == 1:
             print("blocked", flush=True)
-            while sys.argv[1] == "for ever" or received_signal() is None:
+            while self.until == "for ever" or received_signal() is None:
                 time.sleep(0.01)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     data = torch.randn(60, 4), torch.randint(0, 2, (60,))
     model, saved = nn.Linear(4, 2), nn.Linear(4, 2)
-    trainer = Trainer(model, num_processes=2, global_batch_size=4, device="cpu", callbacks=[Wait()],
+    wait = Wait(sys.argv[1])
+    trainer = Trainer(model, num_processes=2, global_batch_size=4, device="cpu", callbacks=[wait],
                       checkpoint_dir="checkpoints", tracking={"progress": "off"})
     try:
         trainer.fit(data)
     except KeyboardInterrupt as stopped:
+        if sys.argv[1] == "for ever":
+            raise
         reader = PortableReader(trainer.history.checkpoint)
         assert f"step {reader.step} is saved in {reader.path}" in str(stopped)
         load_full_model(reader, saved)
