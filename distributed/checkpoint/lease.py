@@ -261,7 +261,9 @@ class Lease:
         wait = self._waits.setdefault(claim.key, _Wait(claim.beat))
         if wait.seconds < claim.timeout or wait.beat != claim.beat:
             return False
-        logger.warning("taking over %s from %s: no heartbeat for %s s", self.directory, claim, claim.timeout)
+        logger.warning(
+            "taking over %s from %s: no heartbeat for %s s", self.directory, claim, f"{claim.timeout:g}"
+        )
         return True
 
     def _wait_for(self, claim: Claim) -> None:
