@@ -14,7 +14,7 @@ from distributed.config.load import as_layers
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.callback import Callback
+from distributed.interfaces.callback import Callback, listed
 from distributed.interfaces.framework import Framework
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher
@@ -81,7 +81,7 @@ class Trainer:
             fields["scheduler"], scheduler = scheduler, None
         self._model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.loss_fn, self.training_step, self.validation_step = loss_fn, training_step, validation_step
-        self.metrics, self.callbacks = metrics, list(callbacks)
+        self.metrics, self.callbacks = metrics, listed(callbacks)
         self._layers = [*self._defaults(), *_layers_of(config), Layer("argument", fields)]
         self.config = self._configure({})
         self.history: History | None = None

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from distributed.errors import UserError
+
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.backend import Backend
@@ -125,3 +127,23 @@ class Callback:
 
     def on_run_end(self, context: Context, status: str) -> None:
         """The run is over: `status` is ``finished``, ``stopped`` or ``failed``."""
+
+
+def listed(callbacks: Any) -> list[Callback]:
+    """The callbacks that a user has given.
+
+    Raises:
+        UserError: about `callbacks`: it is no list, or holds a class.
+    """
+    found = [callbacks] if isinstance(callbacks, Callback | type) else list(callbacks)
+    wrong = next((one for one in found if isinstance(one, type)), None)
+    if wrong is not None or isinstance(callbacks, Callback):
+        name = (wrong or type(callbacks)).__name__
+        raise UserError(
+            "not a list of callbacks",
+            field="callbacks",
+            got=name,
+            allowed="a list of objects",
+            remedy=f"Give callbacks=[{name}()]",
+        )
+    return found

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distributed.errors import UserError
@@ -48,17 +49,19 @@ def read_loss(result: Any, field: str) -> tuple[Tensor, Any]:
         field: the argument that it came from.
 
     Raises:
-        UserError: there is no loss in it, or it is not one number.
+        UserError: there is no loss in it, it is not one number, or no gradient can be computed of it.
     """
     if isinstance(result, Mapping):
         result = result.get("loss", result)
     elif hasattr(result, "loss"):
         result = result.loss
     if isinstance(result, tuple) and len(result) == 2 and _is_count(result[1]):
+        _check_graph(result[0], field)
         return result
     if isinstance(result, tuple) and result and isinstance(result[0], Tensor) and not result[0].dim():
         result = result[0]
     if isinstance(result, Tensor) and not result.dim():
+        _check_graph(result, field)
         return result, None
     if result is None or isinstance(result, (Mapping, tuple)):
         raise UserError(
@@ -74,8 +77,21 @@ def read_loss(result: Any, field: str) -> tuple[Tensor, Any]:
         field=field,
         got=_described(result),
         allowed="a 0-dimensional tensor (the mean of the micro-batch), or (sum, count)",
-        remedy="Call .mean() on a loss per sample",
+        remedy="Call .mean() on a loss per sample"
+        if isinstance(result, Tensor)
+        else "Return the loss itself, without .item() or float()",
     )
+
+
+def _check_graph(loss: Any, field: str) -> None:
+    if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError(
+            "the loss does not depend on a trainable parameter, so that no gradient can be computed",
+            field=field,
+            got="a tensor with requires_grad=False",
+            allowed="a loss that is computed from the model's output",
+            remedy="Leave out detach(), torch.no_grad() and torch.tensor(loss)",
+        )
 
 
 def logits_of(output: Any) -> Any:

@@ -154,7 +154,7 @@ def build_scheduler(
     """(scheduler or None, ``epoch`` | ``step`` | ``validation``): what steps it.
 
     Raises:
-        UserError: it drives another optimizer, or a decay has no known end.
+        UserError: it drives another optimizer, a decay has no known end, or the interval has no metric.
     """
     if scheduler is None:
         return _built_in(optimizer, config, total_steps), "step"
@@ -168,6 +168,14 @@ def build_scheduler(
             remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...",
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if config.scheduler_interval == "step":
+            raise UserError(
+                "ReduceLROnPlateau needs a metric, which an optimizer step does not have",
+                field="scheduler_interval",
+                got="step",
+                allowed="epoch, for this scheduler",
+                remedy="Leave scheduler_interval out",
+            )
         return scheduler, "validation"
     return scheduler, config.scheduler_interval
 

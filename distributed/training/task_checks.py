@@ -245,6 +245,14 @@ def _check_metrics(metrics: Any) -> None:
             allowed="{name: function (output, target) -> (sum, count)}",
             remedy="Name each metric, e.g. metrics={'accuracy': accuracy}",
         )
+    if "loss" in metrics:
+        raise UserError(
+            "the validation loss has this name, and the metric would take its place",
+            field="metrics",
+            got="loss",
+            allowed="any other name",
+            remedy="Rename the metric; val_loss is reported without one",
+        )
     for name, metric in metrics.items():
         if isinstance(metric, type) or not callable(metric):
             raise UserError(

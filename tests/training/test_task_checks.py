@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from distributed import Trainer
+from distributed import Callback, Trainer
 from distributed.errors import UserError
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
@@ -227,7 +227,40 @@ def share(output: Tensor, target: Tensor) -> Tensor:
 def test_metrics_are_functions_by_name() -> None:
     refused("metrics", "'top1' is not a function", "Got 'accuracy'", metrics={"top1": "accuracy"})
     refused("metrics", "not a mapping", "Got 'list'", metrics=[hits])
-    refused("metrics", "'loss' is not a function", "Got 'MSELoss'", metrics={"loss": nn.MSELoss})
+    refused("metrics", "'error' is not a function", "Got 'MSELoss'", metrics={"error": nn.MSELoss})
+    refused("metrics", "would take its place", "Rename the metric", metrics={"loss": hits})
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, target: F.cross_entropy(output.detach(), target), "Leave out detach()"),
+        (
+            lambda output, target: (F.cross_entropy(output, target).detach(), len(target)),
+            "Leave out detach()",
+        ),
+        (lambda output, target: F.cross_entropy(output, target).item(), "without .item()"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss: Any, words: str) -> None:
+    refused("loss_fn", words, loss_fn=loss)
+
+
+def test_a_plateau_has_no_metric_at_a_step() -> None:
+    refused(
+        "scheduler_interval", "ReduceLROnPlateau needs a metric", scheduler=ReduceLROnPlateau,
+        scheduler_interval="step",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(Callback(), "Got 'Callback'"), (Callback, "Got 'Callback'"), ([Callback], "callbacks=[Callback()]")],
+)
+def test_callbacks_are_a_list_of_objects(given: Any, words: str) -> None:
+    with pytest.raises(UserError, match="callbacks: not a list of callbacks") as caught:
+        make_trainer(nn.Linear(4, 2), callbacks=given)
+    assert words in str(caught.value)
 
 
 def test_a_metric_is_a_pair() -> None:
