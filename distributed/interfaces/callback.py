@@ -135,7 +135,7 @@ def listed(callbacks: Any) -> list[Callback]:
     Raises:
         UserError: about `callbacks`: it is no list, or holds a class.
     """
-    found = [callbacks] if isinstance(callbacks, Callback | type) else list(callbacks)
+    found: list[Any] = [callbacks] if isinstance(callbacks, Callback | type) else list(callbacks)
     wrong = next((one for one in found if isinstance(one, type)), None)
     if wrong is not None or isinstance(callbacks, Callback):
         name = (wrong or type(callbacks)).__name__

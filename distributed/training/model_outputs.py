@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed.errors import UserError
 
-__all__ = ["call_by_name", "logits_of", "read_loss"]
+__all__ = ["call_by_name", "check_output", "logits_of", "read_loss"]
 
 
 def call_by_name(model: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
@@ -91,6 +91,18 @@ def _check_graph(loss: Any, field: str) -> None:
             got="a tensor with requires_grad=False",
             allowed="a loss that is computed from the model's output",
             remedy="Leave out detach(), torch.no_grad() and torch.tensor(loss)",
+        )
+
+
+def check_output(output: Any) -> None:
+    """Raise a UserError unless the built-in losses can read `output`."""
+    if not isinstance(output, Tensor):
+        raise UserError(
+            "the model returned something else than the tensor that the loss reads",
+            field="model",
+            got=_described(output),
+            allowed="a tensor, or an object with `logits`",
+            remedy="Return the scores from forward, or give training_step=lambda model, batch: ...",
         )
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from distributed.errors import UserError
 from distributed.training.loss_graph import average_of, is_sum, other_divisor
 from distributed.training.mean_losses import MeanLosses, class_weight, mixes_samples
-from distributed.training.model_outputs import call_by_name, logits_of, read_loss
+from distributed.training.model_outputs import call_by_name, check_output, logits_of, read_loss
 from distributed.training.task_checks import (
     check_by_name,
     check_class_axis,
@@ -192,6 +192,7 @@ class Objective:
 
     def _aligned(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Output and target as a cross-entropy needs them, after checking what it would train in silence."""
+        check_output(output)
         if self._loss_fn is None:
             check_default_target(target)
         output, target = align_classes(output, target)

@@ -246,6 +246,29 @@ def test_a_loss_without_a_gradient_is_refused(loss: Any, words: str) -> None:
     refused("loss_fn", words, loss_fn=loss)
 
 
+class Wrapped(nn.Linear):
+    """Returns its scores inside of `form`."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__(4, 2)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "got"),
+    [
+        (lambda out: (out, out), "(Tensor, Tensor)"),
+        (lambda out: {"out": out}, "of out"),
+        (lambda out: None, "None"),
+    ],
+)
+def test_an_output_that_the_loss_cannot_read_is_refused(form: Any, got: str) -> None:
+    refused("model", "the model returned something else", got, model=Wrapped(form))
+
+
 def test_a_plateau_has_no_metric_at_a_step() -> None:
     refused(
         "scheduler_interval", "ReduceLROnPlateau needs a metric", scheduler=ReduceLROnPlateau,
