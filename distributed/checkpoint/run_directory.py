@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from distributed.errors import UserError
 from distributed.interfaces.plan import RunPlan
+from distributed.system.output import print_line
 
 
 def newest_checkpoint(plan: RunPlan) -> str | None:
@@ -48,4 +50,5 @@ def claim_directory(plan: RunPlan) -> None:
             remedy="Choose another directory",
         ) from error
     if moved:
-        print(f"checkpoints in {directory} that belong to another run were moved to {moved}")
+        text = f"checkpoints in {directory} that belong to another run were moved to {moved}"
+        print_line(text, sys.stdout)
