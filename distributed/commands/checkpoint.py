@@ -101,9 +101,9 @@ def _row(path: str, best: bool) -> dict[str, Any]:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reader.saved_at))
     return {
         **row,
-        "epoch": reader.extra["progress"]["epoch"],
+        "epoch": reader.extra["progress"].get("epoch", ""),
         "saved": saved,
-        "backend": reader.extra["config"]["backend"],
+        "backend": (reader.extra.get("config") or {}).get("backend", ""),
         "ranks": reader.world_size,
         "size": _readable(reader.nbytes),
         "state": "complete",
@@ -125,13 +125,12 @@ def _show(args: argparse.Namespace) -> None:
         f"{key} {name}": (list(shape), reader.dtype(key, name))
         for (key, name), shape in reader.tensors().items()
     }
+    config = reader.extra.get("config") or {}
     if args.json:
-        print_json({**facts, "config": reader.extra["config"], "tensors": tensors})
+        print_json({**facts, "config": config, "tensors": tensors})
         return
     print_table(["", ""], [[name, str(value)] for name, value in facts.items()])
-    print_table(
-        ["configuration", ""], [[n, str(v)] for n, v in _leaves(reader.extra["config"]) if v is not None]
-    )
+    print_table(["configuration", ""], [[n, str(v)] for n, v in _leaves(config) if v is not None])
     rows = [[name, " x ".join(map(str, shape)) or "-", dtype] for name, (shape, dtype) in tensors.items()]
     print_table(["tensor", "shape", "dtype"], rows)
     print(_totals(reader))
