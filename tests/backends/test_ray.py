@@ -271,8 +271,8 @@ def test_the_inner_backend_says_what_can_be_done() -> None:
     fsdp = get_catalog().backend("fsdp")
     assert (plan.spec.target, plan.spec.capabilities) == (fsdp.target, fsdp.capabilities)
     assert (plan.spec.name, plan.spec.label, plan.mode) == ("ray", "ray (fsdp)", "spawn")
-    config = override(config, {"find_unused_parameters": True}, "test")
-    with pytest.raises(UserError, match=r"backend 'ray \(fsdp\)' cannot find unused"):
+    config = override(config, {"zero_stage": 2}, "test")
+    with pytest.raises(UserError, match=r"backend 'ray \(fsdp\)' cannot"):
         resolve(config, get_catalog(), Facts(), Resources())
 
 

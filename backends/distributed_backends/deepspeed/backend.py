@@ -220,6 +220,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def _checked(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._order is None else self._order.checked(kind)
 
+    def _note_versions(self) -> None:
+        """Take the parameters as they are now for written by DeepSpeed alone."""
+        self._versions = [p._version for p in self._written.values()]
+
     def _check_written(self) -> None:
         """Raise a UserError if something wrote to a parameter; DeepSpeed writes to flat tensors."""
         for (name, parameter), version in zip(self._written.items(), self._versions, strict=True):
@@ -231,7 +235,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             self.sharded.forget_gradients()
             if not self._written:
                 self._written = dict(self.module.named_parameters())
-                self._versions = [p._version for p in self._written.values()]
+                self._note_versions()
         seen = super().run_window(window)
         self._use.begin()
         return seen
@@ -255,6 +259,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             scale /= float(ratio)
         zero.clip_grad, zero.external_loss_scale = max_norm or 0.0, scale
         self.engine.step()
+        self._note_versions()
         zero.external_loss_scale = 1.0
         skipped = not self.engine.was_step_applied()
         if isinstance(self.scaler, EngineScaler):
