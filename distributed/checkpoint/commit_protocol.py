@@ -99,9 +99,20 @@ class Commits(ABC):
     def move_file(self, path: str, directory: str) -> None:
         """Move one file into another directory, keeping its name."""
 
-    @abstractmethod
     def leftovers(self) -> list[str]:
         """Paths of what interrupted saves and removals left."""
+        found = []
+        for name in self.files.names(self.directory):
+            path = os.path.join(self.directory, name)
+            if LEFTOVER.fullmatch(name):
+                found.append(path)
+            elif STEP.fullmatch(name):
+                found += self._interrupted(path)
+        return found
+
+    @abstractmethod
+    def _interrupted(self, path: str) -> list[str]:
+        """What an interrupted save left inside the checkpoint at `path`."""
 
     def discard(self, path: str) -> None:
         """Remove what is no checkpoint. Logs instead of raising."""
@@ -152,16 +163,6 @@ class RenameCommits(Commits):
         self.files.rename(path, os.path.join(directory, os.path.basename(path)))
 
     move_file = move
-
-    def leftovers(self) -> list[str]:
-        found = []
-        for name in self.files.names(self.directory):
-            path = os.path.join(self.directory, name)
-            if LEFTOVER.fullmatch(name):
-                found.append(path)
-            elif STEP.fullmatch(name):
-                found += self._interrupted(path)
-        return found
 
     def _interrupted(self, path: str) -> list[str]:
         """What a replacement of the checkpoint at `path` left that was interrupted before or behind its
@@ -235,17 +236,7 @@ class ManifestCommits(Commits):
         self.files.copy(path, os.path.join(directory, os.path.basename(path)))
         self.files.remove(path)
 
-    def leftovers(self) -> list[str]:
-        found = []
-        for name in self.files.names(self.directory):
-            path = os.path.join(self.directory, name)
-            if LEFTOVER.fullmatch(name):
-                found.append(path)
-            elif STEP.fullmatch(name):
-                found += self._attempts(path)
-        return found
-
-    def _attempts(self, path: str) -> list[str]:
+    def _interrupted(self, path: str) -> list[str]:
         """Folders of a checkpoint that its manifest does not name; none when it cannot be read."""
         own = self._folder_of(path)
         if own is None:

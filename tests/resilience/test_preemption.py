@@ -311,7 +311,7 @@ class Wait(Callback):
     def on_step_end(self, context):
         if context.progress.step == 3 and context.world.rank == 1:
             print("blocked", flush=True)
-            while self.until == "for ever" or received_signal() is None:
+            while self.until == "without end" or received_signal() is None:
                 time.sleep(0.01)
 
 if __name__ == "__main__":
@@ -324,7 +324,7 @@ if __name__ == "__main__":
     try:
         trainer.fit(data)
     except KeyboardInterrupt as stopped:
-        if sys.argv[1] == "for ever":
+        if sys.argv[1] == "without end":
             raise
         reader = PortableReader(trainer.history.checkpoint)
         assert f"step {reader.step} is saved in {reader.path}" in str(stopped)
@@ -337,7 +337,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("waits", ["for the signal", "for ever"])
+@pytest.mark.parametrize("waits", ["for the signal", "without end"])
 def test_ctrl_c_keeps_the_weights_and_a_second_one_ends_at_once(waits: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(INTERRUPTED)
     command = [sys.executable, "script.py", waits]
@@ -347,11 +347,11 @@ def test_ctrl_c_keeps_the_weights_and_a_second_one_ends_at_once(waits: str, tmp_
             pass
         run.send_signal(signal.SIGINT)
         assert run.stderr.readline().startswith("interrupted: the ranks save at their next step")
-        if waits == "for ever":
+        if waits == "without end":
             select.select([], [], [], 0.3)  # a second one any earlier is taken for the first
             run.send_signal(signal.SIGINT)
         out, errors = run.communicate(timeout=60)
-    if waits == "for ever":
+    if waits == "without end":
         assert run.returncode == -signal.SIGINT, errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
         assert not list((tmp_path / "checkpoints").glob("step_*"))

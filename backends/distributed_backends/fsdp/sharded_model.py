@@ -118,7 +118,7 @@ class ShardedModel:
     def written(self) -> str | None:
         """Name of a parameter whose gathered values were changed in place, which resharding discards."""
         for part in self._gathered():
-            # torch preserves the version where it gathers anew.
+            # torch preserves the version when it gathers again.
             if getattr(part, "_unsharded_param", None) is not None and part._unsharded_param._version:
                 return next(n for n, p in self.parameters.items() if p is part.sharded_param)
         return None
