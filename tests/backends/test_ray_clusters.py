@@ -127,14 +127,20 @@ def await_(happened: object, seconds: float) -> None:
 def test_a_cluster_that_runs_already(place: str, tmp_path: Path) -> None:
     """Its own address, and through its client server; there the task and the result travel as bytes."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    env = environment(place, **token)
+    # Ray's own default gives its workers what other processes leave.
+    env = environment(place, RAY_worker_niceness="0", **token)
     port, client = free_port(), free_port()
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=4"]
     options = [f"--ray-client-server-port={client}", "--include-dashboard=false", "--disable-usage-stats"]
     run([*start, *options, f"--temp-dir={place}/head"], tmp_path, env)
     before = {process.pid for process in processes(place)}
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{client}"):
-        output = run([*TRAIN, "--epochs", "10", "--device", "cpu", "--address", address], tmp_path, env)
+        try:
+            output = run([*TRAIN, "--epochs", "10", "--device", "cpu", "--address", address], tmp_path, env)
+        except AssertionError:
+            logs = Path(place, "head", "session_latest", "logs").glob("ray_client_server*")
+            print(*(f"{log.name}:\n{log.read_text(errors='replace')}" for log in sorted(logs)), sep="\n")
+            raise
         assert best_accuracy(output) > 0.95
     # It is not ours to end.
     assert before <= {process.pid for process in processes(place)}

@@ -21,6 +21,8 @@ from distributed_backends.ray.section import RaySection
 
 _PATIENCE = 10.0
 """Time for an answer from an address, in seconds."""
+_CLIENT_PATIENCE = 60.0
+"""Time in which Ray's client server has to start its process for this client, in seconds."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -85,15 +87,26 @@ def _start(num_cpus: int, resources: dict[str, float]) -> None:
 def _join(address: str) -> None:
     tried = _await_answer(address)
     try:
-        try:
-            ray.init(address=address, **_QUIET)
-        except ConnectionAbortedError:
-            # The client server answers, and what it starts for each client was not there in time: on
-            # a busy node it is when asked again.
-            ray.init(address=address, **_QUIET)
+        _initialize(address)
     except Exception as error:  # noqa: BLE001
         # Ray raises whatever its parts raise: ConnectionError, RuntimeError (another version), ...
         raise _unanswered(address, f"{tried}: {type(error).__name__}: {error}") from None
+
+
+def _initialize(address: str) -> None:
+    """Connect, again for `_CLIENT_PATIENCE` seconds where the client server gives up.
+
+    It starts a process for each client; on a busy node that process is not there in time.
+    """
+    deadline = time.monotonic() + _CLIENT_PATIENCE
+    while True:
+        try:
+            ray.init(address=address, **_QUIET)
+        except ConnectionAbortedError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return
 
 
 def _await_answer(address: str) -> str:
