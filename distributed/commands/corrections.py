@@ -64,9 +64,11 @@ def move_behind(args: argparse.Namespace, moves: Callable[[argparse.Action | Non
 def _corrected(words: list[str], parser: argparse.ArgumentParser) -> list[str] | None:
     """What an unknown flag with its values `words` most likely means to `parser`, None without a guess."""
     flag, equals, value = words[0].partition("=")
+    flags = flags_of(parser)
+    if flag.endswith(".py") and "--script" in flags:
+        return ["--script", *words]
     if not flag.startswith("--"):
         return None
-    flags = flags_of(parser)
     values = [value] if equals else words[1:]
     meant = _meant(flag, values, flags)
     if meant is not None:

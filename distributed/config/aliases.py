@@ -67,6 +67,8 @@ FIELDS = {
     "clip_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
     "gradient_clip_val": "gradient_clipping",
+    "seed_everything": "seed",
+    "random_seed": "seed",
     # Checkpoints and logs
     "resume": "resume_from_checkpoint",
     "ckpt_path": "resume_from_checkpoint",

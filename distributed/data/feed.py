@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.data.error_notes import read
 from distributed.data.order import epoch_seed, split_window
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
@@ -228,7 +229,7 @@ class Feed:
                     yield [(epoch, index) for index in indices] if keyed else indices
 
         self._batches.source = draw
-        batches = iter(self._dataloader(epoch))
+        batches = read(self._dataloader(epoch), self.source.argument)
         for first in batches:
             count, numbers = windows.popleft()
             rest = [next(batches) for _ in numbers[1:]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from distributed.data.error_notes import read
 from distributed.data.order import mix
 from distributed.data.source import Source
 from distributed.data.stream import DealtStream, SelfShardedStream, same
@@ -88,7 +89,7 @@ class StreamReader:
             keep_state=self.keep_state,
             announce=compares,
         )
-        items = iter(self._loader(stream, epoch))
+        items = read(self._loader(stream, epoch), self.source.argument)
         if compares:
             self._compare(next(items))
         for count, pairs, position in items:

@@ -15,12 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from distributed.errors import UserError
 
 __all__ = ["Mean", "MeanLosses", "class_weight", "mixes_samples"]
 
@@ -232,6 +234,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            _refuse_backward()
         name = _TORCH.get(getattr(func, "__wrapped__", func)) if hasattr(func, "__name__") else None
         if name is None:
             return func(*args, **kwargs)
@@ -242,6 +246,17 @@ class _Watch(TorchFunctionMode):
             _WATCHED.reset(token)
         _record(name, value, args, kwargs, called=False)
         return value
+
+
+def _refuse_backward() -> NoReturn:
+    raise UserError(
+        "the function calls backward() itself, and the trainer does so for the loss that it returns:"
+        " gradients would be added twice, and those of accumulation and of other ranks would be missing",
+        field="training_step",
+        got="backward()",
+        allowed="a function that returns the loss",
+        remedy="Remove backward(), optimizer.step() and zero_grad() from it; torch.autograd.grad is allowed",
+    )
 
 
 _SAME_VALUE = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
@@ -14,8 +15,10 @@ __all__ = [
     "COMPLEX",
     "EMPTY",
     "HOOKED",
+    "META",
     "SPARSE",
     "Trait",
+    "check_materialized",
     "check_micro_batches",
     "refuse",
     "written_weights",
@@ -77,6 +80,25 @@ def check_micro_batches(model: nn.Module, backend: str, ranks: int, batch: Batch
             allowed=f"{batch.batch_size}, one micro-batch on one rank",
             remedy="Or build the embedding with scale_grad_by_freq=False",
         )
+
+
+def check_materialized(model: nn.Module, backend: str, ranks: int) -> None:
+    """Raise a UserError for parameters whose first forward pass gives them a shape.
+
+    Args:
+        backend: name of the backend.
+        ranks: of which each would draw its own values.
+    """
+    if ranks > 1:
+        refuse(model, backend, {_LAZY: "each rank would initialize it by itself"})
+
+
+def _lazy(model: nn.Module) -> Iterator[str]:
+    return (name for name, parameter in model.named_parameters() if is_lazy(parameter))
+
+
+def _meta(model: nn.Module) -> Iterator[str]:
+    return (name for name, parameter in model.named_parameters() if parameter.is_meta)
 
 
 def _sparse(model: nn.Module) -> Iterator[str]:
@@ -146,6 +168,18 @@ HOOKED = Trait(
     "has a hook",
     "serial, pytorch-ddp, horovod, deepspeed with zero_stage 0",
     "change the gradient in training_step or in the optimizer",
+)
+META = Trait(
+    _meta,
+    "is on the meta device",
+    "fsdp, if the model is a function that builds it",
+    "build it on the CPU, or give it values with to_empty() and load_state_dict()",
+)
+_LAZY = Trait(
+    _lazy,
+    "has no shape yet (a lazy module)",
+    "serial",
+    "pass one batch through the model before the run",
 )
 _RENORMALIZED = Trait(
     _renormalized,

@@ -23,14 +23,14 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.errors import UserError
-from distributed.training.loss_graph import average_of, is_sum, other_divisor
+from distributed.training.loss_graph import average_of, has_constant_divisor, is_sum, other_divisor
 from distributed.training.mean_losses import MeanLosses, class_weight, mixes_samples
 from distributed.training.model_outputs import call_by_name, check_output, logits_of, read_loss
 from distributed.training.task_checks import (
@@ -171,7 +171,7 @@ class Objective:
             return {name: read_pair(name, pair, "validation_step") for name, pair in dict(measured).items()}
         if self._training_step is not None or isinstance(batch, Mapping):
             return {"loss": self(model, batch, num_samples)}
-        inputs, target = split_batch(batch)
+        inputs, target = split_batch(batch, "val_loader")
         output = logits_of(model(*inputs))
         found: dict[str, Any] = {"loss": self._terms(output, target, num_samples)}
         for name, metric in self.metrics.items():
@@ -202,6 +202,7 @@ class Objective:
 
     def _computed(self, function: Callable[..., Any], first: Any, second: Any, num_samples: int) -> Terms:
         """What `function` returns as (sum, count)."""
+        is_first = self._means.is_first
         with self._means.recording():
             result = function(first, second)
         field = "training_step" if self._training_step else "loss_fn" if self._loss_fn else "model"
@@ -214,6 +215,8 @@ class Objective:
                 refuse_pairs(field=field)
             kind, (loss, count) = mean.kind, _sum_of(loss, mean.count)
         elif (average := average_of(loss)) is not None:
+            if is_first and has_constant_divisor(loss, num_samples):
+                _refuse_loss(f"a sum over the {num_samples} samples of a micro-batch", field)
             kind, (loss, count) = average[0], _sum_of(loss, average[1])
         else:
             kind = "samples"
@@ -249,8 +252,8 @@ class Objective:
 
     def _check_weight(self, loss: Tensor, batch: Any, num_samples: int, field: str) -> None:
         """Refuse a sum, and warn of a loss that may have to be weighted by something else than samples."""
-        if is_sum(loss):
-            _refuse_reduction("sum", field)
+        if is_sum(loss, num_samples):
+            _refuse_loss(f"a sum over the {num_samples} samples of a micro-batch", field)
         counted: Any = self._means.counts_other_than(num_samples) if self._warns else None
         if self._warns and counted is None:
             counted = other_divisor(loss, num_samples)
@@ -314,19 +317,26 @@ def _is_cross_entropy(loss_fn: Any) -> bool:
     return inner in (None, F.cross_entropy) or isinstance(inner, nn.CrossEntropyLoss)
 
 
-def _refuse_reduction(reduction: str, field: str = "loss_fn") -> None:
+def _refuse_reduction(reduction: str) -> None:
     if reduction != "mean":
-        raise UserError(
-            "the loss must return the micro-batch mean so that it can be reweighted by sample count",
-            field=field,
-            got=f"reduction={reduction!r}",
-            allowed="reduction='mean'",
-            remedy="Or give a function that returns (sum, count)",
-        )
+        _refuse_loss(f"reduction={reduction!r}", "loss_fn")
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
+def _refuse_loss(got: str, field: str) -> NoReturn:
+    raise UserError(
+        "the loss must return the micro-batch mean so that it can be reweighted by sample count",
+        field=field,
+        got=got,
+        allowed="reduction='mean', or a sum divided by the number of its terms",
+        remedy="Or give a function that returns (sum, count)",
+    )
+
+
+def split_batch(batch: Any, argument: str = "train_loader") -> tuple[tuple[Any, ...], Any]:
     """``(inputs..., target)`` -> ``((inputs...), target)``.
+
+    Args:
+        argument: what the data was given as.
 
     Raises:
         UserError: the batch is not a tuple or list of two or more parts.
@@ -335,10 +345,11 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
         return tuple(batch[:-1]), batch[-1]
     raise UserError(
         "cannot separate inputs and target of a batch",
-        field="train_loader",
+        field=argument,
         got=f"a batch of type {type(batch).__name__}",
         allowed="(input, ..., target)",
-        remedy="Give training_step=lambda model, batch: ... for batches of another form",
+        remedy="Give training_step=lambda model, batch: ... for batches of another form, and for those of"
+        " validation validation_step",
     )
 
 

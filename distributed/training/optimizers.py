@@ -44,7 +44,15 @@ def build_model(model: Any, seed: int) -> nn.Module:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise a UserError when no parameter of `model` can learn."""
+    """Raise a UserError when no parameter of `model` can learn, or `model` is a parallel wrapper."""
+    if isinstance(model, _WRAPPERS):
+        raise UserError(
+            "the model is already wrapped for several devices or processes",
+            field="model",
+            got=type(model).__name__,
+            allowed="the module itself",
+            remedy="Give model.module; backend=pytorch-ddp wraps it",
+        )
     if not any(p.requires_grad for p in model.parameters()):
         total = sum(1 for _ in model.parameters())
         raise UserError(
@@ -121,6 +129,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             allowed="optimizers whose step() needs no closure, such as SGD and AdamW",
             remedy="Choose one of these",
         )
+    _check_sparse(optimizer, model)
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in known]
@@ -132,6 +141,30 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             got=type(optimizer).__name__,
             remedy="Build it from this model's parameters, after any copy of the model, or give its class",
         )
+
+
+def _check_sparse(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise a UserError for an embedding with sparse gradients that `optimizer` would fail on in its step."""
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    held = {id(module.weight) for module in embeddings}
+    for group in optimizer.param_groups if held else ():
+        dense_only = isinstance(optimizer, _DENSE_ONLY) or group.get("weight_decay")
+        if dense_only and any(id(p) in held for p in group["params"]):
+            decay = f" with weight_decay={group['weight_decay']}" if group.get("weight_decay") else ""
+            raise UserError(
+                "an embedding has sparse gradients (sparse=True), which this optimizer cannot use",
+                field="optimizer",
+                got=f"{type(optimizer).__name__}{decay}",
+                allowed="SGD, Adagrad or SparseAdam without weight decay",
+                remedy="Choose one of these, or build the embedding with sparse=False",
+            )
+
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_DENSE_ONLY = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adadelta, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+)
 
 
 def follow_parameters(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:

@@ -60,6 +60,8 @@ class Resumer:
                 field="resume_from_checkpoint",
                 got=explicit,
                 allowed="a checkpoint (step_NNNNNNNN) or a directory of checkpoints",
+                remedy="List what a directory holds with `checkpoint list`; a file of weights alone is loaded"
+                " into the model before the run",
             )
         message = "no checkpoint in %s yet: starting from the beginning"
         log_on_rank_zero(backend, logging.INFO, message, directory)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.config import DistributedConfig
+from distributed.errors import UserError
 from distributed.training.optimizers import build_scheduler
 
 
@@ -28,6 +29,8 @@ class Schedule:
             UserError: it drives another optimizer, or a decay has no known end.
         """
         self.scheduler, self.interval = build_scheduler(given, optimizer, config, total_steps)
+        if total_steps is not None:
+            _check_end(self.scheduler, self.interval, total_steps, config.epochs)
 
     def after_step(self) -> None:
         """Step a per-step scheduler. Not called for a skipped optimizer step."""
@@ -49,3 +52,29 @@ class Schedule:
         """Load what `state_dict` returned; nothing happens without a scheduler or without a state."""
         if self.scheduler is not None and state is not None:
             self.scheduler.load_state_dict(state)
+
+
+def _check_end(scheduler: Any, interval: str, total_steps: int, epochs: int | None) -> None:
+    """Raise a UserError for a schedule of known length, as OneCycleLR, that the run does not fit."""
+    planned = getattr(scheduler, "total_steps", None)
+    if not isinstance(planned, int) or getattr(scheduler, "last_epoch", None) != 0:
+        return
+    name = f"{type(scheduler).__name__}(total_steps={planned})"
+    if interval == "step" and planned < total_steps:
+        raise UserError(
+            f"the schedule ends after {planned} steps and the run takes {total_steps}",
+            field="scheduler",
+            got=name,
+            allowed=f"total_steps of at least {total_steps}",
+            remedy=f"Set total_steps={total_steps}; a step is an optimizer step over all ranks, so that"
+            " accumulation and ranks lower their number",
+        )
+    if interval == "epoch" and epochs is not None and planned == total_steps > epochs:
+        raise UserError(
+            "the schedule has one step per optimizer step, and it would be stepped after each of"
+            f" {epochs} epochs",
+            field="scheduler_interval",
+            got=f"{interval}, with {name}",
+            allowed=f"step, for a schedule of {planned} steps",
+            remedy="Set scheduler_interval=step",
+        )

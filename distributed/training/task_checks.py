@@ -32,6 +32,8 @@ def check_task(task: Task) -> None:
     """
     _check_factory(task.model)
     check_loss(task.loss_fn)
+    for field, given in _FUNCTIONS.items():
+        _check_arguments(field, getattr(task, field), given)
     _check_scheduler(task.scheduler)
     _check_metrics(task.metrics)
     if task.loss_fn is None and task.training_step is None:
@@ -188,6 +190,33 @@ def _check_factory(model: Any) -> None:
         )
 
 
+_FUNCTIONS = {
+    "loss_fn": "output, target",
+    "training_step": "model, batch",
+    "validation_step": "model, batch",
+}
+"""Field -> the arguments that its function is called with."""
+
+
+def _check_arguments(field: str, function: Any, given: str, name: str | None = None) -> None:
+    """Raise a UserError for a function that cannot be called with the arguments `given`.
+
+    Args:
+        name: of one of several functions of the field.
+    """
+    if function is None or _takes(function, given.count(",") + 1):
+        return
+    signature = f"{getattr(function, '__name__', type(function).__name__)}{inspect.signature(function)}"
+    subject = f"metric '{name}'" if name else "the function"
+    raise UserError(
+        f"{subject} is called with ({given}), and it takes other arguments",
+        field=field,
+        got=signature,
+        allowed=f"a function ({given})",
+        remedy=f"Change its arguments, or bind the others, e.g. {field}=functools.partial(...)",
+    )
+
+
 def _check_scheduler(scheduler: Any) -> None:
     """Raise a UserError unless `scheduler` is None, a scheduler, or callable with the optimizer alone."""
     if scheduler is None or (hasattr(scheduler, "step") and not isinstance(scheduler, type)):
@@ -202,7 +231,7 @@ def _check_scheduler(scheduler: Any) -> None:
             allowed="a scheduler, a function from the optimizer to one, or a name",
             remedy="Give scheduler=lambda optimizer: ...",
         )
-    if not _takes_one(scheduler):
+    if not _takes(scheduler, 1):
         arguments = "".join(f", {argument}=..." for argument in _required(scheduler)[1:])
         raise UserError(
             "the scheduler is built by calling this with the optimizer alone, and it takes other arguments",
@@ -213,14 +242,14 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _takes_one(function: Any) -> bool:
-    """Whether `function` can be called with one argument, as far as its signature is known."""
+def _takes(function: Any, number: int) -> bool:
+    """Whether `function` can be called with `number` arguments, as far as its signature is known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # functions of C may have none
         return True
     try:
-        signature.bind(None)
+        signature.bind(*[None] * number)
     except TypeError:
         return False
     return True
@@ -262,3 +291,4 @@ def _check_metrics(metrics: Any) -> None:
                 allowed="a function (output, target) -> (sum, count)",
                 remedy="Give the function itself",
             )
+        _check_arguments("metrics", metric, "output, target", name)

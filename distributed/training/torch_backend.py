@@ -28,10 +28,11 @@ from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.deferred_hooks import DeferredHooks
+from distributed.training.error_notes import note_batch
 from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
-from distributed.training.model_traits import check_micro_batches
+from distributed.training.model_traits import META, check_materialized, check_micro_batches, refuse
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -99,6 +100,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def prepare(self, task: Task) -> None:
         built = self.build(task.model)
         check_trainable(built)
+        check_materialized(built, self.config.backend, self.world.size)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
         self._hooks = DeferredHooks(built.parameters())
@@ -138,6 +140,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def place(self, model: nn.Module) -> nn.Module:
         """Move, shard or cut the model, before the optimizer is built. All names must stay:
         what this rank does not hold (see `held`) goes to the meta device."""
+        refuse(model, self.config.backend, {META: "it has no values"})
         return model.to(self.world.device)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
@@ -319,7 +322,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
-        return self.objective.evaluate(self.module, batch, num_samples)
+        try:
+            return self.objective.evaluate(self.module, batch, num_samples)
+        except Exception as error:
+            note_batch(error, batch, self.module)
+            raise
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from distributed import UserError
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
-from distributed.training.loss_graph import average_of, is_sum, other_divisor
+from distributed.training.loss_graph import average_of, has_constant_divisor, is_sum, other_divisor
 from tests.support.training import make_trainer
 
 SAMPLES, BATCH = 14, 4
@@ -113,13 +113,22 @@ def test_a_mean_over_tokens_is_weighted_by_them(loss: Loss, rank_pool: RankPool)
         lambda o, t: F.mse_loss(o, t, reduction="sum"),
         lambda o, t: F.mse_loss(o, t, reduction="none").sum(),
         lambda o, t: F.binary_cross_entropy_with_logits(o, t.sigmoid(), reduction="sum").view(()),
+        lambda o, t: ((o - t) ** 2).sum(),
+        lambda o, t: ((o - t) ** 2).sum() / 2,
+        lambda o, t: 0.5 * torch.linalg.vector_norm(o - t, dim=1).pow(2).sum(),
+        lambda o, t: F.mse_loss(o, t) + 0.1 * o.abs().sum(dim=(0, 1)),
+        lambda o, t: -(o.log_softmax(1) * t.softmax(1)).sum(1).sum(),
+        lambda o, t: F.mse_loss(o, t, reduction="sum") - 0.5 * torch.sum(1 + o - o.pow(2) - o.exp()),
     ],
 )
 def test_a_sum_is_refused(loss: Any) -> None:
     x, y = torch.randn(8, 6).double(), torch.randn(8, 3).double()
     with pytest.raises(UserError, match="mean") as caught:
-        make_trainer(small(), loss_fn=loss, batch_size=2).fit((x, y))
-    assert (caught.value.field, caught.value.got) == ("loss_fn", "reduction='sum'")
+        make_trainer(small(), loss_fn=loss, batch_size=4).fit((x, y))
+    assert (caught.value.field, caught.value.got) == (
+        "loss_fn",
+        "a sum over the 4 samples of a micro-batch",
+    )
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.SmoothL1Loss(), F.mse_loss, lambda o, t: F.l1_loss(o, t)])
@@ -175,10 +184,31 @@ def test_what_a_loss_is_a_mean_of() -> None:
         x.sum() / x.exp().sum(),
     ):
         assert average_of(loss) is None
-    assert is_sum(F.mse_loss(x, mask, reduction="none").sum())
-    assert not is_sum(F.mse_loss(x, mask))
+    assert is_sum(F.mse_loss(x, mask, reduction="none").sum(), 4)
+    assert not is_sum(F.mse_loss(x, mask), 4)
     assert other_divisor(x.sum() / 12 + 1.0, 4) is None
     assert other_divisor(2 * ((x * mask).sum() / 7) + x.mean(), 4) == 7.0
+
+
+def test_sums_over_other_things_than_samples() -> None:
+    """Penalties on weights, sums of means, and means by weights that add up to 1."""
+    layer, other = nn.Linear(6, 4), torch.ones(4)
+    output = layer(torch.randn(4, 6))
+    weights = torch.tensor([0.4, 0.1, 0.2, 0.3])
+    for loss in (
+        output.mean() + 0.1 * layer.weight.pow(2).sum() + layer.bias.abs().sum(),
+        output.pow(2).mean(0).sum(),
+        (output.pow(2).sum(0) / 4).sum(),
+        torch.stack([output[:, i].mean() for i in range(4)]).sum(),
+        (output.pow(2).mean(1) * weights).sum(),
+        (output.pow(2).mean(1) / 4).sum(),
+        output[0].sum() / 4,
+    ):
+        assert not is_sum(loss, 4)
+    assert is_sum((output.pow(2).mean(1) * other).sum(), 4)
+    assert has_constant_divisor(output.sum() / 2, 4)
+    assert not has_constant_divisor(output.sum() / 4, 4)
+    assert not has_constant_divisor(output[:2].sum() / 2, 2)
 
 
 def test_a_divided_sum_in_a_loss_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
