@@ -17,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from distributed_backends.ray import cluster
 
+from distributed.errors import UserError
 from distributed.system.addresses import free_port
 
 pytestmark = pytest.mark.starts_processes
@@ -127,8 +129,9 @@ def await_(happened: object, seconds: float) -> None:
 def test_a_cluster_that_runs_already(place: str, tmp_path: Path) -> None:
     """Its own address, and through its client server; there the task and the result travel as bytes."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    # Ray's own default gives its workers what other processes leave.
-    env = environment(place, RAY_worker_niceness="0", **token)
+    # Ray's own default gives its workers what other processes leave. With gRPC's support for forks, the
+    # processes that its client server starts abort now and then (ray-project/ray#63202).
+    env = environment(place, RAY_worker_niceness="0", GRPC_ENABLE_FORK_SUPPORT="0", **token)
     port, client = free_port(), free_port()
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=4"]
     options = [f"--ray-client-server-port={client}", "--include-dashboard=false", "--disable-usage-stats"]
@@ -144,6 +147,23 @@ def test_a_cluster_that_runs_already(place: str, tmp_path: Path) -> None:
         assert best_accuracy(output) > 0.95
     # It is not ours to end.
     assert before <= {process.pid for process in processes(place)}
+
+
+def test_a_client_server_that_cannot_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, and what it starts for the client aborts each time."""
+    attempts = []
+
+    def abort(**options: object) -> None:
+        attempts.append(options["address"])
+        raise ConnectionAbortedError("Starting Ray client server failed.")
+
+    monkeypatch.setattr(cluster.ray, "init", abort)
+    monkeypatch.setattr(cluster, "_await_answer", lambda address: address)
+    monkeypatch.setattr(cluster, "_CLIENT_PATIENCE", 0.01)
+    with pytest.raises(UserError, match="GRPC_ENABLE_FORK_SUPPORT=0") as caught:
+        cluster._join("ray://head:10001")
+    assert caught.value.field == "ray.address"
+    assert set(attempts) == {"ray://head:10001"}
 
 
 def test_an_address_that_does_not_answer(place: str, tmp_path: Path) -> None:
