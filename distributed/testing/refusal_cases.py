@@ -283,6 +283,54 @@ def _frozen_norm() -> nn.Module:
     return _seeded(build)
 
 
+class _FreezesItsNorm(nn.Module):
+    """A model whose own ``train`` keeps its BatchNorm in evaluation mode, as for fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def train(self, mode: bool = True) -> _FreezesItsNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.first(x)))
+        return result
+
+
+# -- what a forward pass changes, or takes from its micro-batch ------------------------------------
+
+
+class _Rows(nn.Module):
+    """An embedding of the signs of a sample's first two numbers, beside a layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 8, **options)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0] < 0).long() * 2 + (x[:, 1] < 0).long()
+        result: Tensor = self.last(torch.tanh(self.first(x) + self.rows(index)))
+        return result
+
+
+class _Constrained(nn.Module):
+    """A layer whose weights are clamped in place before they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        result: Tensor = self.last(torch.tanh(self.first(x)))
+        return result
+
+
 # -- what callbacks change -------------------------------------------------------------------------
 
 
@@ -338,6 +386,10 @@ CASES: dict[str, Case] = {
     "odd-buffers": Case(_Buffers, _all),
     "odd-buffers-factory": Case(_Buffers, _all, factory=True),
     "norm-in-eval": Case(_frozen_norm, _all),
+    "norm-frozen-by-train": Case(lambda: _seeded(_FreezesItsNorm).train(), _all),
+    "renormalized-embedding": Case(partial(_seeded, partial(_Rows, max_norm=0.5)), _all),
+    "gradients-by-frequency": Case(partial(_seeded, partial(_Rows, scale_grad_by_freq=True)), _all),
+    "clamped-in-forward": Case(partial(_seeded, _Constrained), _all),
     "thawed-layer": Case(_frozen_first, _all, change=_thaw, all_ranks=True),
     "rate-changed-by-all": Case(small_model, _all, change=_slow_down, all_ranks=True),
     "rate-changed-by-rank-0": Case(small_model, _all, change=_slow_down, all_ranks=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import nn
 
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.task import Task
+from distributed.training import torch_backend
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.torch_backend import StepModule
 from tests.campaigns.mutants import Sound
@@ -102,3 +104,31 @@ class ReadsMemoryInOrder(Sound):
             strides = torch.empty(parameter.shape, device="meta").stride()
             parameter.data = parameter.data.as_strided(parameter.shape, strides)
         return super().place(model)
+
+
+class SetsEveryMode(Sound):
+    """C11: sets the mode of each module by itself, past a model's own ``train``."""
+
+    def set_training(self, training: bool) -> None:
+        for module in self.module.modules():
+            module.training = training
+
+
+class OverlooksMicroBatches(Sound):
+    """C11: trains layers whose gradients or weights depend on which samples are in one micro-batch."""
+
+    def prepare(self, task: Task) -> None:
+        with patch.object(torch_backend, "check_micro_batches"):
+            super().prepare(task)
+
+
+class DiscardsWrites(Sound):
+    """C11: takes a step from the weights before the forward pass, whatever that wrote into them."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        before = [parameter.detach().clone() for parameter in self._parameters]
+        seen: tuple[Any, Any] = super().run_window(window)
+        with torch.no_grad():
+            for parameter, values in zip(self._parameters, before, strict=True):
+                parameter.copy_(values)
+        return seen
