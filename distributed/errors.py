@@ -9,8 +9,9 @@ no other exception hierarchy in the project.
 from __future__ import annotations
 
 import difflib
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -23,6 +24,7 @@ __all__ = [
     "WorkerError",
     "did_you_mean",
     "hide_own_frames",
+    "remedy_of",
     "stopped_by",
 ]
 
@@ -157,6 +159,11 @@ class WorkerError(RuntimeError):
         self.phase, self.step = phase, step
         text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
         super().__init__(text.rstrip())
+
+
+def remedy_of(error: Exception, remedies: Mapping[str, str]) -> str | None:
+    """The first of `remedies` whose regular expression the message of `error` contains."""
+    return next((remedy for pattern, remedy in remedies.items() if re.search(pattern, str(error))), None)
 
 
 def hide_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from distributed.errors import UserError
+from distributed.errors import UserError, remedy_of
 
 __all__ = ["read"]
 
@@ -44,11 +43,10 @@ def read(loader: Iterable[Any], argument: str) -> Iterator[Any]:
     """
     try:
         yield from loader
+    except UserError:
+        raise
     except Exception as error:
-        if not isinstance(error, UserError):
-            note = next((n for pattern, n in _REMEDIES.items() if re.search(pattern, str(error))), None)
-            if note is None and isinstance(error, IndexError):
-                note = _TOO_LONG
-            if note is not None:
-                error.add_note(f"{argument}: {note}.")
+        note = remedy_of(error, _REMEDIES) or (_TOO_LONG if isinstance(error, IndexError) else None)
+        if note is not None:
+            error.add_note(f"{argument}: {note}.")
         raise

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from distributed.errors import UserError
+from distributed.errors import UserError, remedy_of
 
-__all__ = ["note_batch"]
+__all__ = ["notes_batch"]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _MOST = 6
 _REMEDIES = {
@@ -48,20 +51,32 @@ _REMEDIES = {
 """What the messages of torch's errors contain -> what to do."""
 
 
-def note_batch(error: Exception, batch: Any, model: nn.Module) -> None:
-    """Add the shapes, dtypes and ranges of `batch`, and what usually helps, to `error`.
+def notes_batch(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorate a method ``(self, model, batch, num_samples)``: an error that leaves it has notes on the
+    shapes, dtypes and ranges of the batch, and on what usually helps. A `UserError` has its remedy."""
 
-    Nothing is added to a `UserError`, which has its remedy.
-    """
-    if isinstance(error, UserError) or getattr(error, "__notes__", None):
-        return
-    first = next(iter(model.named_parameters()), None)
+    @wraps(method)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return method(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            if not hasattr(error, "__notes__"):
+                _, model, batch, *_ = args
+                _note(error, batch, model)
+            raise
+
+    return call
+
+
+def _note(error: Exception, batch: Any, model: Any) -> None:
+    first = next(model.named_parameters(), None) if isinstance(model, nn.Module) else None
     layer = f" The first parameter is {first[0]}: {_described(first[1])}." if first else ""
     error.add_note(f"The batch was {_described(batch)}.{layer}")
-    for pattern, remedy in _REMEDIES.items():
-        if re.search(pattern, str(error)):
-            error.add_note(f"{remedy}.")
-            return
+    remedy = remedy_of(error, _REMEDIES)
+    if remedy is not None:
+        error.add_note(f"{remedy}.")
 
 
 def _described(value: Any) -> str:

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.errors import UserError
+from distributed.training.error_notes import notes_batch
 from distributed.training.loss_graph import average_of, has_constant_divisor, is_sum, other_divisor
 from distributed.training.mean_losses import MeanLosses, class_weight, mixes_samples
 from distributed.training.model_outputs import call_by_name, check_output, logits_of, read_loss
@@ -116,6 +117,7 @@ class Objective:
         """The next micro-batch is the first of a global batch."""
         self.averaged_over = None
 
+    @notes_batch
     def __call__(self, model: Callable[..., Any], batch: Any, num_samples: int) -> Terms:
         """(sum of losses, count) of a micro-batch with `num_samples` samples.
 
@@ -147,6 +149,7 @@ class Objective:
             return int(torch.count_nonzero(kept))
         return float(class_weight(self._class_weights, target, kept))
 
+    @notes_batch
     def mean(self, model: Callable[..., Any], batch: Any, num_samples: int) -> Tensor:
         """Mean loss of a micro-batch whose count is known before.
 
@@ -164,6 +167,7 @@ class Objective:
         result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
         return result
 
+    @notes_batch
     def evaluate(self, model: Callable[..., Any], batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of the loss and every metric."""
         if self._validation_step is not None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.training.error_notes import note_batch
 from distributed.training.objective import Objective
 
 __all__ = ["StepModule"]
@@ -47,15 +46,6 @@ class StepModule(nn.Module):
                 whole global batch wherever that is known.
             known: how many samples or tokens count, where that is known before.
         """
-        try:
-            return self._compute(batch, num_samples, scale, known)
-        except Exception as error:
-            note_batch(error, batch, self.model)
-            raise
-
-    def _compute(
-        self, batch: Any, num_samples: int, scale: float, known: float | None
-    ) -> tuple[Tensor, Tensor, Any]:
         if known is not None and not self.reduce_count:
             mean = self.objective.mean(self.model, batch, num_samples)
             factor = known * scale

@@ -28,7 +28,6 @@ from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.deferred_hooks import DeferredHooks
-from distributed.training.error_notes import note_batch
 from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
@@ -322,11 +321,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
-        try:
-            return self.objective.evaluate(self.module, batch, num_samples)
-        except Exception as error:
-            note_batch(error, batch, self.module)
-            raise
+        return self.objective.evaluate(self.module, batch, num_samples)
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""

@@ -150,7 +150,7 @@ def test_a_cluster_that_runs_already(place: str, tmp_path: Path) -> None:
 
 
 def test_a_client_server_that_cannot_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers, and what it starts for the client aborts each time."""
+    """It answers, and what it starts for the client aborts each time, which real processes do by chance."""
     attempts = []
 
     def abort(**options: object) -> None:

@@ -86,29 +86,13 @@ def _start(num_cpus: int, resources: dict[str, float]) -> None:
 
 def _join(address: str) -> None:
     tried = _await_answer(address)
-    try:
-        _initialize(address)
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        # Ray raises whatever its parts raise: ConnectionError, RuntimeError (another version), ...
-        raise _unanswered(address, f"{tried}: {type(error).__name__}: {error}") from None
-
-
-def _initialize(address: str) -> None:
-    """Connect, again for `_CLIENT_PATIENCE` seconds where the client server gives up.
-
-    It starts a process for each client; on a busy node that process is not there in time, and it may abort
-    in gRPC's fork handlers (ray-project/ray#63202).
-
-    Raises:
-        UserError: it still gives up.
-    """
     deadline = time.monotonic() + _CLIENT_PATIENCE
     while True:
         try:
             ray.init(address=address, **_QUIET)
         except ConnectionAbortedError as error:
+            # The client server starts a process for each client. On a busy node it is not there in time, and
+            # it may abort in gRPC's fork handlers (ray-project/ray#63202).
             if time.monotonic() > deadline:
                 raise UserError(
                     f"Ray's client server could not start a process for this client: {error}",
@@ -117,6 +101,9 @@ def _initialize(address: str) -> None:
                     remedy="Start the head node with GRPC_ENABLE_FORK_SUPPORT=0 in its environment, without"
                     " which such processes abort now and then, or use HOST:PORT on a host of the cluster",
                 ) from None
+        except Exception as error:  # noqa: BLE001
+            # Ray raises whatever its parts raise: ConnectionError, RuntimeError (another version), ...
+            raise _unanswered(address, f"{tried}: {type(error).__name__}: {error}") from None
         else:
             return
 
