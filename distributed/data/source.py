@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from distributed.data.recognition import check_loader, check_stream, is_random, refuse_loaders
 from distributed.errors import UserError
+from distributed.system.addresses import check_worker_sockets
 
 __all__ = ["Source", "validation_sources"]
 
@@ -219,6 +220,8 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
     if not options.get("num_workers"):
         for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
             options.pop(name, None)
+    else:
+        check_worker_sockets()
     source = Source(
         loader.dataset,
         loader.batch_size,

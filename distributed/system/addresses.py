@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from pathlib import Path
 
 from distributed.errors import UserError
@@ -20,6 +21,23 @@ def bind_path(listener: socket.socket, path: Path) -> None:
     Raises:
         UserError: `path` is too long for a socket.
     """
+    _check_socket(path)
+    listener.bind(str(path))
+
+
+def check_worker_sockets() -> None:
+    """Check that workers of a DataLoader can send tensors: sockets of multiprocessing are in TMPDIR.
+
+    Raises:
+        UserError: their paths are too long. A worker would print an error, and its reader would wait.
+    """
+    from torch.multiprocessing import get_sharing_strategy
+
+    if get_sharing_strategy() == "file_descriptor":
+        _check_socket(Path(tempfile.gettempdir()) / "pymp-xxxxxxxx" / "listener-xxxxxxxx")
+
+
+def _check_socket(path: Path) -> None:
     if (length := len(bytes(path))) > _MAX_SOCKET_PATH:
         raise UserError(
             f"the path of a socket is too long: {path}",
@@ -28,7 +46,6 @@ def bind_path(listener: socket.socket, path: Path) -> None:
             allowed=f"at most {_MAX_SOCKET_PATH} bytes",
             remedy="Set TMPDIR to a folder with a shorter path",
         )
-    listener.bind(str(path))
 
 
 def is_own_address(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -337,3 +338,11 @@ def test_a_rank_without_any_stream_is_an_error(rank_pool: RankPool) -> None:
 class OnlyRankZero(OwnShard):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(4) if os.environ["RANK"] == "0" else ())
+
+
+def test_a_temporary_folder_whose_sockets_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers would print errors while the run waits for them."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    assert not train(DataLoader(Ids())).options.get("num_workers")
+    with pytest.raises(UserError, match="TMPDIR: the path of a socket is too long: /xxx"):
+        train(DataLoader(Ids(), num_workers=1))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +116,8 @@ def execute(
     home: Path, here: Path, *words: str, source: str = "", path: Path | None = None, cwd: str = "elsewhere"
 ) -> Result:
     """Run fresh Python with `words`; check that code around `fit` ran once and nothing is left over."""
-    scratch = here / "tmp"
-    scratch.mkdir()
+    # Paths of sockets are short.
+    scratch = Path(tempfile.mkdtemp(prefix="launch-"))
     env = {**os.environ, "HERE": str(here), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
     env.pop("PYTHONPATH", None)
     if path is not None:
@@ -136,6 +138,7 @@ def execute(
     left = [name for name in names if name[-1].isdigit() and psutil.pid_exists(int(name.rsplit("-", 1)[1]))]
     assert left == []
     assert [p.name for p in scratch.iterdir() if p.name.startswith("distributed")] == []
+    shutil.rmtree(scratch)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     result: Result = json.loads(line.removeprefix("RESULT "))
     return result

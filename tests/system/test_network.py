@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import socket
+import tempfile
+from multiprocessing.connection import Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,7 +13,7 @@ import pytest
 
 from distributed.errors import UserError
 from distributed.system import addresses
-from distributed.system.addresses import address_among, bind_path
+from distributed.system.addresses import address_among, bind_path, check_worker_sockets
 
 LOOPBACK = "127.0.0.1"
 
@@ -55,3 +58,20 @@ def test_the_longest_path_of_a_socket() -> None:
         path = Path(f"{folder}/".ljust(107, "x"))
         bind_path(listener, path)
         assert path.is_socket()
+
+
+def test_room_for_the_sockets_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing's own listener shows which folders have a path that is too long."""
+    for length in (75, 76):
+        folder = tmp_path / ("x" * (length - len(bytes(tmp_path)) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+        if length == 75:
+            Listener(family="AF_UNIX").close()
+            check_worker_sockets()
+        else:
+            with pytest.raises(OSError, match="too long"):
+                Listener(family="AF_UNIX")
+            with pytest.raises(UserError, match="TMPDIR: the path of a socket is too long"):
+                check_worker_sockets()

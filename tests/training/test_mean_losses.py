@@ -261,18 +261,27 @@ def test_a_mean_of_unknown_weight_is_reported_once(
 class ByHand(Named):
     """Computes its loss without torch's function."""
 
+    factor: float | None = None
+
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
         assert labels is not None
         kept = labels != -100
         chosen = self.tokens(inputs).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return -(chosen * kept).sum() / kept.sum().clamp(min=1)
+        loss = -(chosen * kept).sum() / kept.sum().clamp(min=1)
+        return loss if self.factor is None else loss * self.factor
 
 
-def test_labels_of_unknown_weight_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(ByHand("number"), batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+@pytest.mark.parametrize(("factor", "expected"), [(0.5, 1), (None, 0)])
+def test_labels_of_unknown_weight_are_reported(
+    factor: float | None, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A factor may be a count; a sum that is divided by one is weighted by it."""
+    model = ByHand("number")
+    model.factor = factor
+    trainer = make_trainer(model, batch_size=2, gradient_accumulation_steps=2, max_steps=2)
     with caplog.at_level(logging.WARNING):
         trainer.fit(rows(*ragged()))
-    assert "computed from 10 targets" in caplog.text
+    assert caplog.text.count("computed from 10 targets") == expected
 
 
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
