@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - the last handler of the program: prints all of it
-        traceback.print_exception(type(error), error, script_traceback(error.__traceback__))
+        from distributed.redaction import redact_text
+
+        lines = traceback.format_exception(type(error), error, script_traceback(error.__traceback__))
+        print(redact_text("".join(lines)), file=sys.stderr, end="")
         return 1
 
 

@@ -73,17 +73,19 @@ class UserError(Exception):
         super().__init__(self.paragraph())
 
     def paragraph(self) -> str:
-        """The whole error as one paragraph without line breaks."""
+        """The whole error as one paragraph without line breaks and without secrets."""
+        from distributed.redaction import redact, redact_text
+
         parts = [self.message if self.message.endswith("?") else self.message.rstrip(". ") + "."]
         if self.field is not None:
             parts.insert(0, f"{self.field}:")
         if self.got is not None:
-            parts.append(f"Got {self.got!r}.")
+            parts.append(f"Got {redact(self.got, self.field or '')!r}.")
         if self.allowed is not None:
             parts.append(f"Allowed: {self.allowed.rstrip('.')}.")
         if self.remedy is not None:
             parts.append(self.remedy.rstrip(".") + ".")
-        return " ".join(" ".join(part.split()) for part in parts)
+        return " ".join(" ".join(redact_text(part).split()) for part in parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_user_error, (self.message, self.field, self.got, self.allowed, self.remedy))
@@ -131,7 +133,8 @@ def _describe_stop(signal: str, step: int, checkpoint: str) -> str:
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. The message names rank, host and cause; the rank's traceback follows.
+    """A rank failed. The message names rank, host and cause; the rank's traceback follows. Secrets are left
+    out of both.
 
     Attributes:
         rank: first rank that failed; -1 when the launcher itself failed.
@@ -154,6 +157,9 @@ class WorkerError(RuntimeError):
         phase: str | None = None,
         step: int | None = None,
     ) -> None:
+        from distributed.redaction import redact_text
+
+        summary, worker_traceback = redact_text(summary), redact_text(worker_traceback)
         self.summary, self.rank, self.host = summary, rank, host
         self.exc_type, self.worker_traceback = exc_type, worker_traceback
         self.phase, self.step = phase, step

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
+from distributed.redaction import redact
 
 if TYPE_CHECKING:
     from distributed.checkpoint.checkpointer import PortableCheckpointer
@@ -112,6 +113,7 @@ def _row(path: str, best: bool) -> dict[str, Any]:
 
 def _show(args: argparse.Namespace) -> None:
     reader = _open(args.path)
+    config = redact(reader.extra["config"])  # an earlier version may have saved it
     facts = {
         "path": reader.path,
         "step": reader.step,
@@ -126,12 +128,10 @@ def _show(args: argparse.Namespace) -> None:
         for (key, name), shape in reader.tensors().items()
     }
     if args.json:
-        print_json({**facts, "config": reader.extra["config"], "tensors": tensors})
+        print_json({**facts, "config": config, "tensors": tensors})
         return
     print_table(["", ""], [[name, str(value)] for name, value in facts.items()])
-    print_table(
-        ["configuration", ""], [[n, str(v)] for n, v in _leaves(reader.extra["config"]) if v is not None]
-    )
+    print_table(["configuration", ""], [[n, str(v)] for n, v in _leaves(config) if v is not None])
     rows = [[name, " x ".join(map(str, shape)) or "-", dtype] for name, (shape, dtype) in tensors.items()]
     print_table(["tensor", "shape", "dtype"], rows)
     print(_totals(reader))

@@ -14,6 +14,7 @@ from distributed.config.aliases import guess_field
 from distributed.config.schema import DistributedConfig, complete
 from distributed.config.validation_errors import field_names
 from distributed.errors import UserError, hide_own_frames
+from distributed.redaction import redact
 
 __all__ = [
     "Layer",
@@ -200,8 +201,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
-    """Every leaf as (dotted name, value, origin), in the order of the schema."""
-    return [(name, value_of(config, name), config.origin(name)) for name in all_fields()]
+    """Every leaf as (dotted name, value, origin), in the order of the schema, for people and for files:
+    without secrets. What a run needs is read from `config` itself."""
+    return [(name, redact(value_of(config, name), name), config.origin(name)) for name in all_fields()]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from distributed.config.sections import (
     TrackingSection,
     local_path,
 )
-from distributed.config.validation_errors import user_error
+from distributed.config.validation_errors import refuse_redacted, user_error
 from distributed.errors import hide_own_frames
 
 __all__ = ["DistributedConfig", "complete"]
@@ -245,6 +245,7 @@ class DistributedConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise user_error(error, type(self)) from None
+        refuse_redacted(values)
         self._origins = origins
 
     @classmethod

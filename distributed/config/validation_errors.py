@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from distributed.config.aliases import BACKEND_SECTIONS, guess_field
 from distributed.errors import UserError
+from distributed.redaction import MARK, is_redacted
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
@@ -32,6 +33,19 @@ def user_error(error: ValidationError, model: type[BaseModel]) -> UserError:
         first.message += f" (also wrong: {', '.join(sorted(others))})"
         first.args = (first.paragraph(),)
     return first
+
+
+def refuse_redacted(values: dict[str, Any]) -> None:
+    """Raise UserError for a value that was copied from where secrets are left out."""
+    for name, value in values.items():
+        if is_redacted(value.model_dump() if isinstance(value, BaseModel) else value):
+            raise UserError(
+                f"it holds {MARK}, which stands for a secret that was left out when the value was printed",
+                field=name,
+                got=value,
+                remedy="Write the secret itself, or leave it out and set the environment variable of the"
+                " service, such as MLFLOW_TRACKING_PASSWORD",
+            )
 
 
 def _dotted(detail: ErrorDetails) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
+from distributed.redaction import redact, redact_text
 from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.phase_journal import current
 from distributed.system.private_files import write_private
@@ -54,7 +55,7 @@ def print_line(text: str, stream: IO[str] | None = None) -> None:
     """Print `text` to `stream`, by default stderr. Errors of a closed stream are ignored, so that they
     do not hide the reported failure."""
     with suppress(OSError, ValueError):
-        print(text, file=stream or sys.stderr, flush=True)
+        print(redact_text(text), file=stream or sys.stderr, flush=True)
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -65,7 +66,7 @@ def is_second_hand(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The failure of one rank, in plain values.
+    """The failure of one rank, in plain values. Secrets are left out of all text.
 
     Attributes:
         rank: number of the failed rank; -1 when the launcher itself failed.
@@ -107,13 +108,13 @@ class FailureReport:
         report = cls(
             rank,
             type(error).__name__,
-            f"raised {type(error).__name__}: {error}".removesuffix(": "),
+            redact_text(f"raised {type(error).__name__}: {error}".removesuffix(": ")),
             second_hand=is_second_hand(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback=redact_text("".join(traceback.format_exception(error))),
             **_position(),
         )
         if isinstance(error, SystemExit):
-            return replace(report, what=f"called sys.exit({error.code!r})")
+            return replace(report, what=redact_text(f"called sys.exit({error.code!r})"))
         if isinstance(error, WorkerError):
             return replace(
                 report,
@@ -202,12 +203,13 @@ def _position() -> dict[str, Any]:
 
 
 def _arguments(error: UserError) -> dict[str, Any]:
-    plain = error.got is None or isinstance(error.got, (bool, int, float, str))
+    got = redact(error.got, error.field or "")
+    plain = got is None or isinstance(got, (bool, int, float, str))
     return {
-        "message": error.message,
+        "message": redact_text(error.message),
         "field": error.field,
         "allowed": error.allowed,
-        "got": error.got if plain else repr(error.got),
+        "got": got if plain else repr(got),
         "remedy": error.remedy,
     }
 

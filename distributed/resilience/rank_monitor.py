@@ -15,6 +15,7 @@ from typing import Any
 
 from distributed.errors import WorkerError
 from distributed.interfaces.plan import RunPlan
+from distributed.redaction import redact_text
 from distributed.resilience import failure_messages, stack_dumps
 from distributed.resilience.failure_reports import FailureReport, print_line
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
@@ -287,7 +288,7 @@ def write_report(folder: str | None, text: str) -> str | None:
         place.mkdir(parents=True, exist_ok=True)
         target = _next_free(place)
         try:
-            write_private(target, f"{text.rstrip()}\n".encode())
+            write_private(target, f"{redact_text(text).rstrip()}\n".encode())
         except OSError:
             target.unlink(missing_ok=True)
             raise

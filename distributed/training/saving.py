@@ -18,6 +18,7 @@ from distributed.config import DistributedConfig
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.history import History
 from distributed.interfaces.metric import larger_is_better, metric_name
+from distributed.redaction import redact
 from distributed.training.frozen_weights import FrozenWeights
 from distributed.training.model_files import describe
 from distributed.training.state import TrainState
@@ -274,7 +275,8 @@ class Saver:
         omitted = {} if complete else self.frozen.omitted()
         if self.state.frozen_at_start:
             ranks.leave_out(omitted)
-        config = self.config.model_dump(mode="json")
+        # Nothing reads it but commands that print it: a resumed run has a configuration of its own.
+        config = redact(self.config.model_dump(mode="json"))
         added = {"config": config, "best": best, "omitted": omitted, "model_files": self._files}
         return {**saved.common, **added}, saved.rank
 

@@ -17,6 +17,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Progress
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
+from distributed.redaction import redact
 from distributed.registry.catalog import Catalog, load_target, require
 
 logger = logging.getLogger("distributed")
@@ -91,7 +92,7 @@ class Trackers:
             return
         check_trackers(self.config, self.catalog)
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
-        recorded = {name: _scalar(value) for name, value in everything.items() if value is not None}
+        recorded = {name: _scalar(value) for name, value in redact(everything).items() if value is not None}
         for spec in enabled_trackers(self.config, self.catalog):
             context = (self.contexts or {}).get(spec.name, {})
             tracker = start_tracker(spec, self.config, context, recorded, place)
@@ -180,7 +181,7 @@ def _started(
     # A trial has parameters that its trainer's configuration does not contain.
     more = context.pop("params", {})
     tracker.context, tracker.place = context, place or Place()
-    tracker.start({**params, **more})
+    tracker.start(redact({**params, **more}))
     return tracker
 
 

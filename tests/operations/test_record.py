@@ -19,7 +19,7 @@ import pytest
 
 from distributed import DistributedConfig
 from distributed.errors import WorkerError
-from distributed.operations.report.record_format import NAME, append, without_passwords
+from distributed.operations.report.record_format import NAME, append
 from distributed.operations.report.stitch import read_runs
 from tests.support import commands
 from tests.support.records import lines, one_run, train
@@ -149,7 +149,6 @@ def test_numbers_that_json_lacks_are_written_and_read_back(tmp_path: Path) -> No
 
 
 def test_passwords_in_urls_stay_out(tmp_path: Path) -> None:
-    assert without_passwords("postgresql://me:secret@host/db") == "postgresql://***@host/db"
     train(tmp_path, max_steps=2, tracking={"mlflow_tracking_uri": "https://me:secret@host/mlflow"})
     text = (tmp_path / NAME).read_text()
     assert "secret" not in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,10 +14,11 @@ from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
-from distributed.operations.deploy.checks import check_text, looks_secret
+from distributed.operations.deploy.checks import check_text
 from distributed.operations.deploy.text_formats import dump
 from distributed.planner.backend_choice import move_to_zero
 from distributed.planner.resolve import resolve
+from distributed.redaction import holds_secret
 from distributed.registry.catalog import Catalog
 
 _Form = TypeVar("_Form")
@@ -117,8 +118,8 @@ def make_job(
     try:
         for word in words:
             check_text(word, "an argument of the script")
-            if looks_secret("", word):
-                raise ValueError("an argument contains a password, and the files would hold it in plain text")
+        if holds_secret(words):
+            raise ValueError("an argument contains a password, and the files would hold it in plain text")
     except ValueError as error:
         raise UserError(str(error), field="--") from None
     if config.launch in ("spawn", "per-rank"):
@@ -230,23 +231,12 @@ def torchrun_flags(job: Job, nodes: str) -> list[str]:
 def _check_secrets(config: DistributedConfig) -> None:
     for layer in as_layers(config):
         for name, value in layer.values.items():
-            if any(looks_secret("", text) for text in _texts(value)):
+            if holds_secret(value, name):
                 raise UserError(
                     "it contains a password, and the files would hold it in plain text",
                     field=name,
                     remedy="Leave it out of the address, and give it to the job as an environment variable",
                 )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
 
 
 def _uses_gpus(config: DistributedConfig) -> bool:

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from distributed.operations.report.record_format import without_passwords
+from distributed.redaction import redact_text
 
 _UNITS = {
     "samples_per_second": "samples/s",
@@ -91,9 +91,9 @@ def cell(value: Any) -> str:
 
 
 def setting(value: Any) -> str:
-    """A configuration value, without passwords."""
+    """A configuration value, without secrets."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return without_passwords(f"{value:g}" if isinstance(value, float) else str(value))
+    return redact_text(f"{value:g}" if isinstance(value, float) else str(value))

@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed.errors import UserError
 from distributed.operations.report.record_format import NAME, VERSION
+from distributed.redaction import redact
 
 _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "start": {"record": int, "attempt": str, "run": str, "place": dict, "config": list},
@@ -120,17 +121,20 @@ def _check(record: Record, path: Path) -> None:
         )
 
 
-def _parsed(line: Any) -> dict[str, Any] | None:
+def _parsed(found: Any) -> dict[str, Any] | None:
     """The line, with its metrics as numbers; None when it is not a record line."""
-    if not isinstance(line, dict) or not isinstance(line.get("time"), int | float):
+    if not isinstance(found, dict) or not isinstance(found.get("time"), int | float):
         return None
-    needed = _NEEDED.get(str(line.get("kind")))
-    if needed is None or any(not isinstance(line.get(name), kind) for name, kind in needed.items()):
+    needed = _NEEDED.get(str(found.get("kind")))
+    if needed is None or any(not isinstance(found.get(name), kind) for name, kind in needed.items()):
         return None
+    line: dict[str, Any] = redact(found)  # an earlier version may have written it
     if "figures" in line:
         line["figures"] = _figures(line["figures"])
     if "config" in line:
-        line["config"] = [tuple(item) for item in line["config"] if _is_setting(item)]
+        line["config"] = [
+            (name, redact(value, name), origin) for name, value, origin in filter(_is_setting, line["config"])
+        ]
     return line
 
 

@@ -18,14 +18,14 @@ import errno
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from distributed.redaction import redact
+
 NAME = "record.jsonl"
 VERSION = 1
-_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
 
 
 def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any]) -> None:
@@ -36,11 +36,12 @@ def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any])
     Args:
         kind: kind from this module's table.
         values: anything; what JSON lacks is written as text, NaN and infinity as ``"nan"``, ``"inf"``.
+            Secrets are left out.
 
     Raises:
         OSError: it cannot be written, or not all of it.
     """
-    plain = _plain({"kind": kind, "time": round(time.time(), 3), **values})
+    plain = redact(_plain({"kind": kind, "time": round(time.time(), 3), **values}))
     line = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     descriptor = _opened(folder)
     try:
@@ -50,11 +51,6 @@ def append(folder: str | os.PathLike[str], kind: str, values: Mapping[str, Any])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
-
-
-def without_passwords(text: str) -> str:
-    """`text`, user names and passwords in its URLs left out."""
-    return _PASSWORD.sub(r"\1***@", text)
 
 
 def _opened(folder: str | os.PathLike[str]) -> int:
@@ -80,4 +76,4 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    return without_passwords(value if isinstance(value, str) else str(value))
+    return value if isinstance(value, str) else str(value)

@@ -14,6 +14,7 @@ from distributed.operations.report.formats import seconds
 from distributed.operations.report.read import Record, read_record
 from distributed.operations.report.record_format import NAME
 from distributed.operations.report.runs import Attempt, Failure, Line, Run
+from distributed.redaction import redact_text
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -209,10 +210,11 @@ def _add_reports(runs: list[Run], folder: Path) -> None:
         if run is None or any(path.name in f.summary or path.name in f.details for f in run.failures):
             continue
         try:
-            first, _, details = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+            text = redact_text(path.read_text(encoding="utf-8", errors="replace"))
         except OSError as error:
             run.notes.append(f"{path.name} cannot be read: {error.strerror}.")
             continue
+        first, _, details = text.partition("\n")
         run.failures.append(Failure(_time_of(path), f"{first} ({path.name})", details=details))
     for run in runs:
         run.failures.sort(key=lambda failure: failure.time)

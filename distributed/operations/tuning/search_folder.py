@@ -10,7 +10,8 @@ from typing import Any
 
 from distributed.errors import UserError
 from distributed.operations.tuning.trial import ORDER, TrialOrder
-from distributed.operations.tuning.trial_record import Trial
+from distributed.operations.tuning.trial_record import Trial, load_trial
+from distributed.redaction import redact
 from distributed.system.private_files import draft_of, write_private
 
 __all__ = ["SearchFolder", "new_folder"]
@@ -50,7 +51,7 @@ class SearchFolder:
             )
         for field, value in asked.items():
             # A folder of an earlier version lacks some arguments.
-            if known["asked"].get(field, value) != value:
+            if redact(known["asked"].get(field, value)) != redact(value):
                 raise UserError(
                     f"the search in {self.path} was started with {known['asked'][field]!r}",
                     field=field,
@@ -89,8 +90,13 @@ class SearchFolder:
             self.note(complete=True)
 
     def read_results(self) -> list[Trial]:
-        """Read the trials of a complete search."""
-        return [Trial(**trial) for trial in _read(self.results)["trials"]]
+        """Read the trials of a complete search, with the parameters as they were sampled: the file of all
+        trials, which trackers copy, holds no secrets."""
+        trials = [Trial(**trial) for trial in _read(self.results)["trials"]]
+        for trial in trials:
+            own = load_trial(self.path, trial.name)
+            trial.parameters = trial.parameters if own is None else own.parameters
+        return trials
 
 
 def new_folder(root: Path) -> Path:
@@ -109,4 +115,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    write_private(path, json.dumps(value, indent=1, default=repr).encode())
+    plain = json.loads(json.dumps(value, default=repr))
+    write_private(path, json.dumps(redact(plain), indent=1).encode())

@@ -28,6 +28,7 @@ from distributed.operations.tuning.trial_record import (
     load_trial,
     trial_folder,
 )
+from distributed.redaction import redact_text
 from distributed.system.private_files import write_private
 
 ORDER = "order.bin"
@@ -282,9 +283,9 @@ class _Trial:
 
     def _fail(self, error: BaseException) -> NoReturn:
         self.record.status, self.record.is_mistake = "failed", isinstance(error, UserError)
-        text = str(error).partition("\n")[0]
+        text = redact_text(str(error)).partition("\n")[0]
         self.record.error = text if self.record.is_mistake else f"{type(error).__name__}: {text}"
-        details = "".join(traceback.format_exception(error))
+        details = redact_text("".join(traceback.format_exception(error)))
         self._write()
         write_private(self.folder / "error.txt", details.encode())
         # Not every exception can be pickled for the search.

@@ -136,6 +136,34 @@ TOKEN = "0123456789abcdefghij"
         ),
         ("slurm", {}, {"setup": [f"echo AKIA{'X' * 16} > ~/.aws/x"]}, "setup contains a line with a secret"),
         ("slurm", {}, {"setup": ["export TOKEN=${TOKEN:-abc}"]}, "setup contains a line with a secret"),
+        *(
+            ("slurm", {}, {"env": [f"{name}=x"]}, "looks like a secret")
+            for name in ("PGPASSWORD", "DBPASS", "ACCESSTOKEN", "SMTP_PASS", "apikey", "MYSQL_PWD")
+        ),
+        *(
+            ("slurm", {"tracking": {"mlflow_tracking_uri": uri}}, {}, "contains a password")
+            for uri in (
+                *(
+                    "https://me:pa/ss@host",
+                    "https://me:p@ss@host",
+                    "me:pw@host/db",
+                    "sqlite:///x?access_token=abc",
+                ),
+                *(
+                    "postgresql+psycopg2://me:pw@h/db",
+                    "https://host/?token=abc",
+                    "s3://key:sec/ret@bucket/run",
+                ),
+            )
+        ),
+        ("slurm", {"deepspeed_config": {"wandb": {"api_key": "x"}}}, {}, "contains a password"),
+        ("slurm", {}, {"setup": ["DBPASS=x psql"]}, "setup contains a line with a secret"),
+        (
+            "slurm",
+            {},
+            {"setup": ["curl https://host/?access_token=abc"]},
+            "setup contains a line with a secret",
+        ),
         ("kubernetes", {}, {"env": ["1A=x"]}, "not a valid variable name"),
         ("kubernetes", {}, {"env": ["A"]}, "has no '='"),
         ("slurm", {}, {"env": ["A=\0"]}, "NUL"),
@@ -258,6 +286,22 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     assert "cannot write there" in capsys.readouterr().err
 
 
-def test_a_password_among_the_scripts_arguments_is_refused() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--db", "postgresql://me:pw@host/x"],
+        ["--db", "https://me:pa/ss@host"],
+        ["--password", "hunter2"],
+        ["--access-token=abc"],
+        ["DBPASS=abc"],
+        ["--key", "AKIAABCDEFGHIJKLMNOP"],
+    ],
+)
+def test_a_password_among_the_scripts_arguments_is_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match="an argument contains a password"):
-        render("slurm", RUN, arguments=["--db", "postgresql://me:pw@host/x"])
+        render("slurm", RUN, arguments=words)
+
+
+def test_arguments_without_a_password_are_taken() -> None:
+    words = ["--tokenizer", "gpt2", "--max-tokens", "5", "--password-file", "/run/x", "--token", "$TOKEN"]
+    assert "gpt2" in render("slurm", RUN, arguments=words).files["train.sbatch"]
