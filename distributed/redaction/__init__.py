@@ -7,8 +7,8 @@ What a secret is:
 - user name and password in an address, with and without a scheme, whatever characters the password has;
 - a well-known form of token (``ghp_``, ``hf_``, ``AKIA``, ``sk-``, a JSON web token) and a PEM block.
 
-`redact` and its forms replace it by `MARK`, keep host, path and database, and return new values: the run itself
-uses the values as they were given. When in doubt they redact. Lines of our logger are redacted, too.
+`redact` and its forms replace it by `MARK`, keep host, path and database, and return new values: the run
+itself uses the values as they were given. When in doubt they redact. Lines of our logger are redacted, too.
 `holds_secret` is the check of files that must not contain secrets; when in doubt it accepts.
 """
 
