@@ -84,6 +84,8 @@ def _end_of_userinfo(text: str, at: int, end: int, last: int, certain: bool) -> 
     if inside == -1:
         return _end_of_odd_password(text, start, stop, end, last, certain)
     if ":" in text[start:inside]:
+        if certain and text[inside - 1] == ":" and last == inside:
+            return None  # no password: it was looked up
         return last  # a later @ may be the password's: rather the host goes than a part of it stays
     user, scheme = text[start:inside], text[_begin_of_scheme(text, at) : at].lower()
     if user == "git" or scheme.endswith(("ssh", "sftp", "rsync")):

@@ -7,202 +7,62 @@ from functools import lru_cache
 
 __all__ = ["is_secret_name"]
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Words of a name, at separators, digits and changes of case: PGPASSWORD, db_pass, dbPass, APIKey.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]")
 
 _ESCAPED = re.compile(r"%([0-7][0-9a-fA-F])")
 
-_ANYWHERE = (
-    *(
-        "password",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "secret",
-        "credential",
-        "authorization",
-        "connectionstring",
-    ),
-    *("apikey", "accesskey", "privatekey", "authtoken", "accesstoken", "refreshtoken"),
-)
+_ANYWHERE = _words("""
+    password passwd passphrase passcode secret credential authorization connectionstring apikey
+    accesskey privatekey authtoken accesstoken refreshtoken
+""")
 """Letters that make a name secret wherever they stand in it, separators left out."""
 
-_WORD = {"pwd", "pw", "psw", "cred", "creds", "auth", "oauth", "jwt", "bearer", "cookie", "cookies", "pat"}
-_QUERY = {"key", "sig", "signature", "code", "sas", "pass", "session", "sessionid", "sid"}
+_WORD = _words("pwd pw psw cred creds auth oauth jwt bearer cookie cookies pat")
+_QUERY = _words("key sig signature code sas pass session sessionid sid")
 """Query parameters that grant access, though other things have the same names."""
 
-_DESCRIPTIONS = {
-    *("file", "files", "path", "paths", "dir", "folder", "mode", "type", "name", "names", "url", "uri"),
-    *(
-        "endpoint",
-        "host",
-        "port",
-        "sock",
-        "socket",
-        "user",
-        "username",
-        "enabled",
-        "required",
-        "count",
-        "len",
-    ),
-    *(
-        "length",
-        "size",
-        "limit",
-        "method",
-        "ttl",
-        "timeout",
-        "expiry",
-        "expires",
-        "manager",
-        "store",
-        "server",
-    ),
-    *("provider", "policy", "field", "column", "prompt", "version", "index", "backend", "plugin", "scheme"),
-    *(
-        "domain",
-        "realm",
-        "algorithm",
-        "format",
-        "helper",
-        "command",
-        "cmd",
-        "ref",
-        "py",
-        "yaml",
-        "yml",
-        "json",
-    ),
-}
+_DESCRIPTIONS = _words("""
+    file files path paths dir folder mode type name names url uri endpoint host port sock socket user
+    username enabled required count len length size limit method ttl timeout expiry expires manager
+    store server provider policy field column prompt version index backend plugin scheme domain realm
+    algorithm format helper command cmd ref py yaml yml json
+""")
 """Last words of names that describe a secret and do not hold it: PASSWORD_FILE, AUTH_MODE."""
 
-_PASS_BEFORE = {
-    *(
-        "forward",
-        "backward",
-        "first",
-        "second",
-        "last",
-        "single",
-        "two",
-        "multi",
-        "one",
-        "per",
-        "low",
-        "high",
-    ),
-    *(
-        "band",
-        "all",
-        "by",
-        "num",
-        "max",
-        "fast",
-        "full",
-        "each",
-        "com",
-        "ask",
-        "tres",
-        "over",
-        "under",
-        "sur",
-    ),
-    *("encom", "every", "next", "test", "train", "eval"),
-}
-_PASS_AFTER = {
-    "through",
-    "thru",
-    "fail",
-    "rate",
-    "count",
-    "over",
-    "by",
-    "filter",
-    "to",
-    "on",
-    "at",
-    "k",
-    "idx",
-}
+_PASS_BEFORE = _words("""
+    forward backward first second last single two multi one per low high band all by num max fast full
+    each com ask tres over under sur encom every next test train eval
+""")
+_PASS_AFTER = _words("through thru fail rate count over by filter to on at k idx")
 
 # In models and their data, tokens are pieces of text.
-_TOKEN_BEFORE = {
-    *("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "audio", "video", "start", "end", "stop"),
-    *("special", "prev", "next", "first", "last", "per", "new", "num", "max", "min", "total", "text", "word"),
-    *(
-        "input",
-        "output",
-        "target",
-        "source",
-        "prompt",
-        "vision",
-        "begin",
-        "sub",
-        "decoder",
-        "padding",
-        "blank",
-    ),
-    *("each", "by", "de", "re", "additional", "boi", "eoi", "eot", "class", "distillation", "dist"),
-}
-_TOKEN_AFTER = {
-    *(
-        "id",
-        "ids",
-        "type",
-        "types",
-        "counts",
-        "embedding",
-        "embeddings",
-        "embed",
-        "dropout",
-        "indices",
-        "idx",
-        "mask",
-    ),
-    *("level", "classification", "per", "shift", "mixing", "merging", "budget", "rate", "dim", "position"),
-    *("positions", "pos", "loss", "losses", "accuracy", "num", "weight", "weights", "ratio", "prob", "probs"),
-    *("logits", "labels", "ize", "izer", "block", "shape", "pooling", "pruning", "drop", "choice"),
-}
-_TOKENS_BEFORE = {"access", "auth", "api", "refresh", "bearer", "secret", "session", "user"}
+_TOKEN_BEFORE = _words("""
+    pad eos bos unk sep cls mask image audio video start end stop special prev next first last per new
+    num max min total text word input output target source prompt vision begin sub decoder padding blank
+    each by de re additional boi eoi eot class distillation dist
+""")
+_TOKEN_AFTER = _words("""
+    id ids type types counts embedding embeddings embed dropout indices idx mask level classification
+    per shift mixing merging budget rate dim position positions pos loss losses accuracy num weight
+    weights ratio prob probs logits labels ize izer block shape pooling pruning drop choice
+""")
+_TOKENS_BEFORE = _words("access auth api refresh bearer secret session user")
 
-_KEY_BEFORE = {
-    *(
-        "primary",
-        "foreign",
-        "sort",
-        "partition",
-        "cache",
-        "public",
-        "metric",
-        "metrics",
-        "group",
-        "row",
-        "index",
-    ),
-    *(
-        "dict",
-        "map",
-        "registry",
-        "layout",
-        "join",
-        "hash",
-        "sample",
-        "data",
-        "label",
-        "labels",
-        "image",
-        "text",
-    ),
-    *("input", "inputs", "output", "outputs", "target", "targets", "feature", "features", "batch", "state"),
-    *("prefix", "query", "dataset", "item", "tuple", "composite", "natural", "lookup", "search", "routing"),
-    *("monitor", "loss", "param", "params", "parameter", "weight", "weights", "module", "layer", "config"),
-    *("option", "flag", "attr", "attribute", "time", "date", "order", "unique", "object", "page", "event"),
-    *("short", "hot", "any", "arrow", "num", "max", "min", "first", "last", "next", "prev", "this", "the"),
-    *("each", "per", "no", "has", "is", "use", "by", "column", "model", "optimizer", "step", "epoch", "id"),
-    *("tag", "record", "bucket", "file", "field", "node", "prng", "rng", "random", "jax", "hydra", "log"),
-    *("mask", "value", "values", "logits", "sub", "audio", "video", "caption", "prompt", "best", "study"),
-}
+_KEY_BEFORE = _words("""
+    primary foreign sort partition cache public metric metrics group row index dict map registry layout
+    join hash sample data label labels image text input inputs output outputs target targets feature
+    features batch state prefix query dataset item tuple composite natural lookup search routing monitor
+    loss param params parameter weight weights module layer config option flag attr attribute time date
+    order unique object page event short hot any arrow num max min first last next prev this the each
+    per no has is use by column model optimizer step epoch id tag record bucket file field node prng rng
+    random jax hydra log mask value values logits sub audio video caption prompt best study
+""")
 _STAGES = {"prod", "dev", "staging", "live", "old", "new", "main"}
 _KEY_AFTER = {"id", "base", "pem", *_STAGES}
 _KEY_GLUED = re.compile(

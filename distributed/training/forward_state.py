@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 __all__ = ["Buffers", "warn_of_changes"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("distributed")
 
 
 class Buffers:

@@ -46,7 +46,7 @@ from distributed.training.task_checks import (
 
 __all__ = ["Objective", "accuracy", "align_classes", "split_batch"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("distributed")
 
 Terms = tuple[Tensor, "Tensor | int"]
 

@@ -170,6 +170,7 @@ def test_what_redaction_left_is_recognized() -> None:
         {"token": "$HF_TOKEN", "password_file": "/run/x", "auth": "~/.netrc"},
         ["--token", "$T", "--password", "/run/secret"],
         "https://me@host/a and git+https://host:8443/a/b@v1",
+        "pip install git+https://me:@host/a and git+https://@host/b",
         "invalid password: must be longer",
     ],
 )

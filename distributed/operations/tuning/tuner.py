@@ -24,7 +24,7 @@ from distributed.registry.catalog import get_catalog, load_target, require
 
 __all__ = ["DistributedTuner"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("distributed")
 _FIXED = (str, int, float, bool, type(None))
 
 
