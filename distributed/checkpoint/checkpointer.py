@@ -30,6 +30,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.checkpointer import Checkpointer
 from distributed.interfaces.state import BackendState
+from distributed.system.strict_json import shown
 
 logger = logging.getLogger("distributed")
 
@@ -405,11 +406,14 @@ class PortableCheckpointer(Checkpointer):
 
     def _marked(self) -> str | None:
         try:
-            name = str(unseal(self.files.read(self._best_file)).get("best"))
+            name = unseal(self.files.read(self._best_file)).get("best")
+            if not isinstance(name, str) or not STEP.fullmatch(name):
+                raise ValueError(f"{shown(name)} is not the name of a checkpoint")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("passing over %s: %s", self._best_file, error)
+            why = getattr(error, "strerror", None) or error
+            logger.warning("passing over %s: %s", self._best_file, why)
             return None
         return os.path.join(self.directory, name) if STEP.fullmatch(name) else None
 

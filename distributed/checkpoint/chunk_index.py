@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.system.strict_json import shown
+
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -17,6 +19,27 @@ ITEM_SIZES = {
     "complex128": 16,
 }
 """Bytes per element of every dtype the format knows, by torch's name."""
+
+
+LARGEST = 2**63 - 1
+"""Of every count, offset and number of elements."""
+_MAX_DIMENSIONS = 64
+
+
+def is_shape(value: Any) -> bool:
+    """Whether `value` is a list of sizes with which torch can make a tensor."""
+    return (
+        type(value) is list
+        and len(value) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size <= LARGEST for size in value)
+        # Strides are computed as if no dimension were empty.
+        and math.prod(size or 1 for size in value) <= LARGEST
+    )
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer of 0 to `LARGEST`."""
+    return type(value) is int and 0 <= value <= LARGEST
 
 
 @dataclass(frozen=True)
@@ -106,25 +129,31 @@ class ChunkEntry:
                 data["offset"],
                 data["crc32"],
             )
-            whole = (math.prod(entry.shape),) if flat else entry.shape
-            entry._check(whole, data["nbytes"])
+            entry._check_types()
+            entry._check_place(data["nbytes"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"malformed chunk: {error!r}") from None
         return entry
 
-    def _check(self, whole: tuple[int, ...], nbytes: int) -> None:
+    def _check_types(self) -> None:
+        for text in (self.key, self.name, self.file):
+            if not isinstance(text, str):
+                raise ValueError(f"a chunk's key, name or file is {shown(text)}")
         if self.view not in ("flat", "nd"):
-            raise ValueError(f"unknown view {self.view!r} of '{self.name}'")
+            raise ValueError(f"unknown view {shown(self.view)} of {shown(self.name)}")
         if self.dtype not in ITEM_SIZES:
-            raise ValueError(f"unknown dtype {self.dtype!r} of '{self.name}'")
-        numbers = (*self.shape, *self.offsets, *self.lengths, self.offset)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"a place in '{self.name}' is not a whole number")
+            raise ValueError(f"unknown dtype {shown(self.dtype)} of {shown(self.name)}")
+        numbers = (*self.offsets, *self.lengths, self.offset, self.crc32)
+        if not is_shape(list(self.shape)) or not all(map(is_count, numbers)):
+            raise ValueError(f"a place in {shown(self.name)} is not a whole number of 64 bits")
+
+    def _check_place(self, nbytes: Any) -> None:
+        whole = (math.prod(self.shape),) if self.view == "flat" else self.shape
         inside = all(o + n <= w for o, n, w in zip(self.offsets, self.lengths, whole, strict=False))
         if not len(self.offsets) == len(self.lengths) == len(whole) or not inside:
-            raise ValueError(f"a chunk reaches beyond '{self.name}' of shape {self.shape}")
-        if nbytes != self.nbytes:
-            raise ValueError(f"a chunk of '{self.name}' has {nbytes} bytes, needs {self.nbytes}")
+            raise ValueError(f"a chunk reaches beyond {shown(self.name)} of shape {self.shape}")
+        if not is_count(nbytes) or nbytes != self.nbytes:
+            raise ValueError(f"a chunk of {shown(self.name)} has {shown(nbytes)} bytes, needs {self.nbytes}")
 
 
 def _box_segments(

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from distributed.checkpoint.chunk_index import ITEM_SIZES, is_shape
 from distributed.errors import UserError
+from distributed.system.strict_json import parse_json, shown
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "decode_json", "encode"]
 
 TAG = "$"
+_MAX_DEPTH = 64
+"""Containers inside each other. Each is up to three levels of JSON, of which `strict_json.MAX_DEPTH` may be
+nested."""
+_MAX_HEX_DIGITS = 3500
+"""Python prints no larger integers."""
+_ARRAY_DTYPE = re.compile(r"[<|][biufcSU]\d{1,9}")
 # Python refuses to print integers of more than 4300 decimal digits; hexadecimal has no limit.
 _LARGEST_PLAIN_INT = 2**63
 _DICTS = (dict, defaultdict, OrderedDict)
@@ -54,11 +63,20 @@ def decode(data: Any) -> Any:
         return {key: decode(item) for key, item in data.items()}
     decoder = _DECODERS.get(data[TAG]) if isinstance(data[TAG], str) else None
     if decoder is None:
-        raise ValueError(f"unknown type {data[TAG]!r} in encoded state")
+        raise ValueError(f"unknown type {shown(data[TAG])} in encoded state")
     try:
         return decoder(data)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"damaged {data[TAG]!r} in encoded state: {error!r}") from None
+        raise ValueError(f"damaged {data[TAG]!r} in encoded state: {shown(error)}") from None
+
+
+def decode_json(raw: bytes) -> Any:
+    """`decode` of a JSON text.
+
+    Raises:
+        ValueError: it does not come from `encode`.
+    """
+    return decode(parse_json(raw))
 
 
 def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
@@ -66,7 +84,7 @@ def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     if value is None or kind is bool or kind is str:
         return value
     if kind is int:
-        return value if abs(value) < _LARGEST_PLAIN_INT else {TAG: "int", "v": hex(value)}
+        return value if abs(value) < _LARGEST_PLAIN_INT else _encode_large(value, path)
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
     if kind is bytes:
@@ -74,8 +92,17 @@ def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     if kind in _CONTAINERS:
         if id(value) in parents:
             raise _refuse(path, "a value that contains itself")
+        if len(parents) >= _MAX_DEPTH:
+            raise _refuse(path, f"nested deeper than {_MAX_DEPTH} levels")
         return _CONTAINERS[kind](value, path, (*parents, id(value)))
     return _encode_array(value, path)
+
+
+def _encode_large(value: int, path: str) -> Any:
+    text = hex(value)
+    if len(text) > _MAX_HEX_DIGITS:
+        raise _refuse(path, f"an integer of {value.bit_length():,} bits")
+    return {TAG: "int", "v": text}
 
 
 def _items(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> list[Any]:
@@ -132,6 +159,8 @@ def _encode_array(value: Any, path: str) -> Any:
         flat = value.detach().reshape(-1).to("cpu", copy=True).contiguous()
         raw = flat.view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in ITEM_SIZES:
+            raise _refuse(path, f"a tensor of dtype {dtype}")
         return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": _text(raw)}
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.kind not in "biufcSU":
@@ -146,10 +175,12 @@ def _encode_array(value: Any, path: str) -> Any:
 def _decode_tensor(data: dict[str, Any]) -> Any:
     import torch
 
-    dtype = getattr(torch, data["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown tensor dtype {data['dtype']!r} in encoded state")
+    size = ITEM_SIZES.get(data["dtype"]) if isinstance(data["dtype"], str) else None
+    if size is None:
+        raise ValueError(f"unknown tensor dtype {shown(data['dtype'])} in encoded state")
     raw = bytearray(_bytes(data["v"]))
+    _check_size(data, len(raw), size)
+    dtype = getattr(torch, data["dtype"])
     flat = torch.frombuffer(raw, dtype=dtype).clone() if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(data["shape"])
 
@@ -157,31 +188,73 @@ def _decode_tensor(data: dict[str, Any]) -> Any:
 def _decode_array(data: dict[str, Any]) -> Any:
     import numpy
 
-    dtype = numpy.dtype(str(data["dtype"]))
-    if dtype.kind not in "biufcSU":
-        raise ValueError(f"unknown array dtype {data['dtype']!r} in encoded state")
-    array = numpy.frombuffer(_bytes(data["v"]), dtype=dtype).reshape(data["shape"])
-    array = array.astype(dtype.newbyteorder("="))
-    return array if data[TAG] == "ndarray" else array[()]
+    if not isinstance(data["dtype"], str) or not _ARRAY_DTYPE.fullmatch(data["dtype"]):
+        raise ValueError(f"unknown array dtype {shown(data['dtype'])} in encoded state")
+    dtype = numpy.dtype(data["dtype"])
+    raw = _bytes(data["v"])
+    _check_size(data, len(raw), dtype.itemsize)
+    if not dtype.itemsize and data["shape"] == []:
+        return dtype.type()
+    if dtype.kind == "U" and (numpy.frombuffer(raw, "<u4") > sys.maxunicode).any():
+        raise ValueError("an array of text holds no text in encoded state")
+    array = numpy.frombuffer(raw, dtype=dtype).reshape(data["shape"]).astype(dtype.newbyteorder("="))
+    if data[TAG] == "ndarray":
+        return array
+    if data["shape"]:
+        raise ValueError("a scalar has a shape in encoded state")
+    return array[()]
+
+
+def _check_size(data: dict[str, Any], nbytes: int, item: int) -> None:
+    shape = data["shape"]
+    if not is_shape(shape) or math.prod(shape) * item != nbytes:
+        raise ValueError(f"{data[TAG]} of shape {shown(shape)} has {nbytes} bytes in encoded state")
+
+
+def _decode_int(data: dict[str, Any]) -> int:
+    text = data["v"]
+    if len(text) > _MAX_HEX_DIGITS or not re.fullmatch("-?0x[0-9a-f]+", text):
+        raise ValueError(f"no integer: {shown(text)} in encoded state")
+    return int(text, 16)
+
+
+def _decode_float(data: dict[str, Any]) -> float:
+    if data["v"] not in ("nan", "inf", "-inf"):
+        raise ValueError(f"no number: {shown(data['v'])} in encoded state")
+    return float(data["v"])
 
 
 def _decode_pairs(data: dict[str, Any]) -> dict[Any, Any]:
-    return {decode(key): decode(item) for key, item in data["v"]}
+    pairs = _list(data["v"])
+    found = {decode(key): decode(item) for key, item in map(_list, pairs)}
+    if len(found) != len(pairs):
+        raise ValueError("a key is set twice in encoded state")
+    return found
+
+
+def _decode_counter(data: dict[str, Any]) -> Any:
+    return Counter(_decode_pairs(data))
 
 
 def _decode_items(data: dict[str, Any]) -> list[Any]:
-    return [decode(item) for item in data["v"]]
+    return [decode(item) for item in _list(data["v"])]
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{shown(value)} is not a list in encoded state")
+    return value
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "int": lambda data: int(data["v"], 16),
-    "float": lambda data: float(data["v"]),
+    "int": _decode_int,
+    "float": _decode_float,
     "bytes": lambda data: _bytes(data["v"]),
     "tuple": lambda data: tuple(_decode_items(data)),
     "set": lambda data: set(_decode_items(data)),
     "frozenset": lambda data: frozenset(_decode_items(data)),
     "dict": _decode_pairs,
-    "Counter": lambda data: Counter(_decode_pairs(data)),
+    "Counter": _decode_counter,
     "tensor": _decode_tensor,
     "ndarray": _decode_array,
     "scalar": _decode_array,

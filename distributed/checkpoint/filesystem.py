@@ -13,6 +13,13 @@ from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO, ClassVar
 
+from distributed.errors import UserError
+from distributed.system.regular_files import open_regular
+from distributed.system.strict_json import MAX_VALUES, count_marks, parse_json
+
+LARGEST_JSON = 1 << 30
+"""Bytes of a manifest, index or mark at most."""
+
 _SEAL = b'{"sha256":"'
 _BLOCK = 1 << 20
 _REFUSALS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -151,28 +158,35 @@ class FileLayer:
             return []
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Bytes of each file in a directory."""
+        """Bytes of each regular file in a directory; links are left out."""
         with os.scandir(directory) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if not entry.is_dir()}
+            regular = (entry for entry in entries if entry.is_file(follow_symlinks=False))
+            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in regular}
 
     def modified(self, path: str) -> float:
         """When a file was last written, in seconds since the epoch."""
         return os.stat(path).st_mtime
 
     def read(self, path: str) -> bytes:
-        """A whole file."""
-        with open(path, "rb") as file:
-            return file.read()
+        """A whole file of sealed JSON, of at most `LARGEST_JSON` bytes."""
+        data = bytearray()
+        for block in self.blocks(path):
+            # JSON has none, and the unwritten parts of a sparse file have nothing else.
+            if 0 in block:
+                raise OSError(errno.EINVAL, "it is not text: it contains zero bytes", path)
+            data += block
+            check_json_size(path, len(data))
+        return bytes(data)
 
     def blocks(self, path: str) -> Iterator[bytes]:
         """A whole file, piece by piece."""
-        with open(path, "rb") as file:
+        with open_regular(path, follow_links=False) as file:
             while block := file.read(_BLOCK):
                 yield block
 
     def ranges(self, path: str) -> Ranges:
         """What reads parts of a file, for as long as it is kept."""
-        with open(path, "rb") as file:
+        with open_regular(path, follow_links=False) as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return lambda start, end: memoryview(b"")
             mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
@@ -193,9 +207,26 @@ class FileLayer:
         return crc
 
 
+def check_json_size(path: str, size: int) -> None:
+    """Raise an OSError when a file of sealed JSON has more than `LARGEST_JSON` bytes."""
+    if size > LARGEST_JSON:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_JSON:,} bytes", path)
+
+
 def seal(content: dict[str, Any]) -> bytes:
-    """`content` as JSON whose first entry is the SHA-256 of all the bytes behind it."""
+    """`content` as JSON whose first entry is the SHA-256 of all the bytes behind it.
+
+    Raises:
+        UserError: it is larger than what is read back.
+    """
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")[1:]
+    if len(body) > LARGEST_JSON - 100 or count_marks(body) > MAX_VALUES:
+        raise UserError(
+            "the state besides tensors of the model and the optimizer is too large for a checkpoint",
+            got=f"{len(body):,} bytes with {count_marks(body):,} separators of values",
+            allowed=f"{LARGEST_JSON:,} bytes with {MAX_VALUES:,}",
+            remedy="Keep long lists in states of callbacks, schedulers and datasets as tensors or arrays",
+        )
     return _SEAL + hashlib.sha256(body).hexdigest().encode("ascii") + b'",' + body
 
 
@@ -203,12 +234,12 @@ def unseal(raw: bytes) -> dict[str, Any]:
     """The content of sealed JSON.
 
     Raises:
-        ValueError: one byte differs from what was sealed.
+        ValueError: one byte differs from what was sealed, or what was sealed is not what `seal` writes.
     """
     start = len(_SEAL) + 64
     body = raw[start + 2 :]
     digest = hashlib.sha256(body).hexdigest().encode("ascii")
     if raw[: start + 2] != _SEAL + digest + b'",':
         raise ValueError("its hash does not match its content")
-    content: dict[str, Any] = json.loads(b"{" + body)
+    content: dict[str, Any] = parse_json(b"{" + body)
     return content

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
-from distributed.checkpoint.filesystem import FileLayer, Ranges
+from distributed.checkpoint.filesystem import FileLayer, Ranges, check_json_size
 from distributed.errors import UserError
 
 __all__ = ["ObjectLayer", "located"]
@@ -195,8 +195,12 @@ class ObjectLayer(FileLayer):
     def modified(self, path: str) -> float:
         return float(self._store.modified(path).timestamp())
 
-    @_as_os_error
     def read(self, path: str) -> bytes:
+        check_json_size(path, self._size(path))
+        return self._content(path)
+
+    @_as_os_error
+    def _content(self, path: str) -> bytes:
         return bytes(self._store.cat_file(path))
 
     def blocks(self, path: str) -> Iterator[bytes]:

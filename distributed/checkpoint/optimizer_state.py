@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from distributed.checkpoint.dtensor import is_sharded, local_part, read_part, wrap_like
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
+from distributed.system.strict_json import shown
 
 NAMES = "names"
 _LIVE = ("params", "param_names")
@@ -248,3 +249,25 @@ def _check_family(number: int, group: Mapping[str, Any], saved: Mapping[str, Any
             field="optimizer",
             remedy="Resume with the optimizer that was saved",
         )
+    for key in sorted(group.keys() & saved.keys()):
+        if not same_kind(group[key], saved[key]):
+            raise UserError(
+                f"parameter group {number} has {key}={shown(saved[key])} in the checkpoint, and"
+                f" {key}={shown(group[key])} in the optimizer",
+                field="optimizer",
+                remedy="Resume from an older checkpoint",
+            )
+
+
+def same_kind(own: Any, saved: Any) -> bool:
+    """Whether `saved` can take the place of a number or of several numbers, `own`; True of other values."""
+    if isinstance(own, list | tuple) and own and all(map(_is_number, own)):
+        if not isinstance(saved, list | tuple):
+            return False
+        fits = isinstance(own, list) or len(own) == len(saved)
+        return fits and all(map(_is_number, saved))
+    return saved is None or not _is_number(own) or _is_number(saved)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor)

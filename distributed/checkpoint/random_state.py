@@ -46,3 +46,24 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+def check_rng(state: Any) -> None:
+    """Raise a ValueError unless `restore_rng` accepts `state`; no generator of this process changes."""
+    try:
+        _set_copies(state)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"no state of random number generators: {error!r}") from None
+
+
+def _set_copies(state: Any) -> None:
+    random.Random(0).setstate(state["python"])
+    if not isinstance(state["python"][2], float | int | None):
+        raise ValueError("the next number of Python's generator is no number")
+    torch.Generator().set_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.RandomState(0).set_state(state["numpy"])
+    if "cuda" in state and (state["cuda"].dtype != torch.uint8 or state["cuda"].dim() != 1):
+        raise ValueError("the state of CUDA's generator is not of bytes")

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed.checkpoint.chunk_index import ITEM_SIZES, ChunkEntry, tiling_problems
-from distributed.checkpoint.codec import decode
+from distributed.checkpoint.codec import decode_json
 from distributed.checkpoint.file_names import FORMAT, MANIFEST, VERSION, rank_file
 from distributed.checkpoint.filesystem import FileLayer, Ranges, unseal
 from distributed.checkpoint.object_store import located
+from distributed.checkpoint.schema import (
+    EXTRA_STATE,
+    Manifest,
+    parse_entries,
+    parse_manifest,
+    parse_rank_extra,
+    record_steps,
+)
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
+from distributed.system.strict_json import shown
 
 __all__ = ["PortableReader", "check_files", "read_index", "read_manifest", "verify"]
 
+T = TypeVar("T")
 _REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 
 
@@ -27,7 +39,8 @@ def damaged(path: str, why: object) -> UserError:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of the checkpoint in directory `path`; its hash and all file sizes agree.
+    """The manifest of the checkpoint in directory `path`; it is well-formed, and its hash and all file sizes
+    agree.
 
     Raises:
         UserError: missing, incomplete, damaged, or of another format or version.
@@ -36,23 +49,24 @@ def read_manifest(path: str) -> dict[str, Any]:
     return _manifest(files, path)[0]
 
 
-def _manifest(files: FileLayer, path: str) -> tuple[dict[str, Any], str]:
-    """(the manifest, the directory of the files that it names)"""
+def _manifest(files: FileLayer, path: str) -> tuple[dict[str, Any], Manifest, str]:
+    """(the manifest as it is written, the checked one, the directory of the files that it names)"""
     file = os.path.join(path, MANIFEST)
-    manifest = _read_sealed(files, file)
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    content = _unsealed(file, _bytes_of(files, file))
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise UserError(
             f"{file} is not a checkpoint that this version reads",
-            got=f"{manifest.get('format')} version {manifest.get('version')}",
+            got=f"{shown(content.get('format'))} version {shown(content.get('version'))}",
             allowed=f"{FORMAT} version {VERSION}",
             remedy="Read it with the version of distributed-trainer that wrote it",
         )
     try:
-        folder = os.path.join(path, _bare(manifest["folder"])) if "folder" in manifest else path
-        check_files(files, folder, manifest["files"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(file, f"malformed: {error!r}") from None
-    return manifest, folder
+        manifest = parse_manifest(content)
+    except ValueError as error:
+        raise damaged(file, f"malformed: {error}") from None
+    folder = os.path.join(path, manifest.folder) if manifest.folder else path
+    check_files(files, folder, manifest.files)
+    return content, manifest, folder
 
 
 def check_files(files: FileLayer, directory: str, facts: Mapping[str, dict[str, Any]]) -> None:
@@ -60,19 +74,17 @@ def check_files(files: FileLayer, directory: str, facts: Mapping[str, dict[str, 
 
     Raises:
         UserError: one is not.
-        ValueError: a name leads out of the directory.
     """
-    names = {name: os.path.join(directory, _bare(name)) for name in facts}
     try:
         sizes = files.sizes(directory)
     except ConnectionError:
         raise
     except OSError as error:
         raise damaged(directory, error.strerror) from None
-    for name, path in names.items():
-        size = facts[name]["size"]
+    for name in facts:
+        path, size = os.path.join(directory, name), facts[name]["size"]
         if name not in sizes:
-            raise damaged(path, "it is missing")
+            raise damaged(path, "it is missing, or not a regular file")
         if sizes[name] != size:
             raise damaged(path, f"it has {sizes[name]} bytes, and had {size} when it was written")
 
@@ -83,8 +95,9 @@ def read_index(files: FileLayer, path: str, sha256: str) -> dict[str, Any]:
     Raises:
         UserError: missing, damaged, or another checkpoint's.
     """
-    index = _read_sealed(files, path)
-    if files.sha256(path) != sha256:
+    raw = _bytes_of(files, path)
+    index = _unsealed(path, raw)
+    if hashlib.sha256(raw).hexdigest() != sha256:
         raise damaged(path, "it belongs to another checkpoint")
     return index
 
@@ -101,51 +114,45 @@ def verify(path: str, part: int = 0, parts: int = 1) -> list[str]:
         parts: into how many shares.
     """
     try:
-        files, path = located(path)
-        manifest, folder = _manifest(files, path)
+        reader = PortableReader(path)
     except UserError as error:
         return [str(error)]
-    problems = []
-    for name, facts in sorted(manifest["files"].items())[part::parts]:
-        problems += _digest_problems(files, os.path.join(folder, name), facts)
+    return reader.problems(part, parts)
+
+
+def _bytes_of(files: FileLayer, path: str) -> bytes:
     try:
-        reader = PortableReader(path)
-        entries = reader.entries()
-    except UserError as error:
-        return [*problems, str(error)]
-    absent = reader.tensors().keys() - {(entry.key, entry.name) for entry in entries}
-    problems += [f"{path}: no rank holds {key} '{name}'" for key, name in sorted(absent)]
-    return problems + tiling_problems(entries)
-
-
-def _digest_problems(files: FileLayer, path: str, facts: dict[str, Any]) -> list[str]:
-    try:
-        if "crc32" in facts:
-            wrong = files.crc32(path) != facts["crc32"]
-        else:
-            wrong = files.sha256(path) != facts["sha256"]
-    except ConnectionError:
-        raise
-    except (OSError, KeyError) as error:
-        return [f"{path}: {error}"]
-    return [f"{path}: its checksum does not match its content"] if wrong else []
-
-
-def _read_sealed(files: FileLayer, path: str) -> dict[str, Any]:
-    try:
-        return unseal(files.read(path))
+        return files.read(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no complete checkpoint: {path} is missing", remedy=_REMEDY) from None
     except ConnectionError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise damaged(path, error.strerror or error) from None
+
+
+def _unsealed(path: str, raw: bytes) -> dict[str, Any]:
+    try:
+        return unseal(raw)
+    except ValueError as error:
         raise damaged(path, error) from None
 
 
-def _bare(name: str) -> str:
-    if os.path.basename(name) != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not a plain file name")
-    return name
+def _wrong_chunks(blocks: Iterator[bytes], entries: list[ChunkEntry]) -> Iterator[ChunkEntry]:
+    """Those of `entries`, which cover a file in order, whose checksum is not that of their bytes."""
+    block = memoryview(b"")
+    for entry in entries:
+        crc, missing = 0, entry.nbytes
+        while missing:
+            if not block:
+                block = memoryview(next(blocks, b""))
+                if not block:
+                    break
+            crc = zlib.crc32(block[:missing], crc)
+            taken = min(missing, len(block))
+            block, missing = block[taken:], missing - taken
+        if missing or crc != entry.crc32:
+            yield entry
 
 
 class PortableReader(StateReader):
@@ -169,35 +176,23 @@ class PortableReader(StateReader):
 
     def __init__(self, path: str) -> None:
         self._files, self.path = located(path)
-        self._manifest, self._folder = _manifest(self._files, self.path)
-        try:
-            self._take(self._manifest)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(os.path.join(self.path, MANIFEST), f"malformed: {error!r}") from None
+        _, self._manifest, self._folder = _manifest(self._files, self.path)
+        manifest = self._manifest
+        self.step, self.world_size, self.versions = manifest.step, manifest.world_size, manifest.versions
+        self.extra, self.groups, self.scalars = manifest.extra, manifest.groups, manifest.scalars
+        self.aliases, self.scaler = manifest.aliases, manifest.scaler
+        self.omitted = self.extra.get("omitted") or {}
         self._entries: dict[tuple[str, str], list[ChunkEntry]] | None = None
         self._ranges: dict[str, Ranges] = {}
         self._checked: set[tuple[str, int]] = set()
 
-    def _take(self, manifest: dict[str, Any]) -> None:
-        self.step, self.world_size = int(manifest["step"]), int(manifest["world_size"])
-        self.versions: dict[str, str] = manifest["versions"]
-        self.extra: dict[str, Any] = {key: decode(value) for key, value in manifest["extra"].items()}
-        self.omitted = self.extra.get("omitted", {})
-        self.groups = decode(manifest["groups"])
-        self.scalars = decode(manifest["scalars"])
-        self.aliases = manifest["aliases"]
-        self.scaler = decode(manifest["scaler"])
-        self._tensors = {(t["key"], t["name"]): (tuple(t["shape"]), t["dtype"]) for t in manifest["tensors"]}
-        if not all(dtype in ITEM_SIZES for _, dtype in self._tensors.values()):
-            raise ValueError("unknown dtype")
-
     def tensors(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """``(key, name) -> shape`` of every tensor in the saved state."""
-        return {tensor: shape for tensor, (shape, _) in self._tensors.items()}
+        return {tensor: shape for tensor, (shape, _) in self._manifest.tensors.items()}
 
     def dtype(self, key: str, name: str) -> str:
         """Torch's name of a tensor's dtype, e.g. ``bfloat16``. Raises KeyError."""
-        return str(self._tensors[key, name][1])
+        return str(self._manifest.tensors[key, name][1])
 
     def read(self, key: str, name: str, start: int = 0, length: int | None = None) -> Any:
         """Elements ``start .. start + length`` of the flattened tensor, as a CPU torch tensor.
@@ -211,11 +206,17 @@ class PortableReader(StateReader):
         """
         import torch
 
-        shape, dtype = self._tensors[key, name]
+        shape, dtype = self._manifest.tensors[key, name]
         length = prod(shape) - start if length is None else length
         if start < 0 or length < 0 or start + length > prod(shape):
             raise ValueError(f"elements {start} to {start + length} are not in '{name}' of shape {shape}")
-        out = torch.empty(length, dtype=getattr(torch, dtype))
+        try:
+            out = torch.empty(length, dtype=getattr(torch, dtype))
+        except RuntimeError:
+            size = length * ITEM_SIZES[dtype]
+            raise damaged(
+                self.path, f"there is no memory for the {size:,} bytes of '{name}' ({key})"
+            ) from None
         if length:
             self._fill(out.view(torch.uint8).numpy().data, key, name, start, length)
         return out
@@ -228,7 +229,7 @@ class PortableReader(StateReader):
         """
         if rank >= self.world_size:
             return None
-        extra: dict[str, Any] = self._parsed(rank_file(rank), lambda index: decode(index["rank_extra"]))
+        extra: dict[str, Any] = self._parsed(rank_file(rank), parse_rank_extra)
         return extra
 
     def entries(self) -> list[ChunkEntry]:
@@ -242,7 +243,7 @@ class PortableReader(StateReader):
     @property
     def nbytes(self) -> int:
         """Bytes of the files that the manifest names."""
-        return sum(facts["size"] for facts in self._manifest["files"].values())
+        return sum(facts["size"] for facts in self._manifest.files.values())
 
     @property
     def saved_at(self) -> float:
@@ -253,30 +254,87 @@ class PortableReader(StateReader):
         """Release the mapped files. Reading again maps them again."""
         self._ranges.clear()
 
+    def problems(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Read the checkpoint completely: see `verify`."""
+        try:
+            entries = self.entries()
+            for rank in range(self.world_size)[part::parts]:
+                self.rank_extra(rank)
+        except UserError as error:
+            return [str(error)]
+        found = []
+        for name in sorted(self._manifest.files)[part::parts]:
+            if "crc32" in self._manifest.files[name]:
+                found += self._shard_problems(name, [entry for entry in entries if entry.file == name])
+        states = [name for key, name in self._manifest.tensors if key == EXTRA_STATE][part::parts]
+        return found + [text for name in states if not found and (text := self._extra_state_problem(name))]
+
+    def _extra_state_problem(self, name: str) -> str | None:
+        import torch
+
+        try:
+            decode_json(self.read(EXTRA_STATE, name).view(torch.uint8).numpy().tobytes())
+        except UserError as error:
+            return str(error)
+        except ValueError as error:
+            return str(damaged(self.path, f"malformed: {EXTRA_STATE} '{name}': {error}"))
+        return None
+
+    def _shard_problems(self, name: str, entries: list[ChunkEntry]) -> list[str]:
+        path, end = os.path.join(self._folder, name), 0
+        ordered = sorted(entries, key=lambda entry: (entry.offset, entry.nbytes))
+        for entry in [*ordered, None]:
+            start = entry.offset if entry else self._manifest.files[name]["size"]
+            if start != end:
+                what = "to no tensor" if end < start else "to two tensors"
+                return [str(damaged(path, f"bytes {min(start, end)} to {max(start, end)} belong {what}"))]
+            end += entry.nbytes if entry else 0
+        try:
+            wrong = next(_wrong_chunks(self._files.blocks(path), ordered), None)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            return [str(damaged(path, error.strerror or error))]
+        if wrong is None:
+            return []
+        return [str(damaged(path, f"the checksum of '{wrong.name}' ({wrong.key}) does not match"))]
+
     def _index(self) -> dict[tuple[str, str], list[ChunkEntry]]:
         if self._entries is None:
             entries: dict[tuple[str, str], list[ChunkEntry]] = {}
-            for name in self._manifest["indexes"]:
-                for entry in self._parsed(name, self._checked_entries):
+            steps = set()
+            for rank in range(self.world_size):
+                num_steps, own = self._parsed(rank_file(rank), partial(self._contents, rank=rank))
+                steps.add(num_steps)
+                for entry in own:
                     entries.setdefault((entry.key, entry.name), []).append(entry)
+            self._check_whole(entries, steps)
             self._entries = entries
         return self._entries
 
-    def _parsed(self, name: str, parse: Callable[[dict[str, Any]], Any]) -> Any:
-        path = os.path.join(self._folder, name)
-        try:
-            return parse(read_index(self._files, path, self._manifest["files"][_bare(name)]["sha256"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(path, f"malformed: {error!r}") from None
+    def _contents(self, index: dict[str, Any], rank: int) -> tuple[int | None, list[ChunkEntry]]:
+        return record_steps(index), parse_entries(index, self._manifest, rank)
 
-    def _checked_entries(self, index: dict[str, Any]) -> list[ChunkEntry]:
-        entries = [ChunkEntry.from_json(data) for data in index["chunks"]]
-        for entry in entries:
-            if (entry.shape, entry.dtype) != self._tensors.get((entry.key, entry.name)):
-                raise ValueError(f"'{entry.name}' is not the tensor that the manifest describes")
-            if entry.offset + entry.nbytes > self._manifest["files"][entry.file]["size"]:
-                raise ValueError(f"a chunk of '{entry.name}' reaches beyond {entry.file}")
-        return entries
+    def _check_whole(
+        self, entries: Mapping[tuple[str, str], list[ChunkEntry]], steps: set[int | None]
+    ) -> None:
+        wrong = [
+            f"no rank holds {key} '{name}'" for key, name in self._manifest.tensors.keys() - entries.keys()
+        ]
+        wrong = sorted(wrong) or tiling_problems(entry for pieces in entries.values() for entry in pieces)
+        if len(steps) > 1:
+            wrong.append(f"the ranks have records of other numbers of steps: {', '.join(map(str, steps))}")
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise damaged(self.path, f"{wrong[0]}{more}")
+
+    def _parsed(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
+        path = os.path.join(self._folder, name)
+        index = read_index(self._files, path, self._manifest.files[name]["sha256"])
+        try:
+            return parse(index)
+        except ValueError as error:
+            raise damaged(path, f"malformed: {error}") from None
 
     def _fill(self, out: memoryview, key: str, name: str, start: int, length: int) -> None:
         size, filled = ITEM_SIZES[self.dtype(key, name)], 0
@@ -290,7 +348,7 @@ class PortableReader(StateReader):
             raise damaged(self.path, f"its indexes cover {filled} of {length} elements of '{name}'")
 
     def _bytes(self, entry: ChunkEntry) -> memoryview:
-        path = os.path.join(self._folder, _bare(entry.file))
+        path = os.path.join(self._folder, entry.file)
         raw = self._part(path, entry.offset, entry.offset + entry.nbytes)
         if (entry.file, entry.offset) not in self._checked:
             if len(raw) != entry.nbytes or zlib.crc32(raw) != entry.crc32:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distributed.checkpoint.codec import decode, encode
+from distributed.checkpoint.codec import decode_json, encode
 from distributed.checkpoint.dtensor import is_sharded, local_part, own_share, read_part
 from distributed.checkpoint.optimizer_state import (
     check_groups,
@@ -23,6 +23,7 @@ from distributed.checkpoint.optimizer_state import (
     parameter_slots,
 )
 from distributed.checkpoint.random_state import capture_rng, restore_rng
+from distributed.checkpoint.schema import EXTRA_STATE
 from distributed.checkpoint.staging_buffers import to_host
 from distributed.checkpoint.weight_digests import add_digests, check_omitted, weight_digests
 from distributed.errors import UserError
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 MODEL = "model"
-EXTRA = "extra_state"
 Pieces = Mapping[Tensor, tuple[str, int]]
 Parts = Mapping[Tensor, "Part"]
 # Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
@@ -147,7 +147,7 @@ def export_replicated(
             state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
     for name, extra in _extra_states(model):
         if held(name):
-            state.chunks += _cut(name, EXTRA, _packed(name, extra), 0, 1, rank)
+            state.chunks += _cut(name, EXTRA_STATE, _packed(name, extra), 0, 1, rank)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         state.groups = export_groups(optimizer, names)
@@ -372,6 +372,15 @@ def _fill_model(
         if type(module).set_extra_state is not nn.Module.set_extra_state and held(canonical_name(prefix))
     }
     for key, name in reader.tensors():
-        if key == EXTRA and name in modules:
-            modules[name].set_extra_state(decode(json.loads(bytes(reader.read(key, name).numpy()))))
+        if key == EXTRA_STATE and name in modules:
+            modules[name].set_extra_state(_unpacked(name, reader.read(key, name)))
     return dtypes
+
+
+def _unpacked(name: str, packed: Tensor) -> Any:
+    try:
+        return decode_json(packed.view(torch.uint8).numpy().tobytes())
+    except ValueError as error:
+        raise UserError(
+            f"the checkpoint is damaged: {EXTRA_STATE} '{name}': {error}", remedy="Load an older checkpoint"
+        ) from None

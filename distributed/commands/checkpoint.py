@@ -102,9 +102,9 @@ def _row(path: str, best: bool) -> dict[str, Any]:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reader.saved_at))
     return {
         **row,
-        "epoch": reader.extra["progress"]["epoch"],
+        "epoch": reader.extra["progress"].get("epoch", ""),
         "saved": saved,
-        "backend": reader.extra["config"]["backend"],
+        "backend": (reader.extra.get("config") or {}).get("backend", ""),
         "ranks": reader.world_size,
         "size": _readable(reader.nbytes),
         "state": "complete",
@@ -127,6 +127,7 @@ def _show(args: argparse.Namespace) -> None:
         f"{key} {name}": (list(shape), reader.dtype(key, name))
         for (key, name), shape in reader.tensors().items()
     }
+    config = reader.extra.get("config") or {}
     if args.json:
         print_json({**facts, "config": config, "tensors": tensors})
         return

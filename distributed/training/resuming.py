@@ -107,6 +107,18 @@ class Resumer:
         return [problem for part in agree(backend, lambda: verify(path, rank, size)) for problem in part]
 
     def _restore(self, path: str) -> None:
+        try:
+            self._restore_all(path)
+        except UserError as error:
+            raise UserError(
+                f"cannot resume from {path}: {error.message}",
+                field=error.field,
+                got=error.got,
+                allowed=error.allowed,
+                remedy=error.remedy,
+            ) from None
+
+    def _restore_all(self, path: str) -> None:
         backend, state = self.saver.backend, self.saver.state
         reader = PortableReader(path)
         self.warm_up(reader.step)

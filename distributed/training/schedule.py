@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distributed.checkpoint.optimizer_state import same_kind
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
+from distributed.system.strict_json import shown
 from distributed.training.optimizers import build_scheduler
 
 
@@ -49,9 +51,35 @@ class Schedule:
         return None if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Load what `state_dict` returned; nothing happens without a scheduler or without a state."""
-        if self.scheduler is not None and state is not None:
-            self.scheduler.load_state_dict(state)
+        """Load what `state_dict` returned; nothing happens without a scheduler or without a state.
+
+        Raises:
+            UserError: it is no state of a scheduler of this kind.
+        """
+        if self.scheduler is None or state is None:
+            return
+        _check_state(self.scheduler, state)
+        self.scheduler.load_state_dict(state)
+
+
+def _check_state(scheduler: Any, saved: Any) -> None:
+    """Torch's schedulers set whatever attributes they get, also those that are methods or the optimizer."""
+    own = scheduler.state_dict()
+    if not isinstance(own, dict):
+        return
+    wrong = "" if isinstance(saved, dict) else f"{shown(saved)} is no mapping"
+    for name, value in saved.items() if isinstance(saved, dict) else ():
+        if name not in own and (name == "optimizer" or callable(getattr(scheduler, str(name), None))):
+            wrong = f"it would replace {name}"
+        elif name in own and not same_kind(own[name], value):
+            wrong = f"{name} is {shown(value)}, and here {shown(own[name])}"
+    if wrong:
+        raise UserError(
+            f"the checkpoint has the state of another scheduler: {wrong}",
+            field="scheduler",
+            got=type(scheduler).__name__,
+            remedy="Use the scheduler that was saved, or resume from an older checkpoint",
+        )
 
 
 def _check_end(scheduler: Any, interval: str, total_steps: int, epochs: int | None) -> None:
