@@ -25,8 +25,8 @@ TAG = "$"
 _MAX_DEPTH = 64
 """Containers inside each other. Each is up to three levels of JSON, of which `strict_json.MAX_DEPTH` may be
 nested."""
-_MAX_HEX_DIGITS = 3500
-"""Python prints no larger integers."""
+_MAX_HEX_DIGITS = 16_384
+"""Of an integer beyond 64 bits."""
 _ARRAY_DTYPE = re.compile(r"[<|][biufcSU]\d{1,9}")
 # Python refuses to print integers of more than 4300 decimal digits; hexadecimal has no limit.
 _LARGEST_PLAIN_INT = 2**63
