@@ -113,7 +113,7 @@ def _row(path: str, best: bool) -> dict[str, Any]:
 
 def _show(args: argparse.Namespace) -> None:
     reader = _open(args.path)
-    config = redact(reader.extra["config"])  # an earlier version may have saved it
+    config = redact(reader.extra.get("config") or {})  # an earlier version may have saved secrets
     facts = {
         "path": reader.path,
         "step": reader.step,
@@ -127,7 +127,6 @@ def _show(args: argparse.Namespace) -> None:
         f"{key} {name}": (list(shape), reader.dtype(key, name))
         for (key, name), shape in reader.tensors().items()
     }
-    config = reader.extra.get("config") or {}
     if args.json:
         print_json({**facts, "config": config, "tensors": tensors})
         return
