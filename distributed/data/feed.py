@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.data.error_notes import read
+from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import epoch_seed, split_window
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
@@ -18,6 +19,12 @@ from distributed.data.stream import loses_samples
 from distributed.data.stream_reader import StreamReader, loader_generator
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
+
+_AHEAD = 8192
+"""Samples of a rank whose place in a `KeyedOrder` is computed at once."""
+
+_RANDPERM, _KEYED = "randperm", "keyed-1"
+"""Names of the shuffled orders in checkpoints."""
 
 
 class Feed:
@@ -59,6 +66,7 @@ class Feed:
         self.drop_last = not evaluation and (source.drop_last if drop_last is None else drop_last)
         self.evaluation = evaluation
         self._broadcast = broadcast
+        self._keyed: bool | None = None
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
         self._loader: DataLoader[Any] | None = None
@@ -128,6 +136,35 @@ class Feed:
         self._restored = None if lost else state
 
     @property
+    def order(self) -> dict[str, Any] | None:
+        """Name of the shuffled order and its ``num_samples``, for `continue_order`; None of other orders."""
+        source = self.source
+        if not source.is_map or source.order != "random" or self.evaluation:
+            return None
+        length = len(source.dataset)
+        keyed = length >= LARGE if self._keyed is None else self._keyed
+        return {"name": _KEYED if keyed else _RANDPERM, "num_samples": length}
+
+    def continue_order(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue in the order of a run that saved `order`; with other data the run takes its own.
+
+        Raises:
+            UserError: another version of this package saved it, and this one does not know the order.
+        """
+        own = self.order
+        if own is None or saved is None or saved.get("num_samples", own["num_samples"]) != own["num_samples"]:
+            return
+        if saved["name"] not in (_RANDPERM, _KEYED):
+            raise UserError(
+                "the checkpoint's run reads its samples in an order that this version does not know",
+                field="resume_from_checkpoint",
+                got=saved["name"],
+                allowed=f"{_RANDPERM}, {_KEYED}",
+                remedy="Resume with the version of distributed-trainer that saved it, or a later one",
+            )
+        self._keyed = saved["name"] == _KEYED
+
+    @property
     def rereads(self) -> bool:
         """Whether resuming means to read and skip the samples that were read before."""
         return not self.source.is_map and "dataset" not in (self._restored or {})
@@ -140,7 +177,7 @@ class Feed:
         """
         return self._ahead.ended() if self._end is None else samples >= self._end
 
-    def _order(self, epoch: int) -> torch.Tensor | list[Any] | None:
+    def _order(self, epoch: int) -> torch.Tensor | KeyedOrder | list[Any] | None:
         """Sample indices of the epoch; None stands for 0, 1, 2, ...
 
         A list holds what else a user's sampler may draw: names, or (index, size) pairs.
@@ -152,8 +189,7 @@ class Feed:
             return torch.tensor(drawn, dtype=torch.int64) if plain else drawn
         if source.order == "sequential" or self.evaluation:
             return None
-        generator = torch.Generator().manual_seed(epoch_seed(self.seed, epoch))
-        return torch.randperm(len(source.dataset), generator=generator)
+        return shuffled_order(len(source.dataset), self.seed, epoch, self._keyed)
 
     def _drawn(self, epoch: int) -> list[Any]:
         """Indices of a user's sampler, drawn on rank 0 under a separate seed and broadcast."""
@@ -178,39 +214,55 @@ class Feed:
                 return
             yield position, count
 
+    def _spans(self, length: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+        """Per window: samples over all ranks, and this rank's micro-batches as (first position, end, samples
+        that count)."""
+        for position, count in self._starts(length, start):
+            spans = []
+            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
+                low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
+                spans.append((position + low, position + high, end - begin))
+            yield count, spans
+
+    def _dealt(
+        self, order: torch.Tensor | KeyedOrder | list[Any] | None, start: int
+    ) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
+        """Per window: samples over all ranks, and this rank's micro-batches as (indices, samples that count).
+
+        Without an order, indices are a slice.
+        """
+        windows = self._spans(len(self.source.dataset) if order is None else len(order), start)
+        if not isinstance(order, KeyedOrder):
+            for count, spans in windows:
+                found = ((slice(low, high), number) for low, high, number in spans)
+                yield count, [(where if order is None else order[where], number) for where, number in found]
+            return
+        num_ahead = max(_AHEAD // (self.batch_size * self.accumulation), 1)
+        while ahead := list(islice(windows, num_ahead)):
+            pieces = order.pieces([(low, high) for _, spans in ahead for low, high, _ in spans])
+            for count, spans in ahead:
+                yield count, [(next(pieces), number) for *_, number in spans]
+
     def _indexed(
-        self, tensors: tuple[torch.Tensor, ...], order: torch.Tensor | None, start: int
+        self, tensors: tuple[torch.Tensor, ...], order: torch.Tensor | KeyedOrder | None, start: int
     ) -> Iterator[Window]:
         """In-memory tensors are indexed a batch at a time: no per-sample fetch, no collate."""
         pin = bool(self.source.options.get("pin_memory")) and torch.cuda.is_available()
-        length = len(tensors[0]) if order is None else len(order)
-        for position, count in self._starts(length, start):
-            micro_batches = []
-            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
-                low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
-                index = slice(position + low, position + high)
-                where = index if order is None else order[index]
+        for count, micro_batches in self._dealt(order, start):
+            made = []
+            for where, number in micro_batches:
                 batch = [tensor[where] for tensor in tensors]
                 if pin:
                     batch = [tensor.pin_memory() for tensor in batch]
-                micro_batches.append(MicroBatch(batch, end - begin))
-            yield Window(micro_batches, count)
+                made.append(MicroBatch(batch, number))
+            yield Window(made, count)
 
     def _plan(
-        self, order: torch.Tensor | list[Any] | None, start: int
-    ) -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
-        """Per window: samples over all ranks, and this rank's (indices, count) micro-batches."""
-        length = len(self.source.dataset) if order is None else len(order)
-        for position, count in self._starts(length, start):
-            plan = []
-            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
-                low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
-                index = range(position + low, position + high)
-                chosen = index if order is None else order[index.start : index.stop]
-                plan.append(
-                    (chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen), end - begin)
-                )
-            yield count, plan
+        self, order: torch.Tensor | KeyedOrder | list[Any] | None, start: int
+    ) -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:
+        """`_dealt` with lists of indices."""
+        for count, micro_batches in self._dealt(order, start):
+            yield count, [(_listed(where), number) for where, number in micro_batches]
 
     def _loaded(
         self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int
@@ -280,6 +332,13 @@ class Feed:
             )
         self._loader.generator = loader_generator(self.seed, epoch, self.rank)
         return self._loader
+
+
+def _listed(where: torch.Tensor | slice | list[Any]) -> list[Any]:
+    if isinstance(where, torch.Tensor):
+        found: list[Any] = where.tolist()
+        return found
+    return list(range(where.start, where.stop)) if isinstance(where, slice) else where
 
 
 class _Ahead:

@@ -2,7 +2,8 @@
 
 Everything a backend does is compared with what this page does. It uses two facts of the
 project, both published: the order of samples is ``randperm(n)`` under the seed of
-(seed, epoch), and a global batch is the next `global_batch_size` samples of it.
+(seed, epoch), or from 2**24 samples on `KeyedOrder`, and a global batch is the next
+`global_batch_size` samples of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.data import epoch_seed
+from distributed.data.keyed_order import LARGE, KeyedOrder
 
 __all__ = ["OracleResult", "oracle_fit", "sample_order"]
 
@@ -32,6 +34,8 @@ def sample_order(length: int, seed: int, epoch: int, shuffle: bool = True) -> Te
     """Indices of an epoch's samples in the order in which one process reads them."""
     if not shuffle:
         return torch.arange(length)
+    if length >= LARGE:
+        return KeyedOrder(length, seed, epoch)[:]
     return torch.randperm(length, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
 

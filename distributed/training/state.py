@@ -16,6 +16,9 @@ from distributed.interfaces.task import Progress
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.schedule import Schedule
 
+BEFORE_ORDERS = {"name": "randperm"}
+"""The order of a run whose checkpoints name none."""
+
 
 def as_floats(values: list[Any]) -> list[float]:
     """Tensors and numbers as numbers, with one transfer from the device."""
@@ -36,8 +39,8 @@ class Snapshot:
     """A copy of a `TrainState` as plain data.
 
     Attributes:
-        common: equal on all ranks: ``progress``, ``scheduler``, ``lineage``, ``frozen`` and rank 0's
-            ``callbacks``.
+        common: equal on all ranks: ``progress``, ``order`` of the samples, ``scheduler``, ``lineage``,
+            ``frozen`` and rank 0's ``callbacks``.
         rank: of this rank: ``rng``, ``records`` and ``stream``.
     """
 
@@ -114,6 +117,7 @@ class TrainState:
         return Snapshot(
             {
                 "progress": asdict(self.progress),
+                "order": None if self.feed is None else self.feed.order,
                 "scheduler": self.schedule.state_dict(),
                 "lineage": self.lineage,
                 "frozen": self.frozen_at_start,
@@ -142,6 +146,8 @@ class TrainState:
             self.frozen_at_start |= common.get("frozen") or {}
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
+        if self.feed is not None:
+            self.feed.continue_order(common.get("order", BEFORE_ORDERS))
         if self.feed is not None and "stream" in rank:
             self.feed.restore(rank["stream"])
         # Last, because the lines above may draw random numbers.
