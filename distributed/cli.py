@@ -19,6 +19,7 @@ from distributed.commands.corrections import refuse_unknown
 from distributed.commands.parser import PROG, Parser
 from distributed.errors import EXIT_MISTAKE, UserError, WorkerError, did_you_mean
 from distributed.system.garbage_collection import spare_imports
+from distributed.system.output import print_line
 
 __all__ = ["build_parser", "main"]
 
@@ -36,13 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return EXIT_MISTAKE
     except WorkerError as error:
-        print(error, file=sys.stderr)
+        print_line(error)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_line("interrupted")
         return 130
     except Exception as error:  # noqa: BLE001 - the last handler of the program: prints all of it
         from distributed.redaction import redact_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
 from distributed.config.load import as_layers
+from distributed.config.paths import with_absolute_paths
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
 from distributed.interfaces.backend_spec import BackendSpec
@@ -26,6 +28,7 @@ from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
+from distributed.system.output import print_line
 
 if TYPE_CHECKING:
     from distributed.launch.run import RunResult
@@ -194,7 +197,7 @@ class Trainer:
 
         check_trackers(plan.config, catalog)
         if plan.joined is None or plan.joined.rank == 0:
-            print(plan.summary(), flush=True)
+            print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
@@ -203,7 +206,11 @@ class Trainer:
             raise
         history = outcome.history
         history.total_time = perf_counter() - started
-        catalog.manager.hook.on_run_end(plan=plan, history=history, error=None)
+        lost = outcome.lost_state()
+        catalog.manager.hook.on_run_end(plan=plan, history=history, error=lost)
+        if lost is not None:
+            self.history = history
+            raise lost
         if history.preempted in (None, INTERRUPT.name):
             self._adopt(outcome, plan.config)
         if history.preempted:
@@ -214,7 +221,7 @@ class Trainer:
         self.history = history
         gone = stopped_by(history.preempted or "", outcome.progress.step, history.checkpoint or "")
         if plan.joined is None or plan.joined.rank == 0:
-            print(gone, flush=True)
+            print_line(gone, sys.stdout)
         return gone
 
     def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
@@ -293,7 +300,7 @@ class Trainer:
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
-        return resolve(config, catalog, facts, resources, joined, choice)
+        return resolve(with_absolute_paths(config), catalog, facts, resources, joined, choice)
 
     def _loader_batch_size(self, task: Task) -> int | None:
         """The training loader's own batch size, unless a search has sampled another."""
@@ -380,6 +387,8 @@ class Trainer:
 def _newest(outcome: RunResult) -> str | None:
     """The portable checkpoint in which started ranks left their final state, if they did."""
     assert outcome.state is not None
+    if outcome.left.checkpoint is not None:
+        return outcome.left.checkpoint
     return next(map(str, Path(outcome.state.name, "state").glob("step_*")), None)
 
 

@@ -15,6 +15,7 @@ from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.object_store import ObjectLayer, located
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
+from distributed.system.private_folders import add_owner, sweep
 
 __all__ = ["DTYPES", "bytes_of", "export_safetensors"]
 
@@ -81,9 +82,11 @@ def export_safetensors(
             got=os.path.join(output, taken[0]),
             remedy="Choose another directory, or remove them",
         )
-    staging = os.path.join(output, f".tmp-export-{secrets.token_hex(8)}")
+    sweep(output, _STAGING)
+    staging = os.path.join(output, f"{_STAGING}{secrets.token_hex(8)}")
     files.make_directory(staging)
     try:
+        add_owner(staging)
         for name, tensors in zip(names, shards, strict=True):
             _write(files, reader, os.path.join(staging, name), {t: exported[t] for t in tensors}, dtype)
         if len(shards) > 1:
@@ -100,6 +103,7 @@ def export_safetensors(
     return [os.path.join(output, name) for name in names]
 
 
+_STAGING = ".tmp-export-"
 _INDEX = "model.safetensors.index.json"
 _TEXTS = ("config.json", "generation_config.json", "adapter_config.json")
 """Files that a checkpoint may bring; names are read from the checkpoint, and others might lead elsewhere."""

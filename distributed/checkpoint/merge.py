@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed.checkpoint.export import DTYPES, export_safetensors
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
+from distributed.system.private_folders import PrivateFolder
 
 __all__ = ["export_merged"]
 
@@ -39,7 +39,7 @@ def export_merged(path: str, base: str, output: str, *, dtype: str | None = None
     if Path(output, "model.safetensors").exists():
         raise UserError("it holds exported weights already", field="--output", got=output,
                         remedy="Choose another directory, or remove them")  # fmt: skip
-    with TemporaryDirectory(prefix="distributed-adapter-") as adapter:
+    with PrivateFolder("distributed-adapter-") as adapter:
         export_safetensors(path, adapter)
         merged = _merged(base, adapter)
     if dtype is not None:

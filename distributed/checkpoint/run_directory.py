@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from distributed.checkpoint.lease import Lease
 from distributed.errors import UserError
 from distributed.interfaces.launcher import RankCommand
 from distributed.interfaces.plan import RunPlan
+from distributed.system.output import print_line
 
 if TYPE_CHECKING:
     from distributed.checkpoint.checkpointer import PortableCheckpointer
@@ -112,4 +114,5 @@ def _move_others(plan: RunPlan, store: PortableCheckpointer) -> None:
             remedy="Choose another directory",
         ) from error
     if moved:
-        print(f"checkpoints in {directory} that belong to another run were moved to {moved}")
+        text = f"checkpoints in {directory} that belong to another run were moved to {moved}"
+        print_line(text, sys.stdout)

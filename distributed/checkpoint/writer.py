@@ -62,6 +62,11 @@ def _write_shard(files: FileLayer, path: str, chunks: list[Chunk]) -> tuple[list
     return entries, {"size": offset, "crc32": crc}
 
 
+def entries_of(chunks: Iterable[Chunk], file: str) -> list[ChunkEntry]:
+    """What the index says of `chunks` once they are written to the shard `file`."""
+    return [entry for entry, _ in _pieces(chunks, file)]
+
+
 def _pieces(chunks: Iterable[Chunk], file: str) -> Iterator[tuple[ChunkEntry, memoryview]]:
     """The chunks in turn as they lie in `file`, none larger than `_PIECE`."""
     offset = 0

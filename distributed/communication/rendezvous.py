@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from itertools import count
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import is_loopback
+from distributed.system.output import print_line
 
 _REMIND = 10.0
 _SOON = timedelta(seconds=1)
@@ -217,7 +219,7 @@ class _Waiting:
         """Wait a moment before the next try."""
         waited = self.seconds
         if waited - self._printed >= _REMIND:
-            print(f"{self.text} ({waited:.0f} s)", flush=True)
+            print_line(f"{self.text} ({waited:.0f} s)", sys.stdout)
             self._printed = waited
         time.sleep(0.1)
 
@@ -256,5 +258,5 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
                     remedy="Check the output of these ranks for the cause, or start them",
                 ) from None
             if absent and rank == 0:
-                print(f"waiting for ranks {names} of {size} ({waited:.0f} s)", flush=True)
+                print_line(f"waiting for ranks {names} of {size} ({waited:.0f} s)", sys.stdout)
     store.set(_MET, "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from typing import Any
@@ -29,7 +30,36 @@ def save_task(task: Any, path: str | os.PathLike[str]) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        torch.save((torch.get_default_dtype(), task), file, pickle_module=_Cloudpickle, pickle_protocol=5)
+        _write(task, file)
+
+
+def measure_task(task: Any) -> int:
+    """Bytes of the file that `save_task` would write.
+
+    Raises:
+        TypeError, pickle.PicklingError: as `save_task`.
+    """
+    counter = _Counter()
+    _write(task, counter)
+    return counter.count
+
+
+class _Counter(io.RawIOBase):
+    """A file that counts the bytes written to it and keeps none."""
+
+    count = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.count += size
+        return size
+
+
+def _write(task: Any, file: Any) -> None:
+    torch.save((torch.get_default_dtype(), task), file, pickle_module=_Cloudpickle, pickle_protocol=5)
 
 
 def load_task(path: str | os.PathLike[str]) -> Any:

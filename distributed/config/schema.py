@@ -198,12 +198,14 @@ class DistributedConfig(BaseModel):
         None,
         description="Directory of the checkpoints: a path, or a URL such as s3://bucket/run; None disables"
         " saving.",
+        json_schema_extra={"path": True},
     )
     checkpoint_frequency: PositiveInt = Field(1, description="Number of epochs between checkpoints.")
     resume_from_checkpoint: bool | str = Field(
         False,
         description="True: resume from the newest intact checkpoint in `checkpoint_dir`, if any. Text: path"
         " or URL.",
+        json_schema_extra={"path": True},
     )
     return_weights: Literal["auto", "full", "none"] = Field(
         "auto", description="Whether `fit` copies the trained weights into the caller's model."
@@ -213,7 +215,9 @@ class DistributedConfig(BaseModel):
     mlflow_tracking: bool = Field(False, description="Record the run in MLflow.")
     tensorboard: bool = Field(False, description="Write TensorBoard events to `tensorboard_dir` or ./runs.")
     tensorboard_dir: str | None = Field(
-        None, description="Folder for TensorBoard events; implies `tensorboard`."
+        None,
+        description="Folder for TensorBoard events; implies `tensorboard`.",
+        json_schema_extra={"path": True},
     )
     log_every_n_steps: PositiveInt = Field(50, description="Number of optimizer steps between log records.")
 

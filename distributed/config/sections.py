@@ -228,7 +228,7 @@ class TrackingSection(Section):
         None,
         description="Folder for the run record, which `report` reads. None: `checkpoint_dir`, if it is a"
         " local path; otherwise no record is written.",
-        json_schema_extra={"flag": "--record-dir"},
+        json_schema_extra={"flag": "--record-dir", "path": True},
     )
     phase_timers: bool = Field(
         True, description="Log the fraction of time spent in each phase, and stragglers."
@@ -239,6 +239,8 @@ class ProfileSection(Section):
     """torch.profiler around a few steps: a chrome trace per rank and a table."""
 
     enabled: bool = Field(False, description="Profile this run.", json_schema_extra={"flag": "--profile"})
-    output_dir: str = Field("profile", description="Folder for traces and tables.")
+    output_dir: str = Field(
+        "profile", description="Folder for traces and tables.", json_schema_extra={"path": True}
+    )
     skip_steps: NonNegativeInt = Field(2, description="Number of optimizer steps to skip before profiling.")
     steps: PositiveInt = Field(5, description="Number of optimizer steps to profile.")

@@ -58,6 +58,10 @@ class Framework(ABC):
             UserError: names or shapes differ, or stored bytes are damaged.
         """
 
+    def num_bytes(self, model: Any) -> int | None:
+        """Bytes of the model's parameters and buffers; None if they are not known in advance."""
+        return None
+
     def read(self, data: Any, argument: str, config: DistributedConfig) -> Any:
         """`data` in a form that `Source.of` reads: this framework's own kinds are translated.
 

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed.launch.forked import ADDRESS, ForkRequest, namespaces, run_forked
 from distributed.system.addresses import bind_path
+from distributed.system.private_folders import PrivateFolder
 
 __all__ = ["ForkServer", "status_of"]
 
@@ -61,7 +61,7 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str] = ("torch",)) -> None:
-        self._folder = TemporaryDirectory(prefix="distributed-fork-")
+        self._folder = PrivateFolder("distributed-fork-")
         self.address = str(Path(self._folder.name, "socket"))
         # Libraries of linear algebra and allocators must not start threads before a fork.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}

@@ -12,22 +12,21 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributed.checkpoint.run_directory import RUN
 from distributed.interfaces.backend import Backend
-from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.resilience.failure_reports import FailureBoard, FailureReport
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
-from distributed.resilience.preemption import INTERRUPT, install_handlers
+from distributed.resilience.preemption import install_handlers
+from distributed.system.disk_room import needs_room, write_with_reserve
 from distributed.system.garbage_collection import collect_as_usual, spare_imports
-from distributed.system.private_files import write_private
+from distributed.system.output import flush_output
 
 if TYPE_CHECKING:
     from distributed.training.loop import TrainingLoop
@@ -102,29 +101,16 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
-    # After Ctrl-C the caller still has a use for the weights.
-    if plan.config.return_weights != "none" and loop.history.preempted in (None, INTERRUPT.name):
-        if plan.num_nodes == 1:
-            loop.export_to(str(folder / "state"))
-        else:
-            _export_on_every_node(loop, str(folder / "state"))
+    from distributed.launch.final_state import leave_state
+
+    state = leave_state(loop, plan, folder)
     if loop.world.local_rank == 0:
         history = loop.backend.broadcast_object(loop.history.to_dict())
-        result = {"history": history, "progress": asdict(loop.progress)}
-        write_private(folder / "result.json", json.dumps(result).encode())
+        result = {"history": history, "progress": asdict(loop.progress), "state": asdict(state)}
+        with needs_room("the result of the run", folder):
+            write_with_reserve(folder / "result.json", json.dumps(result).encode())
     else:
         loop.backend.broadcast_object(None)
-
-
-def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
-    """Nodes may have no shared folder: the first rank of each writes the full state."""
-    loop.backend.set_training(False)  # equal buffers: rank 0's
-    loop.backend.release()  # unshard the state on every rank
-    if loop.world.local_rank != 0:
-        return
-    alone = copy(loop.backend)
-    alone.world = World(host=loop.world.host, device=loop.world.device)
-    loop.saver.export_to(folder, alone)
 
 
 def main() -> int:
@@ -198,8 +184,7 @@ def leave(status: int) -> NoReturn:
     whose work is done and saved.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(status)
 
 

@@ -8,29 +8,33 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 
 from distributed.communication.rendezvous import Rendezvous
-from distributed.communication.task_file import save_task
+from distributed.communication.task_file import measure_task, save_task
 from distributed.config import DistributedConfig
 from distributed.config.load import override
 from distributed.errors import UserError
+from distributed.interfaces.framework import Framework
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Progress, Task
+from distributed.launch.final_state import FinalState, check_room
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RankPayload, run_here
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
 from distributed.system.devices import visible_gpus
+from distributed.system.disk_room import RESERVE, lacks_room, needs_room, no_room, reserve
 from distributed.system.private_files import write_private
+from distributed.system.private_folders import PrivateFolder, start_sweep
 from distributed.training.seeding import isolated_rng
 
 __all__ = ["RunResult", "Rendezvous", "run", "run_script"]
@@ -55,15 +59,31 @@ class RunResult:
         progress: position from which the next `fit` continues.
         state: folder of the final state when ranks were started; None when it is in this
             process's own objects.
+        left: where the final state is, if it is not in `state`.
         run_state: scaler and the like, when the run was in this process.
         loop: the loop, when the run was in this process.
     """
 
     history: History
     progress: Progress
-    state: TemporaryDirectory[str] | None = None
+    state: PrivateFolder | None = None
+    left: FinalState = field(default_factory=FinalState)
     run_state: dict[str, Any] | None = None
     loop: Any = None
+
+    def lost_state(self) -> UserError | None:
+        """The error for a state that could not be left for the caller; None if there is none to report."""
+        if not self.left.problem:
+            return None
+        assert self.state is not None
+        newest = self.history.checkpoint
+        return UserError(
+            f"the run has finished, but its weights cannot return to this process: {self.left.problem}",
+            field="TMPDIR",
+            got=self.state.name,
+            remedy="Set the environment variable TMPDIR to a folder with enough free space"
+            + (f", and resume from {newest}, the newest checkpoint" if newest else " or set checkpoint_dir"),
+        )
 
 
 def run(
@@ -86,17 +106,23 @@ def run(
             left = loop.leftover_state()
         return RunResult(loop.history, loop.progress, run_state=left, loop=loop)
     _warn_of_profiler()
-    folder = TemporaryDirectory(prefix="distributed-")
+    start_sweep()
+    with needs_room("the files of the run", gettempdir()):
+        folder = PrivateFolder()
     try:
         path = Path(folder.name)
-        job.task = load_target(plan.spec.objects)().pack(task)
+        framework: Framework = load_target(plan.spec.objects)()
+        job.task = framework.pack(task)
         _save(job, path / "task.bin")
+        check_room(plan, task, framework, path)
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
-        (path / "task.bin").unlink()
+        for name in ("task.bin", RESERVE):
+            (path / name).unlink(missing_ok=True)
         history = History.from_dict({**result["history"], "restarts": read_restarts(path)})
-        return RunResult(history, Progress(**result["progress"]), folder)
+        final = FinalState(**result["state"])
+        return RunResult(history, Progress(**result["progress"]), folder, final)
     except BaseException:
         folder.cleanup()
         raise
@@ -115,7 +141,8 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
         Facts(),
         Resources(visible_gpus() if config.device != "cpu" else 0),
     )
-    with TemporaryDirectory(prefix="distributed-") as folder:
+    start_sweep()
+    with PrivateFolder() as folder:
         _save_path(Path(folder))
         LocalLauncher().run(plan, RankCommand([*_RANK, script, *args], Path(folder)))
     return 0
@@ -130,10 +157,16 @@ def _warn_of_profiler() -> None:
 
 
 def _save(job: RankPayload, path: Path) -> None:
-    _save_path(path.parent)
+    what = "the task, which takes the model and the data in memory to the ranks"
+    with needs_room(what, path.parent):
+        _save_path(path.parent)
+        reserve(path.parent)
     try:
         save_task(job, path)
     except Exception as error:
+        if lacks_room(error):
+            path.unlink()
+            raise no_room(what, path.parent, measure_task(job)) from error
         raise UserError(
             f"cannot pickle the Trainer's arguments for the ranks: {type(error).__name__}: {error}",
             field="model, loaders, loss_fn, callbacks",

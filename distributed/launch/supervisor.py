@@ -19,6 +19,7 @@ from distributed.launch.child_process import ChildProcess
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
 from distributed.resilience.preemption import INTERRUPT, catch_signals, signals_blocked
 from distributed.resilience.rank_monitor import WATCHED, RankMonitor
+from distributed.system.output import write_text
 
 
 @dataclass
@@ -210,19 +211,9 @@ def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
 
 def _relay(stream: IO[bytes], prefix: str) -> None:
     """Copy a rank's lines to this process's `sys.stdout` (a notebook's cell, a test)."""
-    listens = True
     for line in stream:
         # Keep reading, because a rank whose pipe is full blocks in its next print.
-        listens = listens and _show(prefix + line.decode(errors="replace"))
-
-
-def _show(text: str) -> bool:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        return False
-    return True
+        write_text(prefix + line.decode(errors="replace"), sys.stdout)
 
 
 def _is_terminal_or_file(stream: Any) -> bool:

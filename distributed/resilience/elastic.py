@@ -28,8 +28,8 @@ from distributed.errors import Preempted, WorkerError, stopped_by
 from distributed.interfaces.launcher import RankCommand, Supervisor
 from distributed.interfaces.plan import RunPlan
 from distributed.registry.catalog import get_catalog
-from distributed.resilience.failure_reports import print_line
 from distributed.resilience.preemption import catch_signals
+from distributed.system.output import print_line
 
 Supervise = Callable[["RunPlan", str, int], "Supervisor"]
 """``(plan, host, port) -> Supervisor`` of this host's ranks, whose rendezvous is at that address."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from distributed.errors import UserError, WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.resilience.elastic import HostSlot, Membership, served
 from distributed.system.addresses import address_among, is_own_address
+from distributed.system.output import print_line
 
 _LEASE = "lease"
 """Key of the run that holds the lease on ``checkpoint_dir``."""
@@ -164,10 +166,10 @@ class ElasticHosts(Membership):
             WorkerError: the host that serves the rendezvous is lost.
             SystemExit: the run has ended.
         """
-        print(
+        print_line(
             f"this host is on standby: global batch {self.plan.batch.global_batch_size} is not divisible by"
             f" {self._round.world_size * self.plan.local_size} ranks",
-            flush=True,
+            sys.stdout,
         )
         try:
             while self._handler.num_nodes_waiting() == 0:
@@ -199,7 +201,8 @@ class ElasticHosts(Membership):
             self._lease.release()
 
     def _remind(self) -> None:
-        print(f"waiting for hosts: at least {self.min_nodes} must join at {self._name()}", flush=True)
+        text = f"waiting for hosts: at least {self.min_nodes} must join at {self._name()}"
+        print_line(text, sys.stdout)
 
     def _name(self) -> str:
         return f"{self.endpoint[0]}:{self.endpoint[1]}"
@@ -215,7 +218,7 @@ class ElasticHosts(Membership):
 
 
 def _late_exit() -> SystemExit:
-    print("the run finished without this host (it joined too late for the last round)", flush=True)
+    print_line("the run finished without this host (it joined too late for the last round)", sys.stdout)
     return SystemExit(0)
 
 

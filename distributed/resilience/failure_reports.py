@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -17,13 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.errors import UserError, WorkerError
 from distributed.redaction import redact, redact_text
 from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.phase_journal import current
-from distributed.system.private_files import write_private
+from distributed.system.disk_room import write_with_reserve
+from distributed.system.output import print_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,13 +49,6 @@ _SECOND_HAND = (
     "reset by peer",
     "has been shut down",
 )
-
-
-def print_line(text: str, stream: IO[str] | None = None) -> None:
-    """Print `text` to `stream`, by default stderr. Errors of a closed stream are ignored, so that they
-    do not hide the reported failure."""
-    with suppress(OSError, ValueError):
-        print(redact_text(text), file=stream or sys.stderr, flush=True)
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -145,7 +138,7 @@ class FailureReport:
 
     def write(self, folder: Path, rank: int | None = None) -> None:
         """Leave the report in `folder` as the one of `rank`, or with None of the monitor."""
-        write_private(_path(folder, rank), self.to_json().encode())
+        write_with_reserve(_path(folder, rank), self.to_json().encode())
 
     @property
     def headline(self) -> str:

@@ -19,17 +19,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed.errors import UserError, WorkerError
 from distributed.resilience import stack_dumps
-from distributed.resilience.failure_reports import GRACE, FailureReport, print_line
+from distributed.resilience.failure_reports import GRACE, FailureReport
 from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, instrument, open_journal
 from distributed.resilience.preemption import SIGNALS
 from distributed.resilience.rank_monitor import WATCHED, Limits, RankMonitor, write_report
 from distributed.system import processes
+from distributed.system.output import print_line
+from distributed.system.private_folders import add_owner, owned_folder, start_sweep
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend import Backend
@@ -163,7 +164,7 @@ def _nodes(places: Sequence[tuple[int, str]]) -> list[list[int]]:
 def _folder() -> str | None:
     """The folder for the journals of this host's ranks; None if it cannot be created."""
     try:
-        return os.environ.get("DISTRIBUTED_RUN_DIR") or mkdtemp(prefix="distributed-watch-")
+        return os.environ.get("DISTRIBUTED_RUN_DIR") or owned_folder("distributed-watch-")
     except OSError:
         return None
 
@@ -182,6 +183,10 @@ def run_monitor(order: Mapping[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process of a step
     sys.stderr = cast("IO[str]", _Stderr())
     folder = Path(order["folder"])
+    if order["own"]:
+        with suppress(OSError):
+            add_owner(folder)  # the rank that made it may be the one that is lost
+        start_sweep()
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:
         hosts = _hosts(*order["hosts"]) if order["hosts"] else None

@@ -140,7 +140,8 @@ class Journal:
         with draft_of(self.path(folder, rank)) as draft:
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
-                os.ftruncate(descriptor, _SIZE)
+                # Without space for a hole in a mapped file, the first write would end the process.
+                os.posix_fallocate(descriptor, 0, _SIZE)
                 self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)

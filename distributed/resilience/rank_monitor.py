@@ -17,12 +17,13 @@ from distributed.errors import WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.redaction import redact_text
 from distributed.resilience import failure_messages, stack_dumps
-from distributed.resilience.failure_reports import FailureReport, print_line
+from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
 from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
 from distributed.resilience.phase_journal import RUNNING, Entry, Journal
 from distributed.resilience.running_time import RunningTime
 from distributed.system import processes
+from distributed.system.output import print_line
 from distributed.system.private_files import write_private
 
 WATCHED = "DISTRIBUTED_WATCHED"

@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
@@ -32,6 +31,7 @@ from distributed.launch.rank_process import leave, run_folder, watch_parent
 from distributed.registry.catalog import load_target
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
 from distributed.system.addresses import bind_path
+from distributed.system.private_folders import PrivateFolder
 
 __all__ = ["RankPool", "serve"]
 
@@ -108,7 +108,7 @@ class _Ranks:
         self._ranks: dict[Connection, int] = {}
         self._pids: list[int] = []
         self._stops = (plan.spec.framework, plan.spec.launcher) == ("torch", BackendSpec.launcher)
-        home = Path(self._stack.enter_context(TemporaryDirectory(prefix="distributed-pool-")))
+        home = Path(self._stack.enter_context(PrivateFolder("distributed-pool-")))
         (home / "sys_path.json").write_text(json.dumps(sys.path), encoding="utf-8")
         command = RankCommand(
             [sys.executable, "-m", "distributed.testing.rank_pool"],

@@ -33,6 +33,7 @@ order of things; each part owns its state:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -49,6 +50,7 @@ from distributed.registry.catalog import Catalog
 from distributed.resilience.phase_journal import freeze_journal
 from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
+from distributed.system.output import print_line
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feeds
 from distributed.training.mixins.checkpointing import CheckpointingMixin
@@ -347,15 +349,17 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def _print_position(self) -> None:
         if self.world.rank != 0:
             return
-        at = self.progress
+        at, lines = self.progress, []
         if at.stop_reason is not None:
-            print(f"{describe_stop(at)}", flush=True)
+            lines.append(describe_stop(at))
         elif at.step:
-            print(f"continues at epoch {at.epoch}, sample {at.samples}, step {at.step}", flush=True)
+            lines.append(f"continues at epoch {at.epoch}, sample {at.samples}, step {at.step}")
             if at.samples and self.feed.rereads:
-                print(f"the stream cannot restore its position: reads {at.samples} samples again", flush=True)
+                lines.append(f"the stream cannot restore its position: reads {at.samples} samples again")
         elif self.config.resume_from_checkpoint:
-            print(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning", flush=True)
+            lines.append(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning")
+        for line in lines:
+            print_line(line, sys.stdout)
 
     def _report_checkpoint(self, path: str, step: int) -> None:
         self.callbacks.notify("on_checkpoint", path)

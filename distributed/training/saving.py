@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.codec import encode
-from distributed.checkpoint.collective_errors import on_rank_zero
+from distributed.checkpoint.collective_errors import agree, on_rank_zero
 from distributed.checkpoint.run_directory import not_writable
+from distributed.checkpoint.same_state import holds_state
 from distributed.config import DistributedConfig
+from distributed.config.sections import is_object_store
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.history import History
 from distributed.interfaces.metric import larger_is_better, metric_name
@@ -245,6 +247,18 @@ class Saver:
         store = PortableCheckpointer(directory, keep_last=None)
         store.prepare(ranks)
         return store.save(ranks, *self._contents(ranks, best=False, complete=True))
+
+    def find_saved(self) -> str | None:
+        """The checkpoint that holds exactly what `export_to` would write now, on a disk; None without one."""
+        path, checkpointer = self.history.checkpoint, self.checkpointer
+        if checkpointer is None or path != checkpointer.path_of(self.state.progress.step):
+            return None
+        if is_object_store(checkpointer.directory):
+            return None
+        contents, world = self._contents(self.backend, best=False, complete=True), self.backend.world
+        state = self.backend.export_state()
+        same = agree(self.backend, lambda: holds_state(path, world.rank, world.size, state, *contents))
+        return path if all(same) else None
 
     def _save(self, checkpointer: PortableCheckpointer, best: bool, before: float | None) -> str | None:
         started = _Started(asdict(self.state.progress), best, before)

@@ -53,5 +53,8 @@ class TorchFramework(Framework):
     def build(self, model: Any, seed: int, task: Task) -> Any:
         return build_model(model, seed)
 
+    def num_bytes(self, model: Any) -> int | None:
+        return sum(int(tensor.nbytes) for tensor in (*model.parameters(), *model.buffers()))
+
     def load_weights(self, reader: StateReader, model: Any) -> None:
         load_full_model(reader, model)

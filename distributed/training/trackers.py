@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed.config import DistributedConfig, explain
@@ -19,6 +18,7 @@ from distributed.interfaces.task import Progress
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.redaction import redact
 from distributed.registry.catalog import Catalog, load_target, require
+from distributed.system.private_folders import PrivateFolder
 
 logger = logging.getLogger("distributed")
 
@@ -119,7 +119,7 @@ class Trackers:
         """Record the whole history of the run as a file."""
         if not self._started:
             return
-        with TemporaryDirectory(prefix="distributed-") as folder:
+        with PrivateFolder() as folder:
             path = Path(folder, "history.json")
             path.write_text(json.dumps(history.to_dict(), indent=1), encoding="utf-8")
             self.log_artifact(str(path))

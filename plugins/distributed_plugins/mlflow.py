@@ -65,6 +65,7 @@ class MLflowTracker(Tracker):
     """
 
     run_id: str
+    _uri: str
     _is_parent = False
 
     def __init__(self, config: DistributedConfig) -> None:
@@ -96,7 +97,7 @@ class MLflowTracker(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
-        uri = self._tracking_uri()
+        self._uri = uri = self._tracking_uri()
         parent = self.context.get("parent_run_id")
         joined = (
             self.context.get("run_id") if uri == _absolute(self.context.get("tracking_uri", "")) else None
@@ -146,7 +147,7 @@ class MLflowTracker(Tracker):
         experiment_id = self._client.get_run(self.run_id).info.experiment_id
         return {
             "parent_run_id": self.run_id,
-            "tracking_uri": self._tracking_uri(),
+            "tracking_uri": self._uri,
             "experiment_id": experiment_id,
         }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from distributed.config import DistributedConfig
 from distributed.interfaces.callback import Band, Callback, Context
 from distributed.registry.hookspecs import hookimpl
+from distributed.system.output import tolerated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +84,8 @@ class ProgressBar(Callback):
             self._bar.update(self._task, completed=context.progress.step)
         figures = [f"{name} {value:.4g}" for name, value in metrics.items() if _is_figure(name, value)]
         epoch = _epoch(metrics.get("epoch", context.progress.epoch))
-        self._console.print("  ".join([epoch, f"step {context.progress.step}", *figures]), markup=False)
+        with tolerated(sys.stderr):
+            self._console.print("  ".join([epoch, f"step {context.progress.step}", *figures]), markup=False)
 
     def on_run_end(self, context: Context, status: str) -> None:
         """Leave the terminal as it was."""

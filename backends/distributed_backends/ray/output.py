@@ -18,6 +18,7 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distributed.resilience.preemption import record_signal
+from distributed.system.output import write_text
 
 _WAIT = 10.0
 """Time limit for the last lines, in seconds."""
@@ -85,11 +86,7 @@ class Relay:
                 continue
             stream = sys.stderr if kind == "err" and rank == 0 else sys.stdout
             prefix = f"[rank {rank}] " if rank else ""
-            try:
-                stream.write("".join(f"{prefix}{line}" for line in value.splitlines(keepends=True)))
-                stream.flush()
-            except (OSError, ValueError):
-                continue  # standard output is closed; the ranks continue
+            write_text("".join(f"{prefix}{line}" for line in value.splitlines(keepends=True)), stream)
 
 
 class OutputSender:

@@ -19,8 +19,9 @@ _WAIT = 10.0
 
 
 def names_in(folder: Path) -> list[str]:
-    """Paths of the files in `folder`, within it."""
-    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Paths of the files in `folder`, within it. Hidden ones are for this node alone."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [str(path.relative_to(folder)) for path in files if not path.name.startswith(".")]
 
 
 def pack(folder: Path, without: tuple[str, ...] = ()) -> dict[str, bytes]:

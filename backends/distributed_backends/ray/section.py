@@ -27,5 +27,7 @@ class RaySection(Section):
         300.0, description="Seconds to wait until a busy cluster has free resources for the ranks."
     )
     storage_path: str | None = Field(
-        None, description="Folder for Ray Train's own record of the run; None disables it."
+        None,
+        description="Folder for Ray Train's own record of the run; None disables it.",
+        json_schema_extra={"path": True},
     )

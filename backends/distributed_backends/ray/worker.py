@@ -24,6 +24,7 @@ from distributed.resilience.elastic import forget_round
 from distributed.resilience.failure_reports import FailureReport
 from distributed.system.addresses import loopback_interface
 from distributed.system.private_files import write_private
+from distributed.system.private_folders import add_owner, start_sweep
 from distributed_backends.ray.output import OutputSender, forward_requests
 from distributed_backends.ray.run_files import files_of, folder_on, pack, unpack
 
@@ -70,7 +71,9 @@ def _folder(order: Mapping[str, Any], *, first_here: bool) -> tuple[Path, bool]:
         folder = folder_on(node, folder.name)
         if first_here:
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+            start_sweep()
             folder.mkdir(mode=0o700)
+            add_owner(folder)
             unpack(ray.get(order["files"][0] if order["files"] else files_of(order)), folder)
             _extend_path(folder)
     elif first_here:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.data.order import mix
 from distributed.errors import UserError
+from distributed.system.output import print_line
 from distributed_backends.tensorflow.pipeline_graph import (
     graph_of,
     random_ops,
@@ -182,10 +184,10 @@ def _check_order(dataset: Any, stream: PipelineStream, argument: str) -> None:
         return
     drawn = random_ops(stream._graph)
     if drawn:
-        print(
+        print_line(
             f"note: {argument} draws random numbers without a seed ({', '.join(drawn)}); two runs differ in"
             " them. tf.random.stateless_* or a seed make them repeat",
-            flush=True,
+            sys.stdout,
         )
 
 

@@ -7,7 +7,6 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from distributed.config import load, parse_assignments
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher
 from distributed.registry.catalog import get_catalog, require
+from distributed.system.private_folders import PrivateFolder
 from distributed.testing.reference_problem import problem
 from distributed.testing.workbench import Workbench, find_workbench
 
@@ -123,7 +123,7 @@ def record(
     bench, dtype = find_workbench(spec.framework), DTYPES[exercise.dtype]
     model = bench.model(dtype)
     before = bench.weights(model)
-    with TemporaryDirectory(prefix="distributed-parity-") as folder:
+    with PrivateFolder("distributed-parity-") as folder:
         saves = every_step and spec.capabilities.checkpoint
         trainer = _trainer(bench, model, side, exercise, folder if saves else None)
         trainer.launcher = launcher

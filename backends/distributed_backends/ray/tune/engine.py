@@ -20,6 +20,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from distributed.interfaces.search import Search, SearchEngine, TrialEnd
 from distributed.operations.tuning.trial import MISSING, SCORE
 from distributed.operations.tuning.trial_record import load_trial
+from distributed.system.output import print_line
 from distributed.system.private_files import write_private
 from distributed.system.processes import environment
 from distributed_backends.ray.cluster import connected
@@ -89,7 +90,7 @@ class RayTune(SearchEngine):
             _quiet(),
         ):
             slots.check()
-            print(slots.summary(), flush=True)
+            print_line(slots.summary(), sys.stdout)
             results = _tuner(search, slots).fit()
             ends = [_end(trial, results[i]) for i, trial in enumerate(results._experiment_analysis.trials)]
         _forget_checkpoints(search)
@@ -250,7 +251,7 @@ class _TrialPrinter(tune.Callback):
         known = load_trial(self.folder, trial.trial_id)
         if known is not None:
             known.status = "failed" if failed else known.status
-            print(known.line(), flush=True)
+            print_line(known.line(), sys.stdout)
 
 
 def _folder_name(trial: Any) -> str:
