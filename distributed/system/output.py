@@ -26,16 +26,16 @@ def print_line(text: object, stream: IO[str] | None = None) -> bool:
     Nothing is raised where the stream is closed or what it leads to is full: the first such failure of a
     stream is logged.
     """
-    return write_text(f"{text}\n", stream)
+    return write_text(redact_text(f"{text}\n"), stream)
 
 
 def write_text(text: str, stream: IO[str] | None = None) -> bool:
-    """As `print_line`, without a line break."""
+    """Write what may be the user's own, such as a rank's output, as `print_line` does: as it is."""
     out = sys.stderr if stream is None else stream
     if out is None:  # a program without a terminal, such as pythonw
         return False
     with tolerated(out):
-        out.write(redact_text(text))
+        out.write(text)
         out.flush()
         return True
     return False
