@@ -202,6 +202,9 @@ def _check_extra(extra: dict[str, Any], step: int) -> None:
     for name in ("config", "model_files", "omitted", "frozen"):
         if extra.get(name) is not None and not _has_names(extra[name]):
             raise ValueError(f"extra.{name} is {shown(extra[name])}")
+    order = extra.get("order")
+    if order is not None and not (_has_names(order) and isinstance(order.get("name"), str)):
+        raise ValueError(f"extra.order is {shown(order)}, not the name of an order")
     for name in ("omitted", "frozen"):
         if extra.get(name) is not None and not _is_names(extra[name].values()):
             raise ValueError(f"extra.{name} is {shown(extra[name])}, not digests")
