@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -104,12 +103,12 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
     """One YAML (or JSON) file as a layer.
 
     Raises:
-        UserError: no such file, not YAML, a key that is set twice, or not a mapping at the top.
+        UserError: no such file, not YAML, a key that is set twice, too many values, or not a mapping at the
+            top.
     """
-    import yaml
-
     try:
-        data = _parse(Path(path).read_text(encoding="utf-8"), str(path))
+        with open(path, encoding="utf-8") as file:
+            data = _parse(file.read(_LARGEST + 1), str(path))
     except OSError as error:
         raise UserError(
             f"cannot read the configuration file: {error.strerror}",
@@ -117,9 +116,12 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
             got=str(path),
             remedy="Check the path",
         ) from None
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError:
         raise UserError(
-            f"the configuration file is not valid YAML: {error}", field="config", got=str(path)
+            "the configuration file is not text in UTF-8",
+            field="config",
+            got=str(path),
+            remedy="Check the path",
         ) from None
     if data is None:
         data = {}
@@ -133,29 +135,64 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
     return Layer(f"file {path}", data)
 
 
+_LARGEST = 1 << 20
+"""Characters of a configuration file at most."""
+
+
 def _parse(text: str, path: str) -> Any:
     """What ``yaml.safe_load`` returns, which would keep the last of two equal keys."""
     import yaml
 
-    from distributed.config.duplicate_keys import find_duplicate
-
+    if len(text) > _LARGEST:
+        raise UserError(
+            "the configuration file is too large",
+            field="config",
+            got=path,
+            allowed=f"at most {_LARGEST:,} characters",
+            remedy="Check the path",
+        )
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
         if root is None:
             return None
-        twice = find_duplicate(root)
-        if twice is not None:
-            raise UserError(
-                f"the key '{twice.name}' is set twice, on line {twice.first} and on line {twice.second}",
-                field="config",
-                got=path,
-                allowed="each key once",
-                remedy="Remove one of the two lines",
-            )
+        _check_nodes(root, path)
         return loader.construct_document(root)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(
+            f"the configuration file is not valid YAML: {error}",
+            field="config",
+            got=path,
+            remedy="`config show` prints a valid file",
+        ) from None
+    except RecursionError:
+        raise UserError(
+            "the configuration file is nested too deeply", field="config", got=path, remedy="Check the path"
+        ) from None
     finally:
         loader.dispose()
+
+
+def _check_nodes(root: Any, path: str) -> None:
+    from distributed.config.yaml_checks import MAX_VALUES, count_values, find_duplicate
+
+    twice = find_duplicate(root)
+    if twice is not None:
+        raise UserError(
+            f"the key '{twice.name}' is set twice, on line {twice.first} and on line {twice.second}",
+            field="config",
+            got=path,
+            allowed="each key once",
+            remedy="Remove one of the two lines",
+        )
+    if count_values(root) > MAX_VALUES:
+        raise UserError(
+            "the aliases of the configuration file stand for too many values",
+            field="config",
+            got=path,
+            allowed=f"at most {MAX_VALUES:,} values",
+            remedy="Write the values that are needed",
+        )
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -186,7 +223,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
             )
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError: a date that does not exist
             value = text
         values[name] = value
     return values

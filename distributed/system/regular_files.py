@@ -53,7 +53,7 @@ def read_limited(path: str | os.PathLike[str], limit: int, *, follow_links: bool
     """
     with open_regular(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(limit + 1) if size <= limit else b""
+        data = file.read(size + 1) if size <= limit else b""  # a larger number would be allocated
     if size > limit or len(data) > limit:
         raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {limit:,} are read", str(path))
     return data

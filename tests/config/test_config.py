@@ -176,11 +176,6 @@ def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
     assert values["tune"]["two"] == [{"every_n_steps": 3}] * 2
 
 
-def test_a_file_that_contains_itself_is_read(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("tune: &t\n  again: *t\n")
-    assert "again" in read_file(tmp_path / "run.yaml").values["tune"]
-
-
 # Assignments
 
 

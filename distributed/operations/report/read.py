@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed.errors import UserError
+from distributed.operations.report.line_schema import is_known, parse_line
 from distributed.operations.report.record_format import NAME, VERSION
-from distributed.redaction import redact
+from distributed.system.regular_files import read_limited
+from distributed.system.strict_json import parse_json
 
-_NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
-    "start": {"record": int, "attempt": str, "run": str, "place": dict, "config": list},
-    "log": {"attempt": str, "step": int, "figures": dict},
-    "epoch": {"attempt": str, "step": int, "figures": dict},
-    "checkpoint": {"attempt": str, "step": int, "path": str},
-    "finish": {"attempt": str, "status": str},
-    "restart": {"error": dict},
-    "end": {"status": str},
-}
-"""kind -> required keys of its lines."""
-_NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+_LARGEST = 1 << 29
+"""Bytes of a record at most: hundreds of thousands of log steps."""
 _NAMED = 5
 
 
@@ -71,7 +63,7 @@ def read_record(path: Path) -> Record:
     """
     path = record_path(path)
     try:
-        data = path.read_bytes()
+        data = read_limited(path, _LARGEST)
     except OSError as error:
         raise UserError(
             f"the record cannot be read: {error.strerror or error}", field="RUN", got=str(path)
@@ -83,15 +75,12 @@ def read_record(path: Path) -> Record:
     for number, text in enumerate([*whole, rest], 1):
         if not text.strip():
             continue
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = None
-        line = _parsed(found)
+        found = _parsed(text)
+        line = parse_line(found) if is_known(found) else None
         if line is not None:
             record.lines.append(line)
         elif number <= len(whole):
-            (unknown if isinstance(found, dict) else bad).append(number)
+            (unknown if isinstance(found, dict) and not is_known(found) else bad).append(number)
         else:
             record.notes.append(
                 "The last line is incomplete: the run is writing it, or was killed while writing it."
@@ -121,32 +110,11 @@ def _check(record: Record, path: Path) -> None:
         )
 
 
-def _parsed(found: Any) -> dict[str, Any] | None:
-    """The line, with its metrics as numbers; None when it is not a record line."""
-    if not isinstance(found, dict) or not isinstance(found.get("time"), int | float):
+def _parsed(text: bytes) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
         return None
-    needed = _NEEDED.get(str(found.get("kind")))
-    if needed is None or any(not isinstance(found.get(name), kind) for name, kind in needed.items()):
-        return None
-    line: dict[str, Any] = redact(found)  # an earlier version may have written it
-    if "figures" in line:
-        line["figures"] = _figures(line["figures"])
-    if "config" in line:
-        line["config"] = [
-            (name, redact(value, name), origin) for name, value, origin in filter(_is_setting, line["config"])
-        ]
-    return line
-
-
-def _figures(found: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {
-        name: _NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in found.items()
-    }
-    return {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
-
-
-def _is_setting(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
 
 
 def _note(numbers: Sequence[int], what: str) -> list[str]:

@@ -11,10 +11,14 @@ from typing import Any
 
 from distributed.config.sections import local_path
 from distributed.operations.report.formats import seconds
+from distributed.operations.report.line_schema import printable
 from distributed.operations.report.read import Record, read_record
 from distributed.operations.report.record_format import NAME
 from distributed.operations.report.runs import Attempt, Failure, Line, Run
 from distributed.redaction import redact_text
+from distributed.system.regular_files import read_limited
+
+_LARGEST_REPORT = 1 << 24
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -205,19 +209,26 @@ def _add_reports(runs: list[Run], folder: Path) -> None:
     launcher was killed as well."""
     place = local_path(str(runs[-1].setting("checkpoint_dir") or "")) or folder
     folders = dict.fromkeys([folder, Path(place)])
-    for path in sorted(path for found in folders for path in found.glob("failure_report_*.txt")):
+    for path in sorted(path for found in folders for path in _reports_in(found)):
         run = next((run for run in reversed(runs) if _time_of(path) >= run.started), None)
         if run is None or any(path.name in f.summary or path.name in f.details for f in run.failures):
             continue
         try:
-            text = redact_text(path.read_text(encoding="utf-8", errors="replace"))
+            text = read_limited(path, _LARGEST_REPORT).decode("utf-8", "replace")
         except OSError as error:
             run.notes.append(f"{path.name} cannot be read: {error.strerror}.")
             continue
-        first, _, details = text.partition("\n")
+        first, _, details = redact_text(printable(text)).partition("\n")
         run.failures.append(Failure(_time_of(path), f"{first} ({path.name})", details=details))
     for run in runs:
         run.failures.sort(key=lambda failure: failure.time)
+
+
+def _reports_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.glob("failure_report_*.txt"))
+    except OSError:  # a name that is too long, a folder on a lost disk
+        return []
 
 
 def _time_of(path: Path) -> float:

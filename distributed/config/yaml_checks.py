@@ -1,4 +1,7 @@
-"""Find keys that a YAML file sets twice; YAML's own reader keeps the last one and drops the others."""
+"""Checks of a YAML file before it becomes values.
+
+YAML's own reader keeps the last of two equal keys, and a few aliases can stand for billions of values.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from typing import NamedTuple
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-__all__ = ["Duplicate", "find_duplicate"]
+__all__ = ["MAX_VALUES", "Duplicate", "count_values", "find_duplicate"]
+
+MAX_VALUES = 100_000
+"""Values of a configuration at most, those behind aliases counted each time."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -50,3 +56,29 @@ def _keys(node: Node, prefix: str, seen: set[int]) -> Iterator[tuple[str, int]]:
                 name = f"{prefix}{key.value}"
                 yield name, key.start_mark.line + 1
                 yield from _keys(value, f"{name}.", seen)
+
+
+def count_values(root: Node) -> int:
+    """The number of values that `root` stands for, aliases expanded, up to ``MAX_VALUES + 1``.
+
+    Raises:
+        ValueError: an alias is part of what it stands for.
+    """
+    return _count(root, {})
+
+
+def _count(node: Node, known: dict[int, int | None]) -> int:
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise ValueError("an alias is part of what it stands for")
+        return found
+    known[id(node)] = None
+    parts: list[Node] = []
+    if isinstance(node, SequenceNode):
+        parts = node.value
+    elif isinstance(node, MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    total = min(1 + sum(_count(part, known) for part in parts), MAX_VALUES + 1)
+    known[id(node)] = total
+    return total
