@@ -290,6 +290,7 @@ class Trainer:
         return task
 
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
+        config = with_absolute_paths(config)
         choice, framework = self._choose(config)
         facts = Facts(
             train_batch_size=self._loader_batch_size(task),
@@ -300,7 +301,7 @@ class Trainer:
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
-        return resolve(with_absolute_paths(config), catalog, facts, resources, joined, choice)
+        return resolve(config, catalog, facts, resources, joined, choice)
 
     def _loader_batch_size(self, task: Task) -> int | None:
         """The training loader's own batch size, unless a search has sampled another."""

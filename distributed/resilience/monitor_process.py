@@ -172,6 +172,9 @@ def _folder() -> str | None:
 # -- in the monitor's own process ------------------------------------------------------
 
 
+_SWEEP_SECONDS = 5.0
+
+
 def run_monitor(order: Mapping[str, Any]) -> None:
     """Monitor until standard input is closed or the ranks have ended.
 
@@ -182,11 +185,11 @@ def run_monitor(order: Mapping[str, Any]) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process of a step
     sys.stderr = cast("IO[str]", _Stderr())
-    folder = Path(order["folder"])
+    folder, sweep = Path(order["folder"]), None
     if order["own"]:
         with suppress(OSError):
             add_owner(folder)  # the rank that made it may be the one that is lost
-        start_sweep()
+        sweep = start_sweep()
     pids = {int(rank): int(pid) for rank, pid in order["pids"].items()}
     try:
         hosts = _hosts(*order["hosts"]) if order["hosts"] else None
@@ -198,6 +201,8 @@ def run_monitor(order: Mapping[str, Any]) -> None:
     finally:
         if order["own"]:
             shutil.rmtree(folder, ignore_errors=True)
+        if sweep is not None:
+            sweep.join(_SWEEP_SECONDS)  # a run may be shorter than the sweep
 
 
 class _Stderr(io.TextIOBase):

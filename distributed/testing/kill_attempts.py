@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -67,8 +67,9 @@ class Kill:
     """Moment at which a rank sends itself a signal: the `number`-th time it passes `point` in that start.
 
     Attributes:
-        signal: SIGKILL; SIGTERM, SIGUSR1 or SIGINT, by which all ranks save and end; or SIGSTOP, on which
-            all processes of the run are suspended for longer than its `hang_timeout`.
+        signal: SIGKILL; SIGTERM, SIGUSR1 or SIGINT, by which all ranks save and end; or SIGSTOP: all
+            processes of the run are suspended for longer than its `hang_timeout`, or the rank alone while
+            another run starts in the same directory.
     """
 
     rank: int
@@ -90,7 +91,7 @@ class Scenario:
         asynchronous: whether checkpoints are written asynchronously.
         epochs: number of epochs, of four steps each.
         sabotage: ``module:function`` that every rank of the restarted run calls: a broken form.
-        name: ``kill``, ``stop``, ``signal`` or ``suspend``.
+        name: ``kill``, ``stop``, ``signal``, ``suspend`` or ``second``.
         stop: event (``epoch`` or ``step``) and step at which a callback ends the run; None without.
     """
 
@@ -139,8 +140,23 @@ class Scenario:
         }
 
 
+def _suspend(pids: Sequence[int]) -> None:
+    """Suspend the processes for longer than their `hang_timeout`."""
+    for number, seconds in ((signal.SIGSTOP, _SUSPENDED), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+
+
 class Attempt:
-    """One finished start of a run: exit code, output, records of its ranks."""
+    """One finished start of a run: exit code, output, records of its ranks.
+
+    Attributes:
+        pid: process of the command.
+        second: start of the same run while this one was under way, None without.
+    """
+
+    second: Attempt | None = None
 
     def __init__(self, scenario: Scenario, home: Path, number: int, kill: Kill | None) -> None:
         self.kill, self.folder = kill, home / f"start_{number}"
@@ -165,9 +181,9 @@ class Attempt:
         command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(home / "train.py")]
         with (self.folder / "output.txt").open("w") as output:
             process = child_process.start(command, env, cwd=home, output=output)
-            self.code: int | None = None
+            self.pid, self.code = process.pid, None
             if kill is not None and kill.signal == "SIGSTOP":
-                self._suspend(process)
+                self._at_stop(process, scenario, home, number)
             if process.has_ended(_HANGS):
                 self.code = process.wait_end()
             else:
@@ -176,17 +192,21 @@ class Attempt:
             process.reap()
         self.output = (self.folder / "output.txt").read_text(errors="replace")
 
-    def _suspend(self, process: child_process.ChildProcess) -> None:
-        """Once a rank has stopped itself, suspend the others and the launcher with it, and wake them all."""
+    def _at_stop(
+        self, process: child_process.ChildProcess, scenario: Scenario, home: Path, number: int
+    ) -> None:
+        """Once a rank has stopped itself, start the run a second time, or suspend all processes of it."""
         while not process.has_ended(0.05):
-            found = [record for records in self._read().values() for record in records]
-            if not any("suspended" in record for record in found):
+            ranks = self._read().values()
+            pids = [next(r["pid"] for r in records if "pid" in r) for records in ranks if records]
+            stopped = [any("suspended" in r for r in records) for records in ranks if records]
+            if not any(stopped):
                 continue
-            pids = [process.pid, *(record["pid"] for record in found if "pid" in record)]
-            for number, seconds in ((signal.SIGSTOP, _SUSPENDED), (signal.SIGCONT, 0.0)):
-                for pid in pids:
-                    os.kill(pid, number)
-                time.sleep(seconds)
+            if scenario.name == "second":
+                self.second = Attempt(scenario, home, number + 1, None)
+                os.kill(pids[stopped.index(True)], signal.SIGCONT)
+            else:
+                _suspend([process.pid, *pids])
             return
 
     @cached_property

@@ -34,7 +34,7 @@ class Outcome:
         bits: differences from the uninterrupted run.
         samples: samples that were missing from a step, or in it twice.
         lost: committed checkpoints that were missing at the restart.
-        repeated: what a resume did to a run that had ended.
+        repeated: what a resume did to a run that had ended, or a second run to one under way.
         left: files and processes left behind.
         misreported: exit codes and messages that do not name the failure.
         reached: number of kills that took place.
@@ -97,6 +97,7 @@ def run_scenario(scenario: Scenario, reference: Reference) -> Outcome:
             attempt = _started(scenario, home, number, kill, outcome)
             attempts.append(attempt)
             _check_end(attempt, outcome)
+            _check_second(attempt, outcome)
             _check_going_on(attempts, before, _kept(home), outcome)
             if attempt.code in (0, None):
                 break
@@ -104,7 +105,7 @@ def run_scenario(scenario: Scenario, reference: Reference) -> Outcome:
             attempts.append(_started(scenario, home, len(attempts), None, outcome))
             _check_idle(attempts[-1], scenario.last_step, outcome)
         _check_samples(scenario, attempts, outcome)
-        _check_left(home, attempts, outcome)
+        _check_left(home, [*attempts, *filter(None, (a.second for a in attempts))], outcome)
         _check_bits(home, reference, outcome)
         _note_seconds(attempts, outcome)
     finally:
@@ -177,6 +178,21 @@ def _check_idle(attempt: Attempt, last_step: int, outcome: Outcome) -> None:
         outcome.repeated.append(
             f"a resume of the ended run began at step {attempt.start}, took {len(done)} steps or validations,"
             f" and ended with {attempt.code}"
+        )
+
+
+def _check_second(attempt: Attempt, outcome: Outcome) -> None:
+    """A second run in the same directory is refused before its first step, and the error names the first."""
+    second = attempt.second
+    if second is None:
+        return
+    pids = [attempt.pid, *(record["pid"] for record in attempt.each("pid"))]
+    named = any(f"pid {pid} " in second.output for pid in pids)
+    steps = len([*second.each("step")])
+    if second.code != 2 or steps or not named:
+        outcome.repeated.append(
+            f"a second run beside {pids} ended with {second.code} after {steps} steps\n"
+            f"{second.output[-2000:]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Scenarios of `kills`, each drawn by a seed of its own: a kill, a stop, a signal, a suspension."""
+"""Scenarios of `kills`, each drawn by a seed: a kill, a stop, a signal, a suspension, a second run."""
 
 from __future__ import annotations
 
@@ -136,5 +136,6 @@ SCENARIOS: dict[str, Callable[[random.Random, int, Reference], Kill]] = {
     "stop": _stopped,
     "signal": _signalled,
     "suspend": _suspended,
+    "second": _suspended,
 }
 """Name -> ``(draw, turn, reference) -> the moment``."""

@@ -119,10 +119,17 @@ class Trackers:
         """Record the whole history of the run as a file."""
         if not self._started:
             return
-        with PrivateFolder() as folder:
-            path = Path(folder, "history.json")
-            path.write_text(json.dumps(history.to_dict(), indent=1), encoding="utf-8")
-            self.log_artifact(str(path))
+        try:
+            with PrivateFolder() as folder:
+                path = Path(folder, "history.json")
+                path.write_text(json.dumps(history.to_dict(), indent=1), encoding="utf-8")
+                self.log_artifact(str(path))
+        except OSError as error:
+            logger.warning(
+                "the trackers get no history.json, because no file can be written in the folder of temporary"
+                " files: %s. Set TMPDIR to a folder with free space",
+                error,
+            )
 
     def finish(self, status: str) -> None:
         """Close every tracker: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""

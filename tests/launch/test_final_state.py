@@ -30,15 +30,21 @@ small, disk = Path(sys.argv[1]), Path(sys.argv[2])
 
 
 class Fill(Callback):
-    """Use up what is left of the small file system after step 2."""
+    """Use up what is left of the small file system, and change the weights after the last save."""
+
+    all_ranks = True
 
     def on_step_end(self, context):
-        if context.progress.step == 2:
+        if context.progress.step == 2 and context.world.rank == 0:
             fill()
+
+    def on_run_end(self, context, status):
+        for parameter in context.model.parameters():
+            parameter.data.fill_(7.0)
 
 
 def fill():
-    with open(small / "filler", "wb", buffering=0) as file:
+    with open(small / "filler", "ab", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -64,7 +70,7 @@ def fitted(case, width, num_samples, steps=3, **fields):
     print(json.dumps({
         "case": case, "error": error, "trained": not torch.equal(before, model[0].weight),
         "checkpoint": history and history.checkpoint, "steps": history and history.steps["step"],
-        "left": [path.name for path in small.iterdir()],
+        "left": [path.name for path in small.glob("distributed-*/state/*")],
     }), flush=True)
 
 
@@ -78,6 +84,7 @@ if __name__ == "__main__":
         fitted("again", 10_000, 4, checkpoint_dir=disk / "again", checkpoint={"every_n_steps": 1})
         fitted("full at the end", 100, 16, callbacks=[Fill()], checkpoint_dir=disk / "older",
                checkpoint={"every_n_steps": 2})
+        fill()
         fitted("full at the start", 16, 4)
 '''
 
@@ -139,7 +146,7 @@ def test_a_state_that_finds_no_space_names_the_folder_and_the_checkpoint(outcome
     assert "the run has finished, but its weights cannot return to this process" in full["error"], outcomes
     assert "No space left on device" in full["error"]
     assert "/small/distributed-" in full["error"]
-    assert full["checkpoint"].endswith("older/step_00000002")
+    assert full["checkpoint"].endswith("older/step_00000003")
     assert full["checkpoint"] in full["error"]
     assert full["steps"] == [1, 2, 3]
 

@@ -28,14 +28,17 @@ import os, signal, sys, torch
 from distributed import Callback, Trainer
 
 class Preempt(Callback):
+    def __init__(self, end):
+        self.end = end
+
     def on_step_end(self, context):
-        if context.progress.step == 2 and sys.argv[2] == "preempted":
+        if context.progress.step == 2 and self.end == "preempted":
             os.kill(os.getpid(), signal.SIGTERM)
 
 if __name__ == "__main__":
     trainer = Trainer(
         torch.nn.Linear(4, 2), device="cpu", num_processes=int(sys.argv[1]), batch_size=2, epochs=2,
-        log_every_n_steps=1, callbacks=[Preempt()], checkpoint_dir="saved",
+        log_every_n_steps=1, callbacks=[Preempt(sys.argv[2])], checkpoint_dir="saved",
     )
     history = trainer.fit((torch.ones(16, 4), torch.zeros(16, dtype=torch.long)))
     print("trained", len(history.steps["step"]), file=sys.stderr)
