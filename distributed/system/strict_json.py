@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 def _containers(value: Any) -> list[Any]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
+    return [item for item in items if item and isinstance(item, (dict, list))]
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.chunk_index import ChunkEntry, tiling_problems
-from distributed.checkpoint.file_names import rank_file
+from distributed.checkpoint.file_names import FORMAT, VERSION, rank_file
 from distributed.checkpoint.filesystem import FileLayer, seal
 from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, verify
@@ -107,9 +107,10 @@ def write_boxes(directory: Path, whole: numpy.ndarray[Any, Any], boxes: list[Any
         )
         entries.append(entry)
         index = directory / rank_file(rank)
-        index.write_bytes(seal({"chunks": [entry.to_json()], "rank_extra": {}}))
+        own = {"format": FORMAT, "version": VERSION, "rank": rank, "world_size": len(boxes)}
+        index.write_bytes(seal({**own, "chunks": [entry.to_json()], "rank_extra": {}}))
         facts[index.name] = {"size": index.stat().st_size, "sha256": FileLayer().sha256(str(index))}
-    manifest = manifest_of(1, BackendState(), {}, facts, entries, len(boxes))
+    manifest = manifest_of(1, BackendState(), {"progress": {"step": 1}}, facts, entries, len(boxes))
     (directory / "manifest.json").write_bytes(seal(manifest))
 
 
