@@ -195,7 +195,8 @@ def test_a_line_that_cannot_be_written_leaves_a_gap(tmp_path: Path, caplog: pyte
 
 @pytest.mark.starts_processes
 def test_ranks_that_are_started_again_are_one_run_and_the_reason_is_told(script: Path) -> None:
-    done = start(script, "--max-restarts", "1", "--set", "checkpoint.every_n_steps=5", how="kill:18")
+    saves = ["--set", "checkpoint.every_n_steps=5", "--set", "checkpoint.asynchronous=false"]
+    done = start(script, "--max-restarts", "1", *saves, how="kill:18")
     out, _ = done.communicate(timeout=120)
     assert done.returncode == 0, out
     run = one_run(script.parent / "run")
