@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -290,8 +291,8 @@ class Trainer:
         return task
 
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
-        config = with_absolute_paths(config)
         choice, framework = self._choose(config)
+        choice = replace(choice, config=with_absolute_paths(choice.config))
         facts = Facts(
             train_batch_size=self._loader_batch_size(task),
             val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),

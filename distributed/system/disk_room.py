@@ -85,8 +85,11 @@ def reserve(folder: str | os.PathLike[str]) -> None:
     Raises:
         OSError: there is none.
     """
-    with open(Path(folder, RESERVE), "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, _RESERVED)
+    descriptor = os.open(Path(folder, RESERVE), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _RESERVED)
+    finally:
+        os.close(descriptor)
 
 
 def write_with_reserve(path: Path, data: bytes) -> None:

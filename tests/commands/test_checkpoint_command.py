@@ -102,7 +102,7 @@ def test_verify_names_the_damaged_file(folder: Path, capsys: pytest.CaptureFixtu
     path = spoil(folder, 6)
     table = said(capsys, "verify", folder, code=1)
     assert table.count(": good") == 3
-    assert f"{path}: its checksum" in table
+    assert f"{path}: the checksum of" in table
     assert said(capsys, "verify", step(folder, 8)).count("good") == 1
 
 
