@@ -23,7 +23,7 @@ class EarlyStopping(Callback):
         min_delta: smallest change that counts as an improvement, in the metric's unit.
 
     Raises:
-        UserError: unknown `mode`, or (when an epoch ends) no such metric.
+        UserError: unknown `mode`, `patience` is no number of epochs, or (when an epoch ends) no such metric.
     """
 
     band = Band.DECIDE
@@ -34,6 +34,13 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("auto", "max", "min"):
             raise UserError("unknown mode", field="mode", got=mode, allowed="auto, max, min")
+        if not isinstance(patience, int) or patience < 0:
+            raise UserError(
+                "not a number of epochs",
+                field="EarlyStopping.patience",
+                got=patience,
+                allowed="a whole number at least 0",
+            )
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self._sign = 1.0 if larger_is_better(mode, metric) else -1.0
         self._best, self._waited = -math.inf, 0
@@ -54,6 +61,7 @@ class EarlyStopping(Callback):
                 field="EarlyStopping.metric",
                 got=self.metric,
                 allowed=", ".join(sorted(metrics)),
+                remedy="Metrics that begin with val_ need validation data: fit(train_loader, val_loader)",
             )
         score = self._sign * metrics[self.metric]
         if score > self._best + self.min_delta:

@@ -76,19 +76,23 @@ class UserError(Exception):
         """The whole error as one paragraph without line breaks and without secrets."""
         from distributed.redaction import redact, redact_text
 
-        parts = [self.message if self.message.endswith("?") else self.message.rstrip(". ") + "."]
+        parts = [_ended(self.message.rstrip())]
         if self.field is not None:
             parts.insert(0, f"{self.field}:")
         if self.got is not None:
             parts.append(f"Got {redact(self.got, self.field or '')!r}.")
         if self.allowed is not None:
-            parts.append(f"Allowed: {self.allowed.rstrip('.')}.")
+            parts.append(f"Allowed: {_ended(self.allowed)}")
         if self.remedy is not None:
-            parts.append(self.remedy.rstrip(".") + ".")
+            parts.append(_ended(self.remedy))
         return " ".join(" ".join(redact_text(part).split()) for part in parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_user_error, (self.message, self.field, self.got, self.allowed, self.remedy))
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
 
 
 def _rebuild_user_error(

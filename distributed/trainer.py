@@ -195,9 +195,11 @@ class Trainer:
     def _run(self, plan: RunPlan, task: Task, catalog: Catalog, started: float) -> History:
         from distributed.launch import run
         from distributed.training.trackers import capture_contexts, check_trackers
+        from distributed.training.unused_fields import warn_of_unused
 
         check_trackers(plan.config, catalog)
         if plan.joined is None or plan.joined.rank == 0:
+            warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
         try:

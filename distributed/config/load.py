@@ -129,8 +129,8 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
         raise UserError(
             "the configuration file must hold names and values at its top level",
             field="config",
-            got=type(data).__name__,
-            allowed="a mapping",
+            got=f"{type(data).__name__} in {path}",
+            allowed="a mapping, with lines such as `epochs: 3`",
         )
     return Layer(f"file {path}", data)
 

@@ -32,7 +32,10 @@ _REMEDIES = {
     ),
 }
 """What messages contain -> what to do."""
-_TOO_LONG = "__len__ of the dataset is larger than the number of samples that __getitem__ has"
+_TOO_LONG = (
+    "if the index is beyond the data, __len__ of the dataset is larger than the number of samples that"
+    " __getitem__ has"
+)
 
 
 def read(loader: Iterable[Any], argument: str) -> Iterator[Any]:
@@ -42,7 +45,15 @@ def read(loader: Iterable[Any], argument: str) -> Iterator[Any]:
         argument: what the loader was given as.
     """
     try:
-        yield from loader
+        for batch in loader:
+            if batch is None:
+                raise UserError(
+                    "a batch is None",
+                    field=argument,
+                    got="None",
+                    remedy="Return the batch from collate_fn, e.g. (inputs, targets)",
+                )
+            yield batch
     except UserError:
         raise
     except Exception as error:

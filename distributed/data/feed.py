@@ -137,21 +137,28 @@ class Feed:
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """Name of the shuffled order and its ``num_samples``, for `continue_order`; None of other orders."""
+        """Name of the shuffled order, its ``seed`` and ``num_samples``, for `continue_order`; None of other
+        orders."""
         source = self.source
         if not source.is_map or source.order != "random" or self.evaluation:
             return None
         length = len(source.dataset)
         keyed = length >= LARGE if self._keyed is None else self._keyed
-        return {"name": _KEYED if keyed else _RANDPERM, "num_samples": length}
+        return {"name": _KEYED if keyed else _RANDPERM, "seed": self.seed, "num_samples": length}
 
-    def continue_order(self, saved: Mapping[str, Any] | None) -> None:
+    def continue_order(self, saved: Mapping[str, Any] | None, inside: bool = False) -> None:
         """Continue in the order of a run that saved `order`; with other data the run takes its own.
 
+        Args:
+            inside: the position is within an epoch.
+
         Raises:
-            UserError: another version of this package saved it, and this one does not know the order.
+            UserError: another version of this package saved it, and this one does not know the order; or
+                within an epoch, seed or data are others, so that samples would be missed and repeated.
         """
         own = self.order
+        if inside and own is not None and saved is not None:
+            self._check_same(own, saved)
         if own is None or saved is None or saved.get("num_samples", own["num_samples"]) != own["num_samples"]:
             return
         if saved["name"] not in (_RANDPERM, _KEYED):
@@ -163,6 +170,19 @@ class Feed:
                 remedy="Resume with the version of distributed-trainer that saved it, or a later one",
             )
         self._keyed = saved["name"] == _KEYED
+
+    def _check_same(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        fields = {"seed": "seed", "num_samples": self.source.argument}
+        for name, field in fields.items():
+            if saved.get(name, own[name]) != own[name]:
+                raise UserError(
+                    "the checkpoint was saved within an epoch whose order depends on this, so that"
+                    " some samples would be missed and others repeated",
+                    field=field,
+                    got=f"{name.replace('_', ' ')} {own[name]}",
+                    allowed=f"{saved[name]}, as in the run that saved it",
+                    remedy="Resume with the same seed and data, or from a checkpoint at the end of an epoch",
+                )
 
     @property
     def rereads(self) -> bool:

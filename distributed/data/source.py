@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from torch.utils.data import (
 from distributed.data.recognition import check_loader, check_stream, is_random, refuse_loaders
 from distributed.errors import UserError
 from distributed.system.addresses import check_worker_sockets
+
+logger = logging.getLogger("distributed")
 
 __all__ = ["Source", "validation_sources"]
 
@@ -182,14 +185,34 @@ def _is_map(dataset: Any) -> bool:
     return not isinstance(dataset, IterableDataset)
 
 
+def _tensor(part: Any, argument: str) -> torch.Tensor:
+    if str(getattr(part, "dtype", "")) == "object":
+        raise UserError(
+            "an array holds objects instead of numbers",
+            field=argument,
+            got="dtype object",
+            allowed="arrays of numbers",
+            remedy="Convert it, e.g. array.astype('float32')",
+        )
+    return torch.as_tensor(part)
+
+
 def _dataset(data: Any, argument: str) -> Any:
     if isinstance(data, Dataset):
         return data
     refuse_loaders(data, argument)
+    if type(data).__module__.partition(".")[0] == "pandas":
+        raise UserError(
+            "a table is indexed by its columns, and samples are rows",
+            field=argument,
+            got=type(data).__name__,
+            allowed="tensors with a row for each sample",
+            remedy="Give (torch.tensor(table[inputs].values), torch.tensor(table[target].values))",
+        )
     if isinstance(data, torch.Tensor):
         return TensorDataset(data)
     if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
-        parts = [torch.as_tensor(part) for part in data]
+        parts = [_tensor(part, argument) for part in data]
         lengths = [len(part) if part.dim() else 0 for part in parts]
         if len(set(lengths)) > 1:
             raise UserError(
@@ -199,6 +222,12 @@ def _dataset(data: Any, argument: str) -> Any:
                 allowed="tensors with the same first dimension",
             )
         return TensorDataset(*parts)
+    if isinstance(data, list) and data and _is_batch(data[0]):
+        logger.warning(
+            "%s is a list whose elements look like batches, and each is read as one sample: a batch would"
+            " stack several of them. Give the DataLoader itself, or a list of single samples as tuples",
+            argument,
+        )
     # A mapping of columns has a length too, but of columns.
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, str)):
         return data
@@ -209,6 +238,13 @@ def _dataset(data: Any, argument: str) -> Any:
         allowed="a DataLoader, a Dataset (map-style or iterable), tensors, or a sequence of samples",
         remedy="A generator of batches can be wrapped in an IterableDataset that yields samples",
     )
+
+
+def _is_batch(sample: Any) -> bool:
+    """Whether `sample` is a list of tensors of the same length, as a DataLoader yields them."""
+    if not isinstance(sample, list) or not all(isinstance(p, torch.Tensor) and p.dim() for p in sample):
+        return False
+    return len(sample) > 1 and len({len(part) for part in sample}) == 1 and len(sample[0]) > 1
 
 
 def _is_array(part: Any) -> bool:

@@ -133,9 +133,22 @@ def listed(callbacks: Any) -> list[Callback]:
     """The callbacks that a user has given.
 
     Raises:
-        UserError: about `callbacks`: it is no list, or holds a class.
+        UserError: about `callbacks`: it is no list, or holds something else.
     """
+    if callbacks is None:
+        return []
     found: list[Any] = [callbacks] if isinstance(callbacks, Callback | type) else list(callbacks)
+    other = next(
+        (one for one in found if not isinstance(one, type) and not hasattr(one, "on_step_end")), None
+    )
+    if other is not None:
+        raise UserError(
+            "not a callback",
+            field="callbacks",
+            got=getattr(other, "__name__", type(other).__name__),
+            allowed="objects of distributed.Callback",
+            remedy="Derive a class from distributed.Callback, and override on_step_end or another event",
+        )
     wrong = next((one for one in found if isinstance(one, type)), None)
     if wrong is not None or isinstance(callbacks, Callback):
         name = (wrong or type(callbacks)).__name__

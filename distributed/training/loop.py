@@ -358,6 +358,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 lines.append(f"the stream cannot restore its position: reads {at.samples} samples again")
         elif self.config.resume_from_checkpoint:
             lines.append(f"no checkpoint in {self.config.checkpoint_dir} yet: starts from the beginning")
+        if at.stop_reason is None and self.goal.reached(at):
+            lines.append("nothing is left to train: raise epochs or max_steps to train further")
         for line in lines:
             print_line(line, sys.stdout)
 

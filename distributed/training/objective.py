@@ -40,6 +40,7 @@ from distributed.training.task_checks import (
     check_default_target,
     check_loss,
     check_rows,
+    read_measured,
     read_pair,
     refuse_pairs,
 )
@@ -172,7 +173,7 @@ class Objective:
         """``{name: (sum, count)}`` of the loss and every metric."""
         if self._validation_step is not None:
             measured = self._validation_step(model, batch)
-            return {name: read_pair(name, pair, "validation_step") for name, pair in dict(measured).items()}
+            return read_measured(measured)
         if self._training_step is not None or isinstance(batch, Mapping):
             return {"loss": self(model, batch, num_samples)}
         inputs, target = split_batch(batch, "val_loader")

@@ -25,14 +25,14 @@ def build_model(model: Any, seed: int) -> nn.Module:
         UserError: neither a module nor a factory of one.
     """
     if isinstance(model, nn.Module):
-        return model
+        return _initialized(model)
     refuse_foreign(model, "model", "torch")
     if callable(model):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             built = model()
         if isinstance(built, nn.Module):
-            return built
+            return _initialized(built)
         refuse_foreign(built, "model", "torch")
         model = built
     raise UserError(
@@ -41,6 +41,17 @@ def build_model(model: Any, seed: int) -> nn.Module:
         got=type(model).__name__,
         allowed="a torch.nn.Module, or a function without arguments that builds one",
     )
+
+
+def _initialized(model: nn.Module) -> nn.Module:
+    if "_parameters" not in vars(model):
+        raise UserError(
+            "the model's __init__ does not call that of torch.nn.Module, so it can hold no parameters",
+            field="model",
+            got=type(model).__name__,
+            remedy="Call super().__init__() first in its __init__",
+        )
+    return model
 
 
 def check_trainable(model: nn.Module) -> None:

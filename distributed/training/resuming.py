@@ -55,12 +55,13 @@ class Resumer:
                 return True
             log_on_rank_zero(backend, logging.WARNING, "passing over %s: %s", path, problems[0])
         if explicit:
+            there = on_rank_zero(backend, lambda: files.exists(explicit))
             raise UserError(
-                "no good checkpoint there",
+                "no good checkpoint there" if there else "no such file or directory",
                 field="resume_from_checkpoint",
                 got=explicit,
-                allowed="a checkpoint (step_NNNNNNNN) or a directory of checkpoints",
-                remedy="List what a directory holds with `checkpoint list`; a file of weights alone is loaded"
+                allowed="true for checkpoint_dir, a checkpoint (step_NNNNNNNN) or a directory of checkpoints",
+                remedy="List what a directory holds with `checkpoint ls`; a file of weights alone is loaded"
                 " into the model before the run",
             )
         message = "no checkpoint in %s yet: starting from the beginning"
@@ -145,6 +146,21 @@ class Resumer:
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
         state.restore(saved, {**rank, **self._stream(reader, own)})
+        self._warn_of_rates(saved.get("config") or {})
+
+    def _warn_of_rates(self, saved: Mapping[str, Any]) -> None:
+        """The optimizer's state brings its own hyperparameters."""
+        config = self.saver.config
+        for name in ("learning_rate", "weight_decay", "momentum"):
+            own = getattr(config, name)
+            if name in saved and saved[name] != own and config.checkpoint.hyperparameters != "given":
+                log_on_rank_zero(
+                    self.saver.backend,
+                    logging.WARNING,
+                    "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
+                    " checkpoint.hyperparameters=given to change it",
+                    *(name, own, saved[name]),
+                )
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
         """Where in an iterable dataset the epoch was saved, if it was inside one.

@@ -147,7 +147,7 @@ class TrainState:
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None:
-            self.feed.continue_order(common.get("order", BEFORE_ORDERS))
+            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside=self.progress.samples > 0)
         if self.feed is not None and "stream" in rank:
             self.feed.restore(rank["stream"])
         # Last, because the lines above may draw random numbers.

@@ -19,6 +19,7 @@ __all__ = [
     "check_loss",
     "check_rows",
     "check_task",
+    "read_measured",
     "read_pair",
     "refuse_pairs",
 ]
@@ -166,7 +167,16 @@ def read_pair(name: str, result: Any, field: str) -> Any:
     """
     paired = tuple(result.shape) == (2,) if isinstance(result, Tensor) else isinstance(result, (tuple, list))
     if paired and len(result) == 2:
-        return result
+        wide = next((part for part in result if isinstance(part, Tensor) and part.numel() != 1), None)
+        if wide is None:
+            return result
+        raise UserError(
+            f"sum and count of metric '{name}' have to be numbers",
+            field=field,
+            got=f"tensor of shape {tuple(wide.shape)}",
+            allowed="(sum over the samples, number of samples)",
+            remedy="Return the sum, e.g. (hits.sum(), len(target))",
+        )
     raise UserError(
         f"metric '{name}' is not a pair (sum, count), so it cannot be summed over batches and ranks",
         field=field,
@@ -174,6 +184,23 @@ def read_pair(name: str, result: Any, field: str) -> Any:
         allowed="(sum over the samples, number of samples)",
         remedy="Return the sum and the count, e.g. (hits.sum(), len(target)), instead of their quotient",
     )
+
+
+def read_measured(result: Any) -> dict[str, Any]:
+    """What a validation_step returned, as {name: (sum, count)}.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    if not isinstance(result, Mapping):
+        raise UserError(
+            "the function did not return the sums and counts of metrics",
+            field="validation_step",
+            got=type(result).__name__,
+            allowed="a mapping {name: (sum, count)}",
+            remedy="Return e.g. {'loss': (losses.sum(), len(losses))}",
+        )
+    return {name: read_pair(name, pair, "validation_step") for name, pair in result.items()}
 
 
 def _check_factory(model: Any) -> None:

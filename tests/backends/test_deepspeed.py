@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_backends.deepspeed.options import check_weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -356,3 +357,11 @@ def test_mlflow_stays_out_and_can_be_had_afterwards() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_float64_beside_other_dtypes_is_refused_without_zero_too() -> None:
+    """DeepSpeed fails with an assertion in the first backward."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"float64 beside other dtypes: float32, float64.*Use one dtype"):
+        check_weights(optimizer, model, 0, DistributedConfig(backend="deepspeed"))

@@ -346,3 +346,20 @@ def test_a_temporary_folder_whose_sockets_would_be_too_long(monkeypatch: pytest.
     assert not train(DataLoader(Ids())).options.get("num_workers")
     with pytest.raises(UserError, match="TMPDIR: the path of a socket is too long: /xxx"):
         train(DataLoader(Ids(), num_workers=1))
+
+
+def test_a_list_of_batches_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.ones(8, 3), torch.zeros(8)
+    train(list(DataLoader(TensorDataset(x, y), batch_size=4)))
+    assert "train_loader is a list whose elements look like batches" in caplog.text
+    caplog.clear()
+    train(list(zip(x, y, strict=True)))
+    assert caplog.text == ""
+
+
+def test_tables_and_arrays_of_objects_are_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(UserError, match="train_loader: a table is indexed by its columns"):
+        train(pandas.DataFrame({"a": [1.0], "y": [0]}))
+    with pytest.raises(UserError, match="train_loader: an array holds objects instead of numbers"):
+        train((np.array([[1, "a"]], dtype=object), np.array([0])))

@@ -125,7 +125,7 @@ def test_large_data_is_read_in_it_and_small_data_as_before() -> None:
     whole = first(feed, 1, start=0, windows=5)
     assert whole == expected[: 5 * 4096].tolist()
     assert first(feed, 1, start=LARGE - 4096, windows=9) == expected[LARGE - 4096 :].tolist()
-    assert Feed(source(LARGE - 1), 2).order == {"name": "randperm", "num_samples": LARGE - 1}
+    assert Feed(source(LARGE - 1), 2).order == {"name": "randperm", "seed": 0, "num_samples": LARGE - 1}
 
 
 def test_no_index_is_kept_in_memory() -> None:
@@ -162,7 +162,11 @@ def test_a_run_continues_in_the_order_in_which_it_began(tmp_path: Path) -> None:
     assert trained(2, tmp_path) == keyed[:8]
     (saved,) = tmp_path.glob("step_*/manifest.json")
     content = unseal(saved.read_bytes())
-    assert PortableReader(str(saved.parent)).extra["order"] == {"name": "keyed-1", "num_samples": length}
+    assert PortableReader(str(saved.parent)).extra["order"] == {
+        "name": "keyed-1",
+        "seed": 0,
+        "num_samples": length,
+    }
     assert trained(4, tmp_path, **resumed) == keyed[8:16]
     # As a version without keyed orders wrote it, after as many samples.
     shutil.rmtree(tmp_path / "step_00000004")
@@ -171,7 +175,7 @@ def test_a_run_continues_in_the_order_in_which_it_began(tmp_path: Path) -> None:
     assert trained(4, tmp_path, **resumed) == drawn[8:16]
     assert trained(6, tmp_path, **resumed) == drawn[16:24]
     newest = PortableReader(str(tmp_path / "step_00000006"))
-    assert newest.extra["order"] == {"name": "randperm", "num_samples": length}
+    assert newest.extra["order"] == {"name": "randperm", "seed": 0, "num_samples": length}
 
 
 def test_an_order_belongs_to_its_data_and_an_unknown_one_is_refused() -> None:
@@ -179,11 +183,25 @@ def test_an_order_belongs_to_its_data_and_an_unknown_one_is_refused() -> None:
     small.continue_order({"name": "keyed-1", "num_samples": LARGE + 5})
     large.continue_order({"name": "randperm", "num_samples": 100})
     assert [small.order, large.order] == [
-        {"name": "randperm", "num_samples": 100},
-        {"name": "keyed-1", "num_samples": LARGE + 5},
+        {"name": "randperm", "seed": 0, "num_samples": 100},
+        {"name": "keyed-1", "seed": 0, "num_samples": LARGE + 5},
     ]
     with pytest.raises(UserError, match=r"keyed-9.*Allowed: randperm, keyed-1"):
         small.continue_order({"name": "keyed-9", "num_samples": 100})
     for options in ({"evaluation": True}, {}):
         ordered = Source.of(Numbers(9), "train_loader", shuffle=bool(options))
         assert Feed(ordered, 4, **options).order is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "field"), [({"seed": 1}, "seed"), ({"num_samples": 99}, "train_loader"), ({}, "")]
+)
+def test_within_an_epoch_seed_and_data_stay(saved: dict[str, int], field: str) -> None:
+    feed = Feed(source(100), 4)
+    order = {"name": "randperm", "seed": 0, "num_samples": 100} | saved
+    feed.continue_order(order)
+    if not saved:
+        feed.continue_order(order, inside=True)
+        return
+    with pytest.raises(UserError, match=f"^{field}: .*some samples would be missed and others repeated"):
+        feed.continue_order(order, inside=True)

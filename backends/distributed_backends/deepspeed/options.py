@@ -80,7 +80,15 @@ def check_weights(
         UserError: several dtypes, a group without trainable parameters, or an optimizer that is not
             known to be elementwise.
     """
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     if stage == 0:
+        if len(dtypes) > 1 and "float64" in dtypes:
+            raise UserError(
+                f"DeepSpeed does not reduce float64 beside other dtypes: {', '.join(sorted(dtypes))}",
+                field="model",
+                got="zero_stage=0",
+                remedy="Use one dtype, or backend='pytorch-ddp'",
+            )
         return
     trusted = native_config(config).get("zero_allow_untested_optimizer") is True
     if not trusted and not isinstance(optimizer, _ELEMENTWISE):
@@ -99,7 +107,6 @@ def check_weights(
                 field="optimizer",
                 remedy="Leave the group out",
             )
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     if len(dtypes) > 1:
         raise UserError(
             f"ZeRO keeps parameters side by side, and these differ in dtype: {', '.join(sorted(dtypes))}",
