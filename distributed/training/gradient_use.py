@@ -42,12 +42,24 @@ class GradientUse:
         """Add for each parameter whether a micro-batch gave it a gradient on this rank."""
         self._seen.append(bytes(used))
 
+    def compare(self, used: Sequence[bool]) -> None:
+        """Compare the micro-batches up to the current one before gradients are sent: messages of different
+        lengths abort gloo. Collective.
+
+        Args:
+            used: as for `add`, of the current micro-batch.
+
+        Raises:
+            UserError: the ranks used different parameters.
+        """
+        seen = [*self._seen, bytes(used)]
+        if self._backend.world.size > 1 and not self._are_equal(*self._reduce(seen)):
+            raise self._difference(seen)
+
     def begin(self) -> None:
         """Start the comparison of a step. Collective."""
         if self._backend.world.size > 1:
-            digest = zlib.crc32(b"|".join(self._seen))
-            self._sum = torch.tensor([digest, -digest])
-            self._work = dist.all_reduce(self._sum, dist.ReduceOp.MAX, async_op=True)
+            self._sum, self._work = self._reduce(self._seen)
 
     def finish(self) -> list[str]:
         """End the comparison. Collective.
@@ -61,14 +73,24 @@ class GradientUse:
         seen, self._seen = self._seen, []
         used = torch.tensor([any(marks) for marks in zip(*seen, strict=True)], dtype=torch.uint8)
         if self._sum is not None:
-            self._work.wait()
-            highest, lowest = int(self._sum[0]), -int(self._sum[1])
+            equal = self._are_equal(self._sum, self._work)
             self._sum = self._work = None
-            if highest != lowest and not self._may_differ:
+            if not equal and not self._may_differ:
                 raise self._difference(seen)
-            if highest != lowest:
+            if not equal:
                 dist.all_reduce(used, dist.ReduceOp.MAX)
         return [name for name, mark in zip(self._names, used.tolist(), strict=True) if not mark]
+
+    @staticmethod
+    def _reduce(seen: list[bytes]) -> tuple[torch.Tensor, Any]:
+        digest = zlib.crc32(b"|".join(seen))
+        both = torch.tensor([digest, -digest])
+        return both, dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True)
+
+    @staticmethod
+    def _are_equal(both: torch.Tensor, work: Any) -> bool:
+        work.wait()
+        return int(both[0]) == -int(both[1])
 
     def _difference(self, seen: list[bytes]) -> UserError:
         all_ranks = self._backend.gather_objects(seen)
@@ -95,6 +117,11 @@ class UsedParameters:
             parameter.register_post_accumulate_grad_hook(partial(self._mark, number))
             for number, parameter in enumerate(parameters.values())
         ]
+
+    @property
+    def marks(self) -> list[bool]:
+        """For each parameter whether it got a gradient since the last `take`."""
+        return self._used
 
     def take(self) -> list[bool]:
         """For each parameter whether it got a gradient since the last call."""

@@ -365,3 +365,32 @@ def test_float64_beside_other_dtypes_is_refused_without_zero_too() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UserError, match=r"float64 beside other dtypes: float32, float64.*Use one dtype"):
         check_weights(optimizer, model, 0, DistributedConfig(backend="deepspeed"))
+
+
+class Routed(nn.Module):
+    """Sends a micro-batch of positive samples through one layer, and others through a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.left(x) if bool((x[:, 0] > 0).all()) else self.right(x)
+        return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_layers_of_other_sizes_on_other_ranks_are_refused(
+    stage: int, accumulation: int, rank_pool: RankPool
+) -> None:
+    """Their gradients are messages of other lengths, on which gloo aborts the process."""
+    x = torch.ones(4 * accumulation, 4)
+    x[2 * accumulation :] *= -1
+    trainer = Trainer(
+        Routed(), backend="deepspeed", zero_stage=stage, num_processes=2, device="cpu", batch_size=2,
+        gradient_accumulation_steps=accumulation, data={"shuffle": False}, tracking={"progress": "off"},
+    )  # fmt: skip
+    trainer.launcher = rank_pool
+    with pytest.raises(UserError, match=r"the ranks used different parameters: '(left|right).*Choose one of"):
+        trainer.fit((x, torch.zeros(len(x), dtype=torch.long)), max_steps=1)

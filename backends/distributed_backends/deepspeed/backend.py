@@ -195,6 +195,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.sharded = ShardedOptimizer(zero, self.optimizer, members, self.module)
         self.sharded.take_whole(earlier)
         zero.custom_loss_scaler, zero.external_loss_scale = True, 1.0
+        if self.stage < 3:
+            zero.reduce_ipg_grads = partial(self._reduce_compared, zero.reduce_ipg_grads)
         # DeepSpeed's own norm is rounded to float32.
         zero.scaled_global_norm = self.gradient_norm
         zero._get_norm_groups = lambda: [self.gradient_norm()]
@@ -247,6 +249,12 @@ class DeepSpeedBackend(ProcessGroupBackend):
         with self.engine.module.own_linear():
             self.engine.backward(loss, scale_wrt_gas=False)
         self._use.add(self._used.take())
+
+    def _reduce_compared(self, reduce: Callable[..., None], comm_dtype: Any = None) -> None:
+        """Let ZeRO 1 and 2 send what a backward has left in their buckets, if it is the same on all ranks."""
+        if comm_dtype is None:  # the end of a backward; within one, a bucket is full
+            self._use.compare(self._used.marks)
+        reduce(comm_dtype=comm_dtype)
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         self._refuse_unused(self._use.finish())
