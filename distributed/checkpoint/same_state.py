@@ -30,24 +30,14 @@ def holds_state(
     bytes of model and optimizer by their checksums, and the same values beside them. False of a damaged one.
     """
     try:
-        return _holds(PortableReader(path), rank, size, state, extra, rank_extra)
+        reader = PortableReader(path)
+        if reader.world_size != size:
+            return False
+        shard = shard_file(rank, size)
+        saved = [entry for entry in reader.entries() if entry.file == shard]
+        pairs: list[tuple[Any, Any]] = [(reader.rank_extra(rank), rank_extra)]
     except (UserError, OSError):
         return False
-
-
-def _holds(
-    reader: PortableReader,
-    rank: int,
-    size: int,
-    state: BackendState,
-    extra: Mapping[str, Any],
-    rank_extra: Mapping[str, Any],
-) -> bool:
-    if reader.world_size != size:
-        return False
-    shard = shard_file(rank, size)
-    saved = [entry for entry in reader.entries() if entry.file == shard]
-    pairs: list[tuple[Any, Any]] = [(reader.rank_extra(rank), rank_extra)]
     pairs += [(reader.extra.get(key), extra.get(key)) for key in _SHARED]
     if rank == 0:
         pairs.append((_plain(reader.groups), _plain(state.groups)))

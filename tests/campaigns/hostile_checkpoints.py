@@ -258,7 +258,7 @@ def _change_index(files: Files, rng: random.Random) -> str:
 
 
 def _change_pieces(files: Files, rng: random.Random) -> str:
-    """Of tensors in manifest and index alike, so that both agree."""
+    """Of tensors, equally in manifest and index."""
     manifest = _opened(files["manifest.json"])
     victim = rng.choice(manifest["tensors"])
     key, name = victim["key"], victim["name"]
