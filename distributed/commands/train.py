@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from distributed.commands.corrections import move_behind, refuse_unknown, script_words
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if _launch(layers) == "per-rank":
         _check_reach(layers, args)
         return _run_per_rank(load_layers(layers), script, arguments, args.dry_run)
+    if not args.dry_run:
+        _begin_imports(layers, script)
     with command_line(ScriptRun(layers, args.dry_run)) as script_run:
         execute(script, arguments)
     if script_run.num_fits == 0:
@@ -88,6 +91,16 @@ def _check_values(layers: Sequence[Layer]) -> None:
         return
     if config.is_explicit("backend") and config.launch != "per-rank":
         get_catalog().backend(config.backend)
+
+
+def _begin_imports(layers: Sequence[Layer], script: Path) -> None:
+    """Import the ranks' framework in another process while the script builds its model in this one."""
+    from distributed.launch.warm_start import begin_early
+    from distributed.registry.catalog import get_catalog
+
+    with suppress(UserError):  # reported where the script's own configuration is known
+        config = load_layers(layers)
+        begin_early(config, get_catalog().backend(config.backend), script)
 
 
 def _check_reach(layers: Sequence[Layer], args: argparse.Namespace) -> None:

@@ -82,6 +82,11 @@ class DistributedConfig(BaseModel):
         description="join: use the ranks of a launcher; spawn: start ranks; auto: join if there is a"
         " launcher, else spawn; per-rank: run the script on each rank.",
     )
+    launch_start: Literal["auto", "warm", "fresh"] = Field(
+        "auto",
+        description="How a host starts its ranks. warm: as forks of a process that has imported the framework"
+        " once; fresh: as new interpreters; auto: warm on CPU, fresh on GPUs.",
+    )
 
     # Batch (C1)
     batch_size: PositiveInt | None = Field(

@@ -63,6 +63,10 @@ class Launcher(ABC):
             UserError: a rank failed on a user's mistake.
         """
 
+    def prepare(self, plan: RunPlan) -> None:
+        """Begin what `run` will need, while the task is packed. `run` may follow or not."""
+        return
+
     def num_gpus(self, config: DistributedConfig) -> int | None:
         """GPUs that its ranks can have, over all nodes; None for those that this host shows.
 

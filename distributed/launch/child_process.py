@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 
 from distributed.launch.fork_server import status_of
 from distributed.launch.forked import ADDRESS, ForkRequest
+from distributed.launch.warm_start import WarmServer
 
 
 class ChildProcess(Protocol):
@@ -60,6 +61,18 @@ class _FreshProcess:
         self._process.wait()
 
 
+class Refused(ConnectionError):
+    """A fork server does not fork a process; the message gives the reason.
+
+    Attributes:
+        permanent: whether a server with the same imports would refuse it, too.
+    """
+
+    def __init__(self, reason: str, permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
+
+
 class ForkedProcess:
     """A process that a fork server has started.
 
@@ -69,7 +82,7 @@ class ForkedProcess:
         descriptors: what it gets as `request.fds`.
 
     Raises:
-        ConnectionError: the server has ended or refuses; the message gives the reason.
+        ConnectionError: the server has ended, or refuses.
     """
 
     def __init__(self, address: str, request: ForkRequest, descriptors: Sequence[int]) -> None:
@@ -85,7 +98,8 @@ class ForkedProcess:
             raise ConnectionError(str(error)) from error
         if "pid" not in answer:
             self._server.close()
-            raise ConnectionError(str(answer.get("refused", "the fork server is gone")))
+            reason = str(answer.get("refused", "the fork server has ended"))
+            raise Refused(reason, bool(answer.get("permanent")))
         self.pid: int = int(answer["pid"])
 
     def _receive(self) -> dict[str, int | str]:
@@ -123,28 +137,34 @@ def start(
     preload: Sequence[str] = (),
     cwd: Path | None = None,
     output: IO[Any] | None = None,
+    warm: WarmServer | None = None,
 ) -> ChildProcess:
     """Start `argv` as the leader of a session, with no input.
 
     Args:
         argv: a command line; only one of this interpreter can be forked.
-        env: its whole environment. `ADDRESS` in it names the fork server, if there is one.
+        env: its whole environment. `ADDRESS` in it names the fork server, if there is one besides `warm`.
         piped: output and errors go to `ChildProcess.stdout`, else to `output`.
         pass_fds: descriptors that it gets under the same numbers.
         preload: modules that a fork server imports before it forks.
         cwd: its working directory, None for this process's.
         output: an open file; None for where this process's output and errors go.
+        warm: a server of this process, which refuses what could differ from an ordinary process.
     """
-    if ADDRESS in env and argv[0] == sys.executable:
+    address = warm.address if warm is not None else env.get(ADDRESS)
+    if address is not None and argv[0] == sys.executable:
+        request = ForkRequest(
+            list(argv[1:]), dict(env), [1, 2, *pass_fds], preload=list(preload), new_session=True
+        )
+        if cwd is not None:
+            request.cwd = str(cwd)
+        if warm is not None:
+            request.search_path = [entry or os.getcwd() for entry in sys.path]
         try:
-            request = ForkRequest(
-                list(argv[1:]), dict(env), [1, 2, *pass_fds], preload=list(preload), new_session=True
-            )
-            if cwd is not None:
-                request.cwd = str(cwd)
-            return _fork(request, env[ADDRESS], piped, pass_fds, output)
-        except ConnectionError:
-            pass  # an ordinary process is slower and otherwise the same
+            return _fork(request, address, piped, pass_fds, output)
+        except ConnectionError as error:  # an ordinary process is slower and otherwise the same
+            if warm is not None:
+                warm.report_refusal(str(error), getattr(error, "permanent", False))
     return _FreshProcess(
         subprocess.Popen(
             argv,

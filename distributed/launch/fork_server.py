@@ -9,7 +9,11 @@ fork server imports them once, and each process that it starts is a fork, which 
 
 `distributed.launch.child_process` asks the server at this address, and starts an ordinary process where
 there is none or where the server refuses. A server has one thread, has joined no process group and has no
-CUDA context, because a fork would inherit them broken. It refuses if an import broke that rule.
+CUDA context, because a fork would inherit them broken. It refuses if an import broke that rule, or if a
+process with the requested environment and `sys.path` could have imported something else.
+
+A scheduler that preempts a job signals all of its processes. A server blocks the signals that ask a process
+to end, so that its forks can save; it ends when its owner does.
 
 Protocol, over a Unix socket of type SOCK_SEQPACKET: the client sends one JSON object (`ForkRequest`) with
 the file descriptors that the process gets. The server answers ``{"pid": int}`` or ``{"refused": str}``,
@@ -23,12 +27,13 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +41,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from distributed.launch.forked import ADDRESS, ForkRequest, namespaces, run_forked
+from distributed.launch.forked import ADDRESS, ForkRequest, namespaces, run_forked, user
+from distributed.launch.import_record import ImportRecord
 from distributed.system.addresses import bind_path
 from distributed.system.private_folders import PrivateFolder
 
@@ -45,6 +51,7 @@ __all__ = ["ForkServer", "status_of"]
 
 _MAX_MESSAGE = 1 << 20
 _MAX_FDS = 32
+_ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class ForkServer:
@@ -54,25 +61,34 @@ class ForkServer:
     Args:
         preload: modules that the server imports, and functions ``module:function`` that it calls,
             before its first fork.
+        env: the environment in which it imports them; None: this process's, with one thread for OpenMP.
+        search_path: its `sys.path`; None: that of a new interpreter.
 
     Attributes:
         address: path of its socket.
         pid: process id of the server; its forks are its children.
     """
 
-    def __init__(self, preload: Sequence[str] = ("torch",)) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str] = ("torch",),
+        env: Mapping[str, str] | None = None,
+        search_path: Sequence[str] | None = None,
+    ) -> None:
         self._folder = PrivateFolder("distributed-fork-")
         self.address = str(Path(self._folder.name, "socket"))
-        # Libraries of linear algebra and allocators must not start threads before a fork.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-        env.pop(ADDRESS, None)
+        own = {**os.environ, "OMP_NUM_THREADS": "1"} if env is None else dict(env)
+        own.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # pyarrow would start one
+        own.pop(ADDRESS, None)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             bind_path(listener, Path(self.address))
             listener.listen(64)
-            command = [sys.executable, "-c", _SERVE, str(listener.fileno()), *preload]
+            path = json.dumps(None if search_path is None else list(search_path))
+            number = str(listener.fileno())
+            command = [sys.executable, "-c", _SERVE, number, self._folder.name, path, *preload]
             self._process = subprocess.Popen(
                 command,
-                env=env,
+                env=own,
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -89,6 +105,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server. Processes that it has started run on."""
         assert self._process.stdin is not None
+        self._process.kill()
         self._process.stdin.close()
         self._process.wait()
         self._folder.cleanup()
@@ -97,20 +114,29 @@ class ForkServer:
 _SERVE = "import sys; from distributed.launch.fork_server import main; sys.exit(main(*sys.argv[1:]))"
 
 
-def main(listener: str, *preload: str) -> int:
+def main(listener: str, folder: str, search_path: str, *preload: str) -> int:
     """The server's process, and each fork of it: returns that process's exit code.
 
     Args:
         listener: descriptor of the listening socket.
+        folder: its folder, which the server removes if its owner has ended without doing so.
+        search_path: JSON list of the entries of `sys.path`, or null.
         preload: as of `ForkServer`.
     """
     del sys.path[0]  # the working directory, because the server was started by -c
-    server = _Server(socket.socket(fileno=int(listener)), owner=0)
+    if (given := json.loads(search_path)) is not None:
+        sys.path[:] = given
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    record = ImportRecord()
+    server = _Server(socket.socket(fileno=int(listener)), 0, record)
     server.preload(preload)
     while isinstance(role := server.serve(), _Branch):
-        server = _Server(role.requests, owner=role.requests.fileno())
+        server = _Server(role.requests, role.requests.fileno(), record)
         server.preload(role.preload)
-    return run_forked(role.request, role.fds) if role is not None else 0
+    if role is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    return run_forked(role.request, role.fds, record.set_by_imports)
 
 
 @dataclass
@@ -129,6 +155,14 @@ class _Branch:
     preload: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a process cannot be a fork, and whether a server with the same imports would refuse it, too."""
+
+    reason: str
+    permanent: bool = False
+
+
 @dataclass
 class _Child:
     """A process that was started. Its connection is None once the client has closed it."""
@@ -144,10 +178,11 @@ class _Server:
     Args:
         requests: where requests arrive: a listening socket, or a branch's end of a pair of sockets.
         owner: the server ends when the other end of this descriptor is closed.
+        record: of this process's imports.
     """
 
-    def __init__(self, requests: socket.socket, owner: int) -> None:
-        self._requests, self._open = requests, True
+    def __init__(self, requests: socket.socket, owner: int, record: ImportRecord) -> None:
+        self._requests, self._open, self._record = requests, True, record
         self._loaded: set[str] = set()
         self._branches: dict[tuple[str, ...], socket.socket] = {}
         self._children: dict[int, _Child] = {}
@@ -167,7 +202,7 @@ class _Server:
     def preload(self, names: Sequence[str]) -> None:
         """Import modules and call ``module:function``s. One that fails will fail again in the process that
         needs it, where the error can be seen."""
-        with _silent():
+        with _silent(), self._record.recording():
             for name in names:
                 module, _, function = name.partition(":")
                 with suppress(Exception):
@@ -177,6 +212,7 @@ class _Server:
                 self._loaded.add(name)
         for finalizer in vars(weakref.finalize)["_registry"]:
             finalizer.atexit = False  # they unload libraries, which ends with the process anyway
+        _end_threads_of_libraries()
         gc.collect()
         gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
 
@@ -213,20 +249,36 @@ class _Server:
         missing = tuple(n for n in request.preload if n not in self._loaded and n not in sys.modules)
         if missing:
             return self._forward(missing, connection, data, fds)
-        refusal = _refusal(request)
-        pid = os.fork() if refusal is None else -1
+        refusal = self._refusal(request)
+        pid = -1 if refusal else os.fork()
         if pid == 0:
             self._leave_to_parent(connection)
             return _Job(request, fds)
         _close(*fds)
-        if pid > 0:
+        if refusal is None:
             self._children[pid] = _Child(connection, request.tied)
             self._watch(connection, partial(self._release, pid))
             _send(connection, {"pid": pid})
         else:
-            _send(connection, {"refused": refusal})
+            _send(connection, {"refused": refusal.reason, "permanent": refusal.permanent})
             _close(connection)
         return None
+
+    def _refusal(self, request: ForkRequest) -> _Refusal | None:
+        """Why a fork of this process cannot be the process that was asked for; None if it can."""
+        if len(threads := os.listdir("/proc/self/task")) > 1:
+            modules = ", ".join(request.preload)
+            return _Refusal(f"an import started {len(threads) - 1} threads: {modules}", permanent=True)
+        if devices := _open_devices():
+            return _Refusal(f"an import opened a GPU: {', '.join(devices)}", permanent=True)
+        if request.namespaces != namespaces():
+            return _Refusal("the client is in other namespaces")
+        if request.user != user() or request.niceness < os.getpriority(os.PRIO_PROCESS, 0):
+            return _Refusal("the client is another user or has a higher priority")
+        if request.search_path is None:
+            return None
+        difference = self._record.difference(request.env, request.search_path)
+        return _Refusal(difference) if difference else None
 
     def _forward(
         self, missing: tuple[str, ...], connection: socket.socket, data: bytes, fds: list[int]
@@ -286,14 +338,18 @@ def status_of(info: os.waitid_result) -> int:
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
-def _refusal(request: ForkRequest) -> str | None:
-    """Why a fork of this process cannot be the process that was asked for; None if it can."""
-    threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        return f"an import started {len(threads) - 1} threads: {', '.join(request.preload)}"
-    if request.namespaces != namespaces():
-        return "the client is in other namespaces"
-    return None
+def _end_threads_of_libraries() -> None:
+    """OpenBLAS ends its threads before each fork, and starts them when they are needed."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _open_devices() -> list[str]:
+    """Files of GPUs that this process has open: its forks could not use these devices."""
+    files = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return sorted({file for file in files if file.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))})
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 ADDRESS = "DISTRIBUTED_FORK_SERVER"
@@ -19,12 +20,22 @@ ADDRESS = "DISTRIBUTED_FORK_SERVER"
 
 _FREE = 512
 """From this number on descriptors are kept while they are put in their places."""
-_LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_STACK")
+_LIMITS = [name for name in vars(resource) if name.startswith("RLIMIT_")]
 
 
 def namespaces() -> list[str]:
     """Identifiers of this process's network, mount and process namespaces."""
     return [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid")]
+
+
+def user() -> list[int]:
+    """The effective user and group of this process, and its further groups."""
+    return [os.geteuid(), os.getegid(), *sorted(os.getgroups())]
+
+
+def _umask() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), 8)
 
 
 def _resource_limits() -> dict[str, tuple[int, int]]:
@@ -48,6 +59,11 @@ class ForkRequest:
         cpus: numbers of the processors that it may use.
         limits: name of a resource limit -> (soft, hard).
         namespaces: of the client; a server in others refuses.
+        user: of the client; a server of another one refuses.
+        umask: permissions that new files do not get.
+        niceness: of the client; a server that is nicer refuses.
+        search_path: `sys.path` of the new process. If it is given, a server refuses where its imports could
+            have had another result under it or under `env`. None: the caller answers for that.
     """
 
     argv: list[str]
@@ -61,10 +77,18 @@ class ForkRequest:
     cpus: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
     limits: dict[str, tuple[int, int]] = field(default_factory=_resource_limits)
     namespaces: list[str] = field(default_factory=namespaces)
+    user: list[int] = field(default_factory=user)
+    umask: int = field(default_factory=_umask)
+    niceness: int = field(default_factory=lambda: os.getpriority(os.PRIO_PROCESS, 0))
+    search_path: list[str] | None = None
 
 
-def run_forked(request: ForkRequest, fds: list[int]) -> int:
+def run_forked(request: ForkRequest, fds: list[int], set_by_imports: Mapping[str, str]) -> int:
     """Run the command line of `request` in this process and return its exit code.
+
+    Args:
+        fds: the descriptors that were sent with the request.
+        set_by_imports: environment variables that the server's imports have set, as they would here.
 
     Raises:
         SystemExit, BaseException: whatever the command line raises.
@@ -73,11 +97,13 @@ def run_forked(request: ForkRequest, fds: list[int]) -> int:
         os.setsid()
     _place_descriptors(fds, request.fds)
     os.chdir(request.cwd)
+    os.umask(request.umask)
+    os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
     os.sched_setaffinity(0, request.cpus)
     for name, limits in request.limits.items():
         if resource.getrlimit(getattr(resource, name)) != tuple(limits):
             resource.setrlimit(getattr(resource, name), (limits[0], limits[1]))
-    _take_environment(request.env)
+    _take_environment({**set_by_imports, **request.env})
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     _run(request.argv)
     return 0

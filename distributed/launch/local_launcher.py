@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -10,11 +11,11 @@ from distributed.checkpoint.run_directory import lent, owned_directory
 from distributed.communication.environment import torchrun_variables
 from distributed.communication.rendezvous import Rendezvous
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import RunPlan
 from distributed.launch.supervisor import Supervisor
+from distributed.launch.warm_start import WarmServer, preload_of, rank_threads, warm_server
 from distributed.planner.resolve import rescale
 from distributed.resilience.elastic import Elastic, SingleHost
 from distributed.resilience.host_heartbeat import HostHeartbeat
@@ -25,6 +26,10 @@ from distributed.system.addresses import is_loopback, loopback_interface
 class LocalLauncher(Launcher):
     """Starts this node's ranks as processes that meet in a store which it serves, and again when the
     run is elastic."""
+
+    def prepare(self, plan: RunPlan) -> None:
+        """Let the host import the framework while the task is packed."""
+        _warm(plan, {})
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
         if plan.counts:
@@ -60,14 +65,12 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
     if plan.num_nodes > 1:
         hosts = HostHeartbeat((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
     watch = RankMonitor(command.folder, Limits.of(plan), hosts)
-    preload, heeds_signals = _preload(plan.spec), plan.config.heeds_signals
-    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload)
+    warm, heeds_signals = _warm(plan, command.env), plan.config.heeds_signals
+    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload_of(plan.spec), warm)
 
 
-def _preload(spec: BackendSpec) -> list[str]:
-    """Modules that a rank of this backend imports."""
-    own = (target.partition(":")[0] for target in (spec.objects, spec.target))
-    return [*spec.requires, *own, *spec.preload]
+def _warm(plan: RunPlan, env: Mapping[str, str]) -> WarmServer | None:
+    return warm_server(plan.config, plan.spec, plan.device == "cpu", _shared_env(plan, env))
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:
@@ -86,10 +89,14 @@ def rank_envs(plan: RunPlan, command: RankCommand, host: str, port: int) -> dict
     return {first + local: _rank_env(plan, command, local, host, port) for local in range(plan.local_size)}
 
 
+def _shared_env(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """The part of the ranks' environment that is the same on all ranks of this node."""
+    return {"OMP_NUM_THREADS": rank_threads(plan.local_size), **os.environ, **env}
+
+
 def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: int) -> dict[str, str]:
     """The environment of one rank, in torchrun's own words."""
-    threads = max(1, len(os.sched_getaffinity(0)) // plan.local_size)
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **command.env}
+    env = _shared_env(plan, command.env)
     if is_loopback(host):
         env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
     rank = plan.node_rank * plan.local_size + local

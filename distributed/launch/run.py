@@ -111,11 +111,12 @@ def run(
         folder = PrivateFolder()
     try:
         path = Path(folder.name)
+        starter: Launcher = launcher or load_target(plan.spec.launcher)()
+        starter.prepare(plan)
         framework: Framework = load_target(plan.spec.objects)()
         job.task = framework.pack(task)
         _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
-        starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
         for name in ("task.bin", RESERVE):
@@ -136,7 +137,8 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     """
     plan = resolve(
         # What such a script does about checkpoints and signals is its own.
-        override(config, {"launch": "spawn", "checkpoint_dir": None}, "per-rank"),
+        # Its imports are its own as well, so that a rank begins as a fresh process.
+        override(config, {"launch": "spawn", "checkpoint_dir": None, "launch_start": "fresh"}, "per-rank"),
         get_catalog(),
         Facts(),
         Resources(visible_gpus() if config.device != "cpu" else 0),

@@ -16,6 +16,7 @@ from typing import IO, Any, NoReturn
 
 from distributed.launch import child_process
 from distributed.launch.child_process import ChildProcess
+from distributed.launch.warm_start import WarmServer
 from distributed.resilience.failure_reports import GRACE, FailureReport, find_cause
 from distributed.resilience.preemption import INTERRUPT, catch_signals, signals_blocked
 from distributed.resilience.rank_monitor import WATCHED, RankMonitor
@@ -45,6 +46,7 @@ class Supervisor:
         heeds_signals: SIGTERM, SIGUSR1 and SIGINT to this process are passed on to the ranks, which save,
             end themselves and leave a result.
         preload: modules that a fork server imports before it forks a rank.
+        warm: the fork server of this process; None without one.
 
     Attributes:
         received_signal: name of the signal that this process received; None without one.
@@ -61,9 +63,11 @@ class Supervisor:
         watch: RankMonitor | None = None,
         heeds_signals: bool = False,
         preload: Sequence[str] = (),
+        warm: WarmServer | None = None,
     ) -> None:
         self.argv, self.envs, self.folder = list(argv), envs, folder
         self.watch, self.heeds_signals, self.preload = watch, heeds_signals, preload
+        self.warm = warm
         self._ranks: list[_Rank] = []
         self.ended: queue.Queue[_Rank] = queue.Queue()
         self._pipe: tuple[int, int] | None = None
@@ -119,6 +123,7 @@ class Supervisor:
                     piped=not (rank == 0 and _is_terminal_or_file(sys.stdout)),
                     pass_fds=[self._pipe[0]],
                     preload=self.preload,
+                    warm=self.warm,
                 )
             entry = _Rank(rank, process)
             self._ranks.append(entry)

@@ -158,8 +158,10 @@ class Attempt:
 
     second: Attempt | None = None
 
-    def __init__(self, scenario: Scenario, home: Path, number: int, kill: Kill | None) -> None:
-        self.kill, self.folder = kill, home / f"start_{number}"
+    def __init__(
+        self, scenario: Scenario, home: Path, number: int, kill: Kill | None, folder: str = "start"
+    ) -> None:
+        self.kill, self.folder = kill, home / f"{folder}_{number}"
         self.folder.mkdir()
         job = {
             "folder": str(self.folder),
@@ -203,7 +205,7 @@ class Attempt:
             if not any(stopped):
                 continue
             if scenario.name == "second":
-                self.second = Attempt(scenario, home, number + 1, None)
+                self.second = Attempt(scenario, home, number, None, "second")
                 os.kill(pids[stopped.index(True)], signal.SIGCONT)
             else:
                 _suspend([process.pid, *pids])

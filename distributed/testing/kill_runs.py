@@ -37,6 +37,7 @@ class Outcome:
         repeated: what a resume did to a run that had ended, or a second run to one under way.
         left: files and processes left behind.
         misreported: exit codes and messages that do not name the failure.
+        broken: why the test itself could not go on.
         reached: number of kills that took place.
         unstarted: starts whose ranks never ran, which were repeated.
         seconds: seconds from each kill to the next trained step.
@@ -48,6 +49,7 @@ class Outcome:
     repeated: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     misreported: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     reached: int = 0
     unstarted: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -55,7 +57,8 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """All of them."""
-        return [*self.bits, *self.samples, *self.lost, *self.repeated, *self.left, *self.misreported]
+        training = [*self.bits, *self.samples, *self.lost, *self.repeated]
+        return [*training, *self.left, *self.misreported, *self.broken]
 
 
 @dataclass
@@ -108,6 +111,8 @@ def run_scenario(scenario: Scenario, reference: Reference) -> Outcome:
         _check_left(home, [*attempts, *filter(None, (a.second for a in attempts))], outcome)
         _check_bits(home, reference, outcome)
         _note_seconds(attempts, outcome)
+    except Exception as error:  # noqa: BLE001 - the other runs go on, and this one is listed
+        outcome.broken.append(f"the test itself failed: {type(error).__name__}: {error}")
     finally:
         shutil.rmtree(home, ignore_errors=True)
     return outcome

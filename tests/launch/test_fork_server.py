@@ -91,6 +91,33 @@ def test_signals_that_are_blocked_here_are_blocked_there(server: ForkServer, tmp
     assert blocked == [signal.SIGUSR1]
 
 
+def test_limits_umask_and_priority_are_those_of_this_process(server: ForkServer, tmp_path: Path) -> None:
+    code = "import json, os, resource; print(json.dumps([os.umask(0), os.nice(1), {limits}]))".replace(
+        "{limits}", "[resource.getrlimit(n) for n in (resource.RLIMIT_CORE, resource.RLIMIT_NPROC)]"
+    )
+    core, mask = resource.getrlimit(resource.RLIMIT_CORE), os.umask(0o137)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, core[1]))
+    try:
+        forked, fresh = (
+            commands.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True).stdout
+            for env in ({**os.environ, ADDRESS: server.address}, {**os.environ, ADDRESS: ""})
+        )
+    finally:
+        os.umask(mask)
+        resource.setrlimit(resource.RLIMIT_CORE, core)
+    assert json.loads(forked)[0] == 0o137
+    assert forked == fresh
+
+
+def test_the_signals_of_a_preempted_job_do_not_end_a_server(server: ForkServer, tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        os.kill(server.pid, number)
+    env = {**os.environ, ADDRESS: server.address}
+    code = "import os, signal; print(os.getppid(), flush=True); os.kill(os.getpid(), 15)"
+    done = commands.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True)
+    assert (done.stdout, done.returncode) == (f"{server.pid}\n", -signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

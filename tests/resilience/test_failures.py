@@ -250,7 +250,7 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) ->
 
     killer = threading.Thread(target=kill)
     killer.start()
-    error = fit(nn.Linear(4, 2), callback=Endless(pipe), num_workers=1, epochs=10**6)
+    error = fit(nn.Linear(4, 2), callback=Endless(pipe), num_workers=1, epochs=10**6, launch_start="fresh")
     took = time.monotonic() - killed_at[0]
     killer.join()
     assert (error.rank, error.exc_type) == (1, "SIGKILL")
@@ -309,8 +309,9 @@ def test_the_command_line_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
         command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
     ) as train:
         ranks = await_ranks(pipe)
-        everybody = families(*ranks)
-        assert len(everybody) >= 4
+        everybody = families(*ranks, *psutil.Process(train.pid).children())
+        assert {rank.ppid() for rank in ranks} < {process.pid for process in everybody}  # forks of a starter
+        assert len(everybody) >= 5
         if victim == "rank":
             ranks[0].send_signal(signal.SIGKILL)
         else:
