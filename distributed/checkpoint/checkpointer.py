@@ -125,6 +125,11 @@ class PortableCheckpointer(Checkpointer):
             self._last = pending
         return pending
 
+    def reserve(self, backend: Backend) -> None:
+        """Allocate the memory of the first asynchronous save in a thread; every rank calls, once."""
+        if self._buffers is not None:
+            self._buffers.reserve(backend.export_state)
+
     def _lent_buffers(self) -> AbstractContextManager[None]:
         writing = self._last is not None and self._last.is_writing()
         return nullcontext() if self._buffers is None or writing else self._buffers.lent()

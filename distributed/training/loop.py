@@ -249,6 +249,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             timers.enter("save")
             self.saver.save_if_due(epoch_end=False)
             timers.add("save", perf_counter() - mark)
+        elif not self.saver.reserved:
+            self.saver.reserve()
 
     def _end_interval(self, norm: Any = None) -> None:
         """Reduce, log and decide on equal numbers. Collective."""

@@ -62,7 +62,10 @@ class Saver:
         frozen: which parameters are left out.
         pending: the save in progress and what it saves, or None.
         failures: saves that failed in a row.
+        reserved: whether `reserve` was called.
     """
+
+    reserved = False
 
     def __init__(
         self,
@@ -140,6 +143,13 @@ class Saver:
         best = bool(epoch_end and metrics and self._update_best(metrics))
         mark = best and self.config.checkpoint.keep_best
         return self._save(self.checkpointer, mark, before) if mark or due else None
+
+    def reserve(self) -> None:
+        """Allocate the memory of the first asynchronous save while training goes on. Call it once, on every
+        rank, after a step: the optimizer has its state then."""
+        self.reserved = True
+        if self.checkpointer is not None:
+            self.checkpointer.reserve(self.backend)
 
     def save_now(self) -> str | None:
         """Save at this step, whatever the frequency, and wait for it.

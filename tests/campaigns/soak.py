@@ -3,8 +3,8 @@
 ``python -m tests.campaigns.soak --epochs 300`` trains with asynchronous checkpoints, validation, best
 checkpoint, a tracker and loader workers, in as many calls of `fit` as ``--fits`` says, and records every
 process of the run after each epoch. Exit code 1 when descriptors, threads, processes or files grow after the
-first third of the run, or resident memory or the disk by more than ``--limit`` KiB per epoch. The history that
-`fit` returns grows by about 100 bytes per step and 1 kB per log line.
+first third of the run, or resident memory or disk use by more than ``--limit`` KiB per epoch. The history
+that `fit` returns grows by about 100 bytes per step and 1 kB per log line.
 """
 
 from __future__ import annotations

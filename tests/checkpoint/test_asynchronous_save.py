@@ -166,6 +166,32 @@ def exported(run: Run) -> list[int]:
         return [chunk.data.data_ptr() for chunk in run.backend.export_state().chunks]
 
 
+def test_the_memory_of_the_first_save_is_allocated_before_it(tmp_path: Path) -> None:
+    expected = started(tmp_path / "other")
+    steps(expected, 2)
+    run, layer = held(tmp_path / "mine")
+    buffers = run.saver.checkpointer._buffers  # type: ignore[union-attr]
+    assert buffers is not None
+    steps(run, 1)
+    run.saver.reserve()
+    assert buffers._reserving is not None
+    buffers._reserving.join()
+    reserved = [buffer.data_ptr() for buffer in buffers._kept]
+    chunks = run.backend.export_state().chunks
+    assert [chunk.data.numel() for chunk in chunks] == [buffer.numel() for buffer in buffers._kept]
+    assert len(reserved) == len({*reserved}) > 2  # of weights and of the optimizer's state
+    steps(run, 1)
+    assert layer.reached.wait(30)
+    assert [buffer.data_ptr() for buffer in buffers._kept] == reserved
+    layer.go.set()
+    run.finish_saving()
+    path = run.saver.checkpointer.latest()  # type: ignore[union-attr]
+    assert path is not None
+    reader = PortableReader(path)
+    for chunk in expected.backend.export_state().chunks:
+        assert torch.equal(reader.read(chunk.key, chunk.name).view(-1), chunk.data)
+
+
 def test_the_memory_of_a_save_serves_the_next_one_and_never_two_at_a_time(tmp_path: Path) -> None:
     run, layer = held(tmp_path)
     steps(run, 3)
@@ -192,7 +218,8 @@ class Notes(Callback):
     def on_checkpoint(self, context: Context, path: str) -> None:
         state = "whole" if not verify(path) else "torn"
         with self.path.open("a") as file:
-            print(os.path.basename(path), context.world.rank, state, file=file)
+            reserved = context.saver.checkpointer._buffers._reserved  # type: ignore[attr-defined]
+            print(os.path.basename(path), context.world.rank, state, reserved, file=file)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -206,6 +233,6 @@ def test_callbacks_are_told_of_each_checkpoint_once_it_is_there(ranks: int, tmp_
     x = torch.randn(16, 4)
     history = trainer.fit((x, (x[:, 0] > 0).long()), epochs=2)
     told = (tmp_path / "notes").read_text().splitlines()
-    assert told == [f"step_{step:08d} 0 whole" for step in (2, 4, 6, 8)]
+    assert told == [f"step_{step:08d} 0 whole True" for step in (2, 4, 6, 8)]
     assert history.checkpoint == PortableCheckpointer(str(tmp_path / "saved"), keep_last=None).latest()
     assert PortableReader(str(history.checkpoint)).step == 8
