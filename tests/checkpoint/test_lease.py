@@ -24,10 +24,13 @@ from tests.campaigns.thread_ranks import Meeting, SliceRank, holds_step, save
 from tests.support import commands
 
 
-@pytest.fixture(params=["disk", "store"])
+@pytest.fixture(params=["disk", "store", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FileLayer, str]:
     """A directory, and what reads and writes there."""
-    return located(str(tmp_path) if request.param == "disk" else f"memory://lease-{uuid.uuid4().hex}")
+    if request.param == "disk":
+        return located(str(tmp_path))
+    root = "memory://" if request.param == "store" else f"{request.getfixturevalue('bucket')}/"
+    return located(f"{root}lease-{uuid.uuid4().hex}")
 
 
 def claims(place: tuple[FileLayer, str]) -> list[str]:
@@ -162,7 +165,8 @@ def interleaved(kind: type[FileLayer], *args: Any) -> tuple[Any, list[Callable[[
 
 def test_of_two_starts_at_once_one_wins_whatever_the_order(place: tuple[FileLayer, str]) -> None:
     files, directory = place
-    slow, before = interleaved(type(files), *([fsspec.filesystem("memory")] if "://" in directory else []))
+    store = [fsspec.url_to_fs(directory)[0]] if "://" in directory else []
+    slow, before = interleaved(type(files), *store)
 
     # Both have seen no claim.
     first, second = Lease(slow, directory), Lease(files, directory)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from safetensors.torch import load_file
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
@@ -24,27 +21,6 @@ from distributed.errors import UserError
 from distributed.testing.reference_problem import distance, problem, small_model
 from tests.campaigns.thread_ranks import ThreadRank, holds_step, latest, on_ranks, save, tensor_of
 from tests.support.training import make_trainer
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """URL of a bucket of a server that listens on loopback."""
-    before = dict(os.environ)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://{host}:{port}",
-        AWS_ACCESS_KEY_ID="test",
-        AWS_SECRET_ACCESS_KEY="test",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    fsspec.filesystem("s3").mkdir("bucket")
-    yield "s3://bucket"
-    server.stop()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def names(url: str) -> set[str]:

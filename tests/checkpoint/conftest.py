@@ -1,0 +1,34 @@
+"""An S3 server for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+import s3fs
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """URL of a bucket of a server that listens on loopback."""
+    before = dict(os.environ)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://{host}:{port}",
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield "s3://bucket"
+    server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()  # the next server has another port
+    os.environ.clear()
+    os.environ.update(before)
