@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -223,12 +224,12 @@ def test_compiled_calls_match_plain_ones() -> None:
 
     compiled = Compiled(function)
 
-    def check(length: int, power: Any, flipped: bool) -> None:
+    def check(length: int, power: Any, flipped: bool, kind: Any = dict) -> None:
         first, second, third = tf.range(1.0, length + 1), tf.ones(length), tf.constant(3.0)
         batch = {"first": first, "rest": [second, third]}
         if flipped:
             batch = dict(reversed(batch.items()))
-        found = compiled(batch, tf.constant(length), power)
+        found = compiled(kind(batch), tf.constant(length), power)
         plain = function(batch, tf.constant(length), power)
         traced.pop()
         assert found["sum"].numpy() == pytest.approx(plain["sum"].numpy())
@@ -240,6 +241,8 @@ def test_compiled_calls_match_plain_ones() -> None:
             for length in (3, 4, 5, 6, 7, 3, 4):
                 check(length, power, flipped)
             assert len(traced) - before == 2  # the first shape, and any length
+    check(5, None, False, UserDict)
+    assert isinstance(traced[-1], UserDict)
     tf.config.run_functions_eagerly(True)
     try:
         before = len(traced)

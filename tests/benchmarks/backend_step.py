@@ -171,7 +171,7 @@ def ours(turns: Turns, args: Arguments) -> None:
     if args.keras_optimizer:
         from keras.optimizers import AdamW
 
-        fields["optimizer"] = AdamW(RATE)
+        fields["optimizer"] = AdamW
         del fields["weight_decay"]
     fields |= {name: json.loads(value) for name, value in args.set}
     mine = Trainer(model, backend=args.backend, callbacks=[Clock()], **fields)

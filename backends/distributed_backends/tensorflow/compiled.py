@@ -12,6 +12,10 @@ _TENSOR = object()
 _MOST_TRACES = 256
 
 
+class _UnknownContainer(Exception):
+    pass
+
+
 class Compiled:
     """A function compiled by tf.function, whose traces are looked up by shapes, dtypes and structure.
 
@@ -19,8 +23,9 @@ class Compiled:
     is found in a dictionary and gets its tensors as a flat list.
 
     Args:
-        function: takes nested tuples, lists and dictionaries of tensors. What else they hold, such as numbers
-            and None, is constant in a trace and must be hashable.
+        function: takes nested tuples, lists and dictionaries of tensors; with other containers, the call is
+            left to tf.function. What else they hold, such as numbers and None, is constant in a trace and
+            must be hashable.
         plain: leave the calls to tf.function, for arguments with a value per replica.
     """
 
@@ -35,7 +40,10 @@ class Compiled:
         if self._plain:
             return self._whole(*args)
         leaves: list[Any] = []
-        structure = _take_apart(args, leaves)
+        try:
+            structure = _take_apart(args, leaves)
+        except _UnknownContainer:
+            return self._whole(*args)
         key = (structure, *[(leaf.dtype, *leaf.shape) for leaf in leaves])
         trace = self._traces.get(key)
         if trace is None or tf.config.functions_run_eagerly():
@@ -72,6 +80,8 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
         return (tuple, *[_take_apart(part, leaves) for part in value])
     if isinstance(value, dict):
         return (dict, tuple(value), *[_take_apart(part, leaves) for part in value.values()])
+    if tf.nest.is_nested(value):
+        raise _UnknownContainer
     return (None, value)
 
 

@@ -29,6 +29,8 @@ def as_tensors(batch: Any) -> Any:
         return {key: as_tensors(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
         return tuple(map(as_tensors, batch))
+    if tf.nest.is_nested(batch):  # such as a UserDict, which stays one
+        return tf.nest.map_structure(as_tensors, batch)
     return tf.convert_to_tensor(as_array(batch))
 
 
