@@ -252,11 +252,12 @@ def test_ranks_draw_different_masks(rank_pool: RankPool) -> None:
     assert np.abs(after[0] - after[1]).max() > 1e-6
 
 
-def test_an_overflow_is_skipped_by_all_and_the_scale_halves(rank_pool: RankPool) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_overflow_is_skipped_by_all_and_the_scale_halves(ranks: int, rank_pool: RankPool) -> None:
     x, y = problem(16, torch.float32)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     fields = {"backend": "tensorflow", "mixed_precision": "fp16", "scaler_init_scale": 2.0**40}
-    trainer = make_trainer(model, 2, rank_pool, batch_size=4, **fields)
+    trainer = make_trainer(model, ranks, rank_pool, batch_size=4, **fields)
     history = trainer.fit((x, y), max_steps=40)
     assert 0 < history.num_skipped_steps < 40
     assert np.isfinite(model.get_weights()[0]).all()

@@ -37,10 +37,10 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Turns:
-    """Two threads that take turns, `steps` steps each; remembers every block's seconds."""
+    """Two threads that take turns, `steps` steps each; remembers every block's seconds by `now`."""
 
-    def __init__(self, steps: int, blocks: int) -> None:
-        self.steps, self.blocks = steps, blocks
+    def __init__(self, steps: int, blocks: int, now: Callable[[], float] = time.perf_counter) -> None:
+        self.steps, self.blocks, self._now = steps, blocks, now
         self._locks = [threading.Semaphore(0), threading.Semaphore(0)]
         self.base_is_ready = threading.Event()
         self.seconds: list[list[float]] = [[], []]
@@ -48,26 +48,26 @@ class Turns:
     def clock(self, who: int) -> Callable[[], bool]:
         """Call the result after every step; it returns True when enough has been measured."""
         done, start = 0, 0.0
-        seconds, locks, steps = self.seconds[who], self._locks, self.steps
+        seconds, locks, steps, now = self.seconds[who], self._locks, self.steps, self._now
         # Collectives of both set-ups must not mix: the base loop waits until the other is ready.
         if who == 0:
             self.base_is_ready.set()
         else:
             locks[0].release()
         locks[who].acquire()
-        start = time.perf_counter()
+        start = now()
 
         def tick() -> bool:
             nonlocal done, start
             done += 1
             if done % steps:
                 return False
-            seconds.append(time.perf_counter() - start)
+            seconds.append(now() - start)
             locks[1 - who].release()
             if len(seconds) >= self.blocks:
                 return True
             locks[who].acquire()
-            start = time.perf_counter()
+            start = now()
             return False
 
         return tick

@@ -44,9 +44,9 @@ from distributed_backends.tensorflow.optimizers import (
     in_width,
 )
 from distributed_backends.tensorflow.state import export_keras, import_keras
-from distributed_backends.tensorflow.step import LossScale, StepFunctions
+from distributed_backends.tensorflow.step import LossScale, StepFunctions, StepOptions, Taken
 from distributed_backends.tensorflow.strategy import make_strategy
-from distributed_backends.tensorflow.values import as_array, to_array, tupled
+from distributed_backends.tensorflow.values import as_array, as_tensors, to_array, tupled
 
 
 class TensorFlowBackend(GroupMixin, Backend):
@@ -55,7 +55,8 @@ class TensorFlowBackend(GroupMixin, Backend):
     Attributes:
         optimizer: learning rate in torch's form; its ``keras`` trains.
         scaler: loss scaler under fp16, else None.
-        timers: seconds of forward and backward (one compiled call, counted as backward) and optimizer.
+        timers: seconds of forward and backward (one compiled call, counted as backward) and optimizer. Where
+            one call takes the whole step, that is counted as backward too.
     """
 
     scaler: LossScale | None = None
@@ -64,6 +65,9 @@ class TensorFlowBackend(GroupMixin, Backend):
         self.timers = PhaseTimers()
         self._scale = 1.0
         self._iterations = 0
+        self._numbers: dict[int, Any] = {}
+        self._taken: Taken | None = None
+        self._accumulated = False
 
     def setup(self, plan: RunPlan) -> World:
         self.config, self._batch, self._plan = plan.config, plan.batch, plan
@@ -74,6 +78,10 @@ class TensorFlowBackend(GroupMixin, Backend):
         self.strategy = make_strategy(plan, self.world, self.gather_objects)
         if plan.precision == "fp16":
             self.scaler = LossScale(plan.config.scaler_init_scale, plan.config.scaler_growth_interval)
+        self._checks_norm = self.scaler is not None or plan.config.on_nan == "skip"
+        self._step_options = StepOptions(
+            plan.config.gradient_clipping, plan.config.on_nan == "stop", self._checks_norm
+        )
         return self.world
 
     # -- model and optimizer -------------------------------------------------------------
@@ -105,9 +113,13 @@ class TensorFlowBackend(GroupMixin, Backend):
             task.validation_step,
         )
         self.objective.check(self.module)
+        self._seed_states = seed_states(self.module)
         self._functions = StepFunctions(
-            self.strategy, self.module, self.optimizer.keras, self.objective, seed_states(self.module)
+            self.strategy, self.module, self.optimizer.keras, self.objective, self._seed_states
         )
+        # Checking a loss inside the call waits for a GPU; between two calls the loop checks it where it must.
+        waits = self.world.device != "cpu" and self._step_options.loss_stops
+        self._takes_whole_steps = self._functions.alone and not waits
         tf.random.set_seed(mix(seed, self.world.rank) % 2**31)
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
@@ -152,6 +164,13 @@ class TensorFlowBackend(GroupMixin, Backend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         start = perf_counter()
+        if self._takes_whole_steps and len(window.micro_batches) == 1:
+            self._taken = taken = self._take(*window.micro_batches[0])
+            self.timers.add("backward", perf_counter() - start)
+            return taken.loss, taken.count
+        if self._accumulated:  # a window that was given up, because its loss was not finite
+            self._functions.forget()
+        self._taken, self._accumulated = None, True
         # Sums of losses are scaled to the size of means, which half precision can hold.
         nominal = self._batch.global_batch_size
         self._scale = (self.scaler.scale if self.scaler else 1.0) / nominal
@@ -162,8 +181,26 @@ class TensorFlowBackend(GroupMixin, Backend):
         self.timers.add("backward", perf_counter() - start)
         return result
 
+    def _take(self, batch: Any, number: int) -> Taken:
+        """The whole step, which `optimizer_step` then only reports."""
+        self._write_rate()
+        scale = tf.constant(self.scaler.scale, tf.float64) if self.scaler is not None else None
+        return self._functions.take(
+            as_tensors(batch), self._number(number), scale, self._seed(0), self._step_options
+        )
+
+    def _number(self, number: int) -> Any:
+        if number not in self._numbers:
+            self._numbers[number] = tf.constant(number)
+        return self._numbers[number]
+
     def _seed(self, position: int) -> Any:
-        """Random layers draw by (seed, rank, step, micro-batch), so that a resumed run draws the same."""
+        """Random layers draw by (seed, rank, step, micro-batch), so that a resumed run draws the same.
+
+        None without such layers.
+        """
+        if not self._seed_states:
+            return None
         iterations = int(to_array(self.optimizer.keras.iterations)) if position == 0 else self._iterations
         self._iterations = iterations
         return tf.constant(mix(self.config.seed, self.world.rank, iterations, position) % 2**32, tf.int64)
@@ -171,9 +208,9 @@ class TensorFlowBackend(GroupMixin, Backend):
     def _per_replica(self, batch: Any, number: int) -> tuple[Any, Any]:
         """The micro-batch as tensors, cut into a contiguous slice for each local replica."""
         size = self.world.num_replicas
-        arrays = tf.nest.map_structure(as_array, tupled(batch))
         if size == 1:
-            return tf.nest.map_structure(tf.convert_to_tensor, arrays), tf.constant(number)
+            return as_tensors(batch), self._number(number)
+        arrays = tf.nest.map_structure(as_array, tupled(batch))
         spans = [share(number, index, size) for index in range(size)]
 
         def cut(context: Any) -> Any:
@@ -190,22 +227,31 @@ class TensorFlowBackend(GroupMixin, Backend):
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         start = perf_counter()
-        self._write_rate()
-        check = self.scaler is not None or self.config.on_nan == "skip"
-        norm, finite = self._functions.finish(self._scale, max_norm, apply=not check)
-        skipped = False
-        if check:
-            skipped = not bool(finite)
-            if skipped:
-                self._functions.forget()
-            else:
-                self._functions.update()
+        if self._taken is not None:
+            if max_norm != self._step_options.max_norm:
+                raise ValueError(f"the step was clipped to {self._step_options.max_norm}, not to {max_norm}")
+            norm, skipped = self._taken.norm, self._checks_norm and not bool(self._taken.finite)
+        else:
+            norm, skipped = self._finish(max_norm)
         if self.scaler is not None:
             self.scaler.update(skipped)
         if not skipped:
             self.optimizer.step()  # for torch's schedulers, which look whether it was called
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(norm, skipped)
+
+    def _finish(self, max_norm: float | None) -> tuple[Any, bool]:
+        """Update by what has accumulated; (norm, whether the step was skipped)."""
+        self._accumulated = False
+        self._write_rate()
+        norm, finite = self._functions.finish(self._scale, max_norm, apply=not self._checks_norm)
+        if not self._checks_norm:
+            return norm, False
+        if not bool(finite):
+            self._functions.forget()
+            return norm, True
+        self._functions.update()
+        return norm, False
 
     def _write_rate(self) -> None:
         if self._follows_schedule:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import tensorflow as tf
 import torch
 from keras import ops
 
@@ -80,12 +81,28 @@ class SGD(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Move one variable."""
         rate = ops.cast(learning_rate, variable.dtype)
         step = _penalised(gradient, variable, self.l2)
+        if _has_kernel(variable):
+            self._apply_kernel(step, variable, rate)
+            return
         if self.momentum:
             buffer = self.momentum_buffer[self._get_variable_index(variable)]
             # A plain number takes the buffer's width; ops.cast would round it to float32 first.
             self.assign(buffer, self.momentum * buffer + step)
             step = ops.convert_to_tensor(buffer)
         self.assign_sub(variable, rate * step)
+
+    def _apply_kernel(self, step: Any, variable: Any, rate: Any) -> None:
+        if not self.momentum:
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=step)
+            return
+        buffer = self.momentum_buffer[self._get_variable_index(variable)].value
+        tf.raw_ops.ResourceApplyMomentum(
+            var=variable.handle,
+            accum=buffer.handle,
+            lr=rate,
+            grad=step,
+            momentum=tf.constant(self.momentum, variable.dtype),
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Arguments that rebuild it."""
@@ -137,11 +154,36 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
         gradient = _penalised(gradient, variable, self.l2)
         if self.decay:
             self.assign(variable, variable * (1 - rate * self.decay))
+        if _has_kernel(variable):
+            self._apply_kernel(gradient, variable, first.value, second.value, learning_rate)
+            return
         self.assign(first, first + (gradient - first) * (1 - self.beta_1))
         self.assign(second, self.beta_2 * second + (1 - self.beta_2) * ops.square(gradient))
         root = ops.sqrt(second) / ops.sqrt(1 - _power(self.beta_2, step))
         rate /= 1 - _power(self.beta_1, step)
         self.assign_sub(variable, rate * first / (root + self.epsilon))
+
+    def _apply_kernel(self, gradient: Any, variable: Any, first: Any, second: Any, rate: Any) -> None:
+        """TensorFlow's kernel, which divides by ``sqrt(second) + epsilon``: torch divides the root by its
+        correction first, so that rate and epsilon are given multiplied by it. As powers of zero, the kernel's
+        own corrections are one."""
+        dtype = variable.dtype
+        step = tf.cast(self.iterations, tf.float64) + 1.0
+        correction = tf.sqrt(1.0 - _power(self.beta_2, step))
+        alpha = tf.cast(rate, tf.float64) * correction / (1.0 - _power(self.beta_1, step))
+        zero = tf.zeros((), dtype)
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.handle,
+            m=first.handle,
+            v=second.handle,
+            beta1_power=zero,
+            beta2_power=zero,
+            lr=tf.cast(alpha, dtype),
+            beta1=tf.constant(self.beta_1, dtype),
+            beta2=tf.constant(self.beta_2, dtype),
+            epsilon=tf.cast(self.epsilon * correction, dtype),
+            grad=gradient,
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Arguments that rebuild it."""
@@ -152,6 +194,11 @@ class Adam(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 def _power(base: float, exponent: Any) -> Any:
     return ops.exp(exponent * math.log(base))
+
+
+def _has_kernel(variable: Any) -> bool:
+    """Whether TensorFlow's own kernels, a single pass over a weight and its state, hold its width."""
+    return tf.as_dtype(variable.dtype) in (tf.float32, tf.float64)
 
 
 def _penalised(gradient: Any, variable: Any, l2: float) -> Any:

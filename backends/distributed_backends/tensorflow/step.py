@@ -3,6 +3,9 @@
 Gradients of sums of losses are accumulated in a variable per weight, which every replica has to
 itself; the step sums them over all replicas of all ranks in one collective per dtype, the count of
 samples or tokens riding along (C2), clips once by the global norm (C6), and updates.
+
+A window of a single micro-batch on a single replica needs neither variables nor a collective: there,
+forward, backward, weighting, clipping, checks and update are one compiled function (`StepFunctions.take`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,31 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from distributed_backends.tensorflow.compiled import Compiled
+
+
+class Taken(NamedTuple):
+    """Result of a whole step: loss sum and count of its samples, and as in `Finished`."""
+
+    loss: Any
+    count: Any
+    norm: Any
+    finite: Any
+
+
+class StepOptions(NamedTuple):
+    """What a whole step does besides forward, backward and update.
+
+    Attributes:
+        max_norm: limit of the gradient's global norm, None without clipping.
+        loss_stops: leave the weights as they are if the loss is not finite.
+        norm_skips: leave the weights as they are if the norm is not finite.
+    """
+
+    max_norm: float | None
+    loss_stops: bool
+    norm_skips: bool
 
 
 class Finished(NamedTuple):
@@ -29,6 +57,9 @@ class StepFunctions:
         optimizer: a Keras optimizer, built over the model's trainable variables.
         objective: gives (sum, count).
         seeds: state variables of the model's random layers.
+
+    Attributes:
+        alone: there is a single replica, which can `take` a whole step.
     """
 
     def __init__(self, strategy: Any, model: Any, optimizer: Any, objective: Any, seeds: list[Any]) -> None:
@@ -36,15 +67,40 @@ class StepFunctions:
         self.variables = list(model.trainable_variables)
         self._seeds = seeds
         self._used: set[int] = set()
+        self._num_taken_used = 0
+        self._made: list[Any] = []
         with strategy.scope():
-            self._sums = [_own(tf.zeros(v.shape, v.dtype)) for v in self.variables]
-            self._loss, self._count = _own(tf.zeros((), tf.float64)), _own(tf.zeros((), tf.float64))
+            self.alone = not tf.distribute.has_strategy()
+        plain = not self.alone and len(strategy.extended.worker_devices) > 1
         # The user's own code is converted where it is called: all of this would take seconds.
-        self._accumulate = tf.function(self._accumulate_everywhere, reduce_retracing=True, autograph=False)
-        self._evaluate = tf.function(self._evaluate_everywhere, reduce_retracing=True, autograph=False)
+        self._accumulate = Compiled(self._accumulate_everywhere, plain)
+        self._evaluate = Compiled(self._evaluate_everywhere, plain)
+        self._take = Compiled(self._take_a_step)
         self._steps: dict[Any, Any] = {}
 
     # -- called by the backend ---------------------------------------------------------
+
+    def take(self, batch: Any, number: Any, scale: Any, seed: Any, options: StepOptions) -> Taken:
+        """A step over a window of one micro-batch, in one call. Nothing is accumulated.
+
+        Args:
+            batch: nested tensors.
+            number: samples that count.
+            scale: loss scale, float64; None without one.
+            seed: as for `accumulate`.
+            options: constant in a run.
+        """
+        self._trace_again_if_more_is_used()
+        taken = Taken(*self._take(batch, number, scale, seed, tuple(options)))
+        self._trace_again_if_more_is_used()
+        return taken
+
+    def _trace_again_if_more_is_used(self) -> None:
+        """A weight that any micro-batch has used moves in each step, as after accumulation."""
+        if len(self._used) > self._num_taken_used:
+            if self._num_taken_used:
+                self._take.forget()
+            self._num_taken_used = len(self._used)
 
     def accumulate(self, batch: Any, numbers: Any, scale: float, seed: Any) -> tuple[Any, Any]:
         """Forward and backward of a micro-batch; (loss sum, count) of this rank's window so far.
@@ -55,6 +111,7 @@ class StepFunctions:
             scale: factor on the sum of losses.
             seed: (2,) uint32 for the random layers, or None to continue their state.
         """
+        self._sums  # noqa: B018 - no variables can be made inside a trace
         result: tuple[Any, Any] = self._accumulate(batch, numbers, tf.constant(scale, tf.float64), seed)
         return result
 
@@ -78,7 +135,76 @@ class StepFunctions:
         found: dict[str, tuple[Any, Any]] = self._evaluate(batch, numbers)
         return found
 
+    # -- accumulators ------------------------------------------------------------------
+
+    @property
+    def _sums(self) -> list[Any]:
+        """A sum per weight."""
+        return self._accumulators()[2:]
+
+    @property
+    def _loss(self) -> Any:
+        return self._accumulators()[0]
+
+    @property
+    def _count(self) -> Any:
+        return self._accumulators()[1]
+
+    def _accumulators(self) -> list[Any]:
+        """Loss, count, and a sum per weight: made by the first micro-batch that is accumulated."""
+        if not self._made:
+            with self.strategy.scope():
+                self._made = [_own(tf.zeros((), tf.float64)) for _ in range(2)]
+                self._made += [_own(tf.zeros(v.shape, v.dtype)) for v in self.variables]
+        return self._made
+
     # -- compiled ----------------------------------------------------------------------
+
+    def _take_a_step(self, batch: Any, number: Any, scale: Any, seed: Any, options: Any) -> Taken:
+        max_norm, loss_stops, norm_skips = options
+        if seed is not None:
+            self._reseed(seed)
+        with tf.GradientTape() as tape:
+            total, count = self.objective(self.model, batch, number, True)
+            counted = tf.cast(count, tf.float64)
+            # As a factor of the loss, it saves a pass over all gradients.
+            scaled = total * tf.cast(self._weight(counted, scale), total.dtype)
+        gradients = self._gradients(tape, scaled)
+        used = tuple(sorted(self._used))
+        sums = [_or_zero(gradients[index], self.variables[index]) for index in used]
+        norm = _norm(sums) if scale is None else _norm(sums) / scale
+        means = self._clipped(sums, norm, scale, max_norm)
+        finite = tf.math.is_finite(norm)
+        checks = [finite] * norm_skips + [tf.math.is_finite(total)] * loss_stops
+        if checks:
+            good = checks[0] if len(checks) == 1 else tf.logical_and(*checks)
+            tf.cond(good, lambda: self._move(means, used), lambda: None)
+        else:
+            self._move(means, used)
+        return Taken(tf.cast(total, tf.float64), counted, norm, finite)
+
+    def _weight(self, count: Any, scale: Any) -> Any:
+        """Factor of the sum of losses: its gradient is then the mean's, by the loss scale."""
+        return tf.math.divide_no_nan(tf.ones_like(count) if scale is None else scale, count)
+
+    def _clipped(self, sums: list[Any], norm: Any, scale: Any, max_norm: Any) -> list[Any]:
+        """Gradients without the loss scale, clipped."""
+        factor = tf.ones_like(norm) if scale is None else 1.0 / scale
+        if max_norm is not None:
+            factor *= tf.minimum(max_norm / (norm + 1e-6), tf.ones_like(norm))
+        elif scale is None:
+            return sums
+        return [value * tf.cast(factor, value.dtype) for value in sums]
+
+    def _gradients(self, tape: Any, scaled: Any) -> list[Any]:
+        """Dense gradients in the widths of the weights; None of a weight that was not used."""
+        found: list[Any] = []
+        for index, gradient in enumerate(tape.gradient(scaled, [v.value for v in self.variables])):
+            if gradient is not None:
+                self._used.add(index)
+                gradient = tf.cast(tf.convert_to_tensor(gradient), self.variables[index].dtype)
+            found.append(gradient)
+        return found
 
     def _compiled(self, name: str, *options: Any) -> Callable[..., Any]:
         used = tuple(sorted(self._used))
@@ -90,7 +216,7 @@ class StepFunctions:
                 results = self.strategy.run(replica, args=(*args, *options, used))
                 return None if results is None else self._first(results)
 
-            self._steps[key] = tf.function(call, autograph=False)
+            self._steps[key] = Compiled(call)
         return self._steps[key]  # type: ignore[no-any-return]
 
     def _accumulate_everywhere(self, batch: Any, numbers: Any, scale: Any, seed: Any) -> tuple[Any, Any]:
@@ -103,11 +229,10 @@ class StepFunctions:
         with tf.GradientTape() as tape:
             total, count = self.objective(self.model, batch, number, True)
             scaled = total * tf.cast(scale, total.dtype)
-        gradients = tape.gradient(scaled, [v.value for v in self.variables])
-        for index, gradient in enumerate(gradients):
+        sums = self._sums
+        for index, gradient in enumerate(self._gradients(tape, scaled)):
             if gradient is not None:
-                self._used.add(index)
-                self._sums[index].assign_add(tf.cast(tf.convert_to_tensor(gradient), self._sums[index].dtype))
+                sums[index].assign_add(gradient)
         self._loss.assign_add(tf.cast(total, tf.float64))
         self._count.assign_add(tf.cast(count, tf.float64))
         return tf.identity(self._loss.read_value()), tf.identity(self._count.read_value())
@@ -192,12 +317,18 @@ def _own(value: Any) -> Any:
     )
 
 
+def _or_zero(gradient: Any, variable: Any) -> Any:
+    return tf.zeros(variable.shape, variable.dtype) if gradient is None else gradient
+
+
 def _norm(values: list[Any]) -> Any:
     """Global L2 norm, in float64."""
     if not values:
         return tf.zeros((), tf.float64)
-    squares = [tf.reduce_sum(tf.square(tf.cast(value, _wide(value)))) for value in values]
-    return tf.sqrt(tf.add_n([tf.cast(square, tf.float64) for square in squares]))
+    halves = [tf.nn.l2_loss(tf.cast(value, _wide(value))) for value in values]
+    same = len({half.dtype for half in halves}) == 1
+    total = tf.add_n(halves if same else [tf.cast(half, tf.float64) for half in halves])
+    return tf.sqrt(2.0 * tf.cast(total, tf.float64))
 
 
 def _wide(value: Any) -> Any:

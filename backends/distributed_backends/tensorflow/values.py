@@ -23,6 +23,17 @@ def as_array(value: Any) -> Any:
     return value if isinstance(value, tf.Tensor) else np.asarray(value)
 
 
+def as_tensors(batch: Any) -> Any:
+    """A batch as TensorFlow's tensors, its lists as tuples."""
+    if isinstance(batch, dict):
+        return {key: as_tensors(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(map(as_tensors, batch))
+    if tf.nest.is_nested(batch):  # such as a UserDict, which stays one
+        return tf.nest.map_structure(as_tensors, batch)
+    return tf.convert_to_tensor(as_array(batch))
+
+
 def tupled(batch: Any) -> Any:
     """Collated lists as tuples: their parts are arguments, not a stack."""
     if isinstance(batch, dict):
