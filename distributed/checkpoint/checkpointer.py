@@ -17,7 +17,7 @@ from typing import Any
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.chunk_index import ChunkEntry
 from distributed.checkpoint.codec import encode
-from distributed.checkpoint.collective_errors import Ranks, agree, on_rank_zero
+from distributed.checkpoint.collective_errors import Ranks, complete, on_rank_zero
 from distributed.checkpoint.commit_protocol import Commits, commits_of
 from distributed.checkpoint.file_names import BEST, FOREIGN, FORMAT, STEP, VERSION, rank_file, step_name
 from distributed.checkpoint.filesystem import FileLayer, seal, unseal
@@ -180,7 +180,7 @@ class PortableCheckpointer(Checkpointer):
         staging = on_rank_zero(ranks, self._probe)
         path = os.path.join(staging, rank_file(ranks.world.rank))
         try:
-            agree(ranks, lambda: self.files.write_file(path, b""))
+            complete(ranks, lambda: self.files.write_file(path, b""))
             on_rank_zero(ranks, lambda: self._check_shared(staging, ranks.world.size))
             if ranks.world.rank == 0 and self.files.unsynced:
                 logger.warning(
