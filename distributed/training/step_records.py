@@ -75,8 +75,8 @@ class StepRecords:
         self._mean_loss = 0.0
         self._last_meeting: float | None = None
         self._suspect: int | None = None
-        self._sends_times = True
-        self._times_at = 0.0
+        self._sends_times = False
+        self._times_at = perf_counter()
         self._compared_at = 0
         self._reported_difference = False
         self.start()
@@ -149,19 +149,18 @@ class StepRecords:
         seconds["checksum"] = self._checksum()
         seconds["settings"] = self._shared.digest() if self._shared else 0.0
         flags = (self._wants_times(), saved, stop, go)
-        num_slots = world.size if self._sends_times else 1
+        num_slots = world.size if self._sends_times or world.size <= _MANY else 1
         own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots)
         reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses), world.size)
-        self._sends_times = reduced.wants_times or world.size <= _MANY
+        self._sends_times = reduced.wants_times
         self.note_meeting()
         return reduced
 
     def _wants_times(self) -> bool:
         """Whether every rank should send its phases in the next interval: rank 0 decides by its clock."""
-        now = perf_counter()
-        due = self.backend.world.rank == 0 and not self._sends_times and now - self._times_at >= _TIMES
-        if self._sends_times or due:
-            self._times_at = now
+        due = self.backend.world.rank == 0 and perf_counter() - self._times_at >= _TIMES
+        if due:
+            self._times_at = perf_counter()
         return due
 
     def close_interval(self, reduced: ReducedInterval, norm: Any = None) -> dict[str, float]:
