@@ -9,7 +9,7 @@ __all__ = ["CLASSES", "exceeds", "growth_of"]
 
 CLASSES = ("1", "log N", "N", "N^2")
 """Kinds of growth, slowest first."""
-_SLACK = 1.1
+_SLACK = 1.25
 """Factor by which a count may exceed its kind: numbers of ranks have more digits."""
 
 
@@ -24,7 +24,9 @@ def growth_of(values: Mapping[int, float]) -> str:
         return "1"
     ratio = values[high] / max(values[low], 1.0)
     limits = (1.0, math.log2(high) / math.log2(low), high / low, (high / low) ** 2)
-    return next((name for name, limit in zip(CLASSES, limits, strict=True) if ratio <= limit * _SLACK), "more")
+    return next(
+        (name for name, limit in zip(CLASSES, limits, strict=True) if ratio <= limit * _SLACK), "more"
+    )
 
 
 def exceeds(found: str, declared: str) -> bool:

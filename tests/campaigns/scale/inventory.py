@@ -51,10 +51,26 @@ INVENTORY = (
         "a straggler is found among the times of all ranks; from 64 ranks on they are sent once a minute",
     ),
     Item("epoch bytes", "metrics, stop requests", "training/loop.py", "epoch", "rank", "1", "bytes"),
-    Item("validation bytes", "sums and names of metrics", "training/validation.py", "epoch", "rank", "1", "bytes"),
+    Item(
+        "validation bytes",
+        "sums and names of metrics",
+        "training/validation.py",
+        "epoch",
+        "rank",
+        "1",
+        "bytes",
+    ),
     Item("slice spans", "slices of global batches", "data/order.py", "step", "rank", "1", "numbers"),
     # -- starting
-    Item("prepare bytes", "comparison of models and data", "training/agreement.py", "start", "rank", "1", "bytes"),
+    Item(
+        "prepare bytes",
+        "comparison of models and data",
+        "training/agreement.py",
+        "start",
+        "rank",
+        "1",
+        "bytes",
+    ),
     Item(
         "resume bytes",
         "host names for the run's record",
@@ -75,7 +91,15 @@ INVENTORY = (
         "bytes",
         f"the ranks of one host find each other by it; {_ONCE}",
     ),
-    Item("join calls", "store operations of a rank", "communication/rendezvous.py", "start", "rank", "1", "calls"),
+    Item(
+        "join calls",
+        "store operations of a rank",
+        "communication/rendezvous.py",
+        "start",
+        "rank",
+        "1",
+        "calls",
+    ),
     Item(
         "store keys",
         "keys of the rendezvous",
@@ -98,7 +122,15 @@ INVENTORY = (
         "torch keeps all hosts in one value, which each host that joins rewrites",
     ),
     # -- monitoring
-    Item("journal files", "journals that a monitor reads", "resilience/rank_monitor.py", "second", "host", "1", "files"),
+    Item(
+        "journal files",
+        "journals that a monitor reads",
+        "resilience/rank_monitor.py",
+        "second",
+        "host",
+        "1",
+        "files",
+    ),
     Item(
         "heartbeats",
         "messages to and from the other hosts",
@@ -107,7 +139,7 @@ INVENTORY = (
         "node 0",
         "N",
         "messages",
-        "one process has to miss a host; two messages of 60 bytes per host and second, and no rank takes part",
+        "one process has to detect each lost host; two messages of 60 bytes per host and second, outside ranks",
     ),
     Item(
         "heartbeat connections",
@@ -120,7 +152,9 @@ INVENTORY = (
         "one for each host, so that the end of a monitor is seen at once",
     ),
     # -- checkpoints
-    Item("save gathers", "outcome of a save", "checkpoint/collective_errors.py", "save", "rank", "1", "bytes"),
+    Item(
+        "save gathers", "outcome of a save", "checkpoint/collective_errors.py", "save", "rank", "1", "bytes"
+    ),
     Item(
         "index files",
         "index files that rank 0 reads",
@@ -172,6 +206,22 @@ INVENTORY = (
         "bytes",
         f"the lowest rank's reason counts; {_ONCE}, when a rank has asked",
     ),
-    Item("failure keys", "reports on the failure board", "resilience/failure_reports.py", "failure", "store", "1", "keys"),
-    Item("failure bytes", "message of a failure", "resilience/failure_reports.py", "failure", "rank", "1", "bytes"),
+    Item(
+        "failure keys",
+        "reports on the failure board",
+        "resilience/failure_reports.py",
+        "failure",
+        "store",
+        "1",
+        "keys",
+    ),
+    Item(
+        "failure bytes",
+        "message of a failure",
+        "resilience/failure_reports.py",
+        "failure",
+        "rank",
+        "1",
+        "bytes",
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections.abc import Sequence
 from time import process_time
@@ -41,10 +42,11 @@ def loop_costs(size: int, callbacks: Sequence[Any] = ()) -> Results:
     logging.getLogger("distributed").setLevel(logging.ERROR)
     costs = train(size, callbacks=callbacks)
     steps, logs = costs.entered["forward"], 2
-    # Signals are asked for once a second, whatever N is: at steps 1, 2 and 4 of so short a run.
+    calls, num_bytes = (sum(counts[phase] for phase in _STEP) for counts in (costs.calls, costs.bytes))
     found = {
-        "step calls": sum(costs.calls[phase] for phase in _STEP if phase != "optimizer") / steps,
-        "step bytes": sum(costs.bytes[phase] for phase in _STEP if phase != "optimizer") / steps,
+        # Signals are asked for about once a second: of so short a run, in some of the steps.
+        "step calls": math.ceil(calls / steps),
+        "step bytes": num_bytes / max(calls, 1),
         "log calls": costs.calls["record"] / logs,
         "log bytes": costs.bytes["record"] / logs,
         "epoch bytes": costs.bytes["epoch end"],
@@ -64,7 +66,7 @@ def _times(size: int) -> Results:
         costs = train(size)
     finally:
         step_records._TIMES = before
-    seconds = {name: 0.1 for name in (*step_records.PHASES, "other")} | {"checksum": 1.0, "settings": 1.0}
+    seconds = dict.fromkeys((*step_records.PHASES, "other"), 0.1) | {"checksum": 1.0, "settings": 1.0}
     flags = (False, False, False, False)
     own = ReducedInterval.pack([1.0], [1.0], seconds, flags, 0, size)
     started = process_time()

@@ -1,7 +1,7 @@
 """Rank 0 of a run of any size: the product's own training loop, whose peers are fake.
 
-A `PeersBackend` is a torch backend of one process. Its collectives return what they would if every other rank had
-given the same value, and count what rank 0 sends and receives in each phase.
+A `PeersBackend` is a torch backend of one process. Its collectives return what they would if every other rank
+had given the same value, and count what rank 0 sends and receives in each phase.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""Nothing on rank 0 or in a step grows faster with the number of ranks than declared: counts of the simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distributed import Callback
+from distributed.interfaces.callback import Context
+from tests.campaigns.scale.growth import growth_of
+from tests.campaigns.scale.inventory import INVENTORY, Item
+from tests.campaigns.scale.loop_costs import loop_costs
+from tests.campaigns.scale.simulate import find_excess, simulate
+
+SIZES = (128, 512)
+"""From 64 ranks on, a log step has no times of single ranks."""
+_FREQUENT = ("step", "log step", "second")
+
+
+class Gathers(Callback):
+    """What a message in a step must not be: one from each rank to each."""
+
+    all_ranks = True
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def on_step_end(self, context: Context) -> None:
+        self.gather("step", context)
+
+    def on_log(self, context: Context, metrics: Any) -> None:
+        self.gather("log", context)
+
+    def on_epoch_end(self, context: Context, metrics: Any) -> None:
+        self.gather("epoch", context)
+
+    def gather(self, event: str, context: Context) -> None:
+        if event == self.event:
+            context.backend.gather_objects(context.progress.step)
+
+
+@pytest.mark.starts_processes
+def test_no_cost_grows_faster_than_declared() -> None:
+    found = {size: simulate(size, seconds=0.0) for size in SIZES}
+    assert find_excess(INVENTORY, found) == []
+
+
+@pytest.mark.parametrize("event", ["step", "log", "epoch"])
+def test_a_gather_in_a_step_is_detected(event: str) -> None:
+    items = [item for item in INVENTORY if item.name == f"{event} bytes"]
+    found = {size: loop_costs(size, callbacks=[Gathers(event)]) for size in SIZES}
+    (line,) = find_excess(items, found)
+    assert "grows like N, declared is 1" in line
+
+
+def test_what_grows_has_a_reason_and_is_in_no_step_but_for_heartbeats() -> None:
+    growing = [item for item in INVENTORY if item.growth not in ("1", "log N")]
+    assert all(item.reason for item in growing)
+    assert [item.name for item in growing if item.when in _FREQUENT] == ["heartbeats"]
+    assert len({item.name for item in INVENTORY}) == len(INVENTORY)
+
+
+@pytest.mark.parametrize(
+    ("values", "growth"),
+    [
+        ({16: 5, 64: 5}, "1"),
+        ({16: 4, 64: 6}, "log N"),
+        ({1024: 1000, 4096: 4000, 16384: 16100}, "N"),
+        ({16: 100, 64: 1600}, "N^2"),
+        ({16: 1, 64: 100}, "more"),
+        ({16: 0, 64: 0}, "1"),
+        ({16: 0, 64: 64}, "more"),
+    ],
+)
+def test_growth(values: dict[int, float], growth: str) -> None:
+    assert growth_of(values) == growth
+
+
+def test_excess_names_the_module() -> None:
+    item = Item("store keys", "keys", "communication/rendezvous.py", "start", "store", "log N", "keys", "")
+    (line,) = find_excess([item], {16: {"store keys": 16}, 64: {"store keys": 64}})
+    assert line.startswith("store keys (communication/rendezvous.py) grows like N, declared is log N")
