@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import is_loopback
+from distributed.system.descriptors import allow_descriptors
 from distributed.system.output import print_line
 
 _REMIND = 10.0
@@ -87,6 +88,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
     """A store that this process serves on `listener`."""
+    allow_descriptors(size)
     # The store takes over a bound socket, because it would bind to all interfaces itself.
     port = listener.getsockname()[1]
     return dist.TCPStore(

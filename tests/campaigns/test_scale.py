@@ -1,4 +1,4 @@
-"""Nothing on rank 0 or in a step grows faster with the number of ranks than declared: counts of the simulation."""
+"""Nothing on rank 0 or in a step grows faster with the number of ranks than declared, by the simulation."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.collective_errors import Ranks
-from distributed.checkpoint.file_names import MANIFEST
+from distributed.checkpoint.file_names import MANIFEST, MERGED
 from distributed.checkpoint.filesystem import FileLayer
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.checkpoint.writer import write_rank
@@ -119,7 +119,11 @@ def _resume(size: int, folder: str) -> Results:
     tensor = reader.read("model", "layer.0")
     if not torch.equal(tensor, torch.arange(size, dtype=torch.float32).repeat_interleave(2)):
         raise ValueError("the checkpoint holds other values")
-    found |= {"index reads": layer.reads, "read seconds": process_time() - started}
+    size_of = Path(path, MERGED) if Path(path, MERGED).exists() else None
+    num_bytes = (
+        size_of.stat().st_size if size_of else sum(f.stat().st_size for f in Path(path).glob("rank_*"))
+    )
+    found |= {"index bytes": num_bytes, "index reads": layer.reads, "read seconds": process_time() - started}
     return found
 
 

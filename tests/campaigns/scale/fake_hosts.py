@@ -1,9 +1,9 @@
-"""Fake monitors of other hosts, in one process: they speak the protocol of `host_heartbeat` to the real node 0.
+"""Fake monitors of other hosts, in one process: they speak the protocol of `host_heartbeat` to a real node 0.
 
     python -m tests.campaigns.scale.fake_hosts PORT TOKEN NUM_HOSTS
 
-Prints ``ready`` after node 0 has sent a heartbeat to every host, ``detected`` after every other one has received
-the loss of the last host, whose connection ends at the first line of standard input. Ends with standard input.
+Prints ``ready`` after node 0 has sent a heartbeat to every host, and ``detected`` after every other host has
+received the loss of the last one, whose connection ends at the first line of standard input.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import tempfile
@@ -85,7 +84,7 @@ def _plan(size: int) -> Results:
 
 
 def _elastic(size: int) -> Results:
-    """torch's state of an elastic rendezvous with all hosts, which every host reads and the last one writes."""
+    """torch's state of an elastic rendezvous with all hosts, which every host reads and writes."""
     state = _RendezvousState()
     for number in range(max(1, size // RANKS_PER_HOST)):
         node = _NodeDesc(f"node-{number:05}.cluster.example", 10_000 + number, 0)
@@ -138,7 +137,6 @@ def heartbeat_costs(size: int, seconds: float = 3.0) -> Results:
         seconds: how long to measure the CPU time of heartbeats.
     """
     hosts = max(2, size // RANKS_PER_HOST)
-    _allow_descriptors(4 * hosts)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     store = serve(listen("127.0.0.1", 0), "127.0.0.1", 1, _WAIT)
     monitor = HostHeartbeat(("127.0.0.1", store.port), 0, tuple(range(RANKS_PER_HOST)), 30.0, "scale")
@@ -186,8 +184,3 @@ def _expect(process: subprocess.Popen[str], word: str) -> None:
     line = process.stdout.readline().strip()
     if line != word:
         raise ValueError(f"the fake hosts printed {line!r}, not {word!r}")
-
-
-def _allow_descriptors(number: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(number, hard)), hard))

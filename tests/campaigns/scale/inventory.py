@@ -15,8 +15,8 @@ class Item:
         name: key in the results of the simulation and the measurement.
         what: the cost, for the table.
         code: module that pays it.
-        when: how often: ``step``, ``log step``, ``second``, ``start``, ``epoch``, ``save``, ``resume``, ``end``,
-            ``failure``.
+        when: how often: ``step``, ``log step``, ``second``, ``minute``, ``start``, ``epoch``, ``save``,
+            ``resume``, ``end``, ``failure``.
         who: ``rank``, ``rank 0``, ``node 0``, ``host``, ``store`` or ``launcher``.
         growth: declared growth with N, one of `growth.CLASSES`.
         unit: of the number.
@@ -139,7 +139,7 @@ INVENTORY = (
         "node 0",
         "N",
         "messages",
-        "one process has to detect each lost host; two messages of 60 bytes per host and second, outside ranks",
+        "one process has to detect each lost host; two messages of 60 bytes a second and host, no rank waits",
     ),
     Item(
         "heartbeat connections",
@@ -176,14 +176,17 @@ INVENTORY = (
         "it holds size and checksum of every file",
     ),
     Item(
-        "index reads",
-        "index files that a rank reads",
-        "checkpoint/reader.py",
+        "index reads", "index files that a rank reads", "checkpoint/reader.py", "resume", "rank", "1", "files"
+    ),
+    Item(
+        "index bytes",
+        "size of the index that a rank reads (four tensors)",
+        "checkpoint/writer.py",
         "resume",
         "rank",
         "N",
-        "files",
-        "any number of ranks can resume: which files hold its part of a tensor, a rank finds in the indexes",
+        "bytes",
+        "any number of ranks can resume: which files hold its part of a tensor, a rank finds in the index",
     ),
     Item(
         "record values",

@@ -24,7 +24,7 @@ _STEPS = 4
 
 
 def measure(size: int) -> Results:
-    """Train `size` ranks for an epoch with two log steps, a validation and a save; then restart after a kill."""
+    """Train `size` ranks for an epoch with two log steps, a validation and a save; then kill one."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seconds = _seconds()

@@ -1,4 +1,4 @@
-"""Probe: counts in a real rank, from before the rendezvous to the end of the run, what it exchanges and opens.
+"""Probe: counts in a real rank, from before the rendezvous to the end, what it exchanges and opens.
 
 A probe is a callback. Unpickling it, which a rank does before it joins the others, installs the counters.
 """
