@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ def test_what_grows_has_a_reason_and_is_in_no_step_but_for_heartbeats() -> None:
     assert all(item.reason for item in growing)
     assert [item.name for item in growing if item.when in _FREQUENT] == ["heartbeats"]
     assert len({item.name for item in INVENTORY}) == len(INVENTORY)
+
+
+def test_the_page_lists_every_cost_and_every_reason() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "scaling.md").read_text(encoding="utf-8")
+    assert [item.name for item in INVENTORY if f"| {item.what} | {item.when} |" not in page] == []
+    assert [item.name for item in INVENTORY if f"| {item.reason} |" not in page and item.reason] == []
 
 
 @pytest.mark.parametrize(
