@@ -7,38 +7,19 @@ from typing import Any
 
 import pytest
 
-from distributed import Callback
-from distributed.interfaces.callback import Context
+from distributed.training.loop import TrainingLoop
+from distributed.training.phase_timers import PHASES
+from distributed.training.step_records import StepRecords
+from distributed.training.stop_consensus import StopConsensus
 from tests.campaigns.scale.growth import growth_of
 from tests.campaigns.scale.inventory import INVENTORY, Item
 from tests.campaigns.scale.loop_costs import loop_costs
+from tests.campaigns.scale.peers import train
 from tests.campaigns.scale.simulate import find_excess, simulate
 
 SIZES = (128, 512)
 """From 64 ranks on, a log step has no times of single ranks."""
 _FREQUENT = ("step", "log step", "second")
-
-
-class Gathers(Callback):
-    """What a message in a step must not be: one from each rank to each."""
-
-    all_ranks = True
-
-    def __init__(self, event: str) -> None:
-        self.event = event
-
-    def on_step_end(self, context: Context) -> None:
-        self.gather("step", context)
-
-    def on_log(self, context: Context, metrics: Any) -> None:
-        self.gather("log", context)
-
-    def on_epoch_end(self, context: Context, metrics: Any) -> None:
-        self.gather("epoch", context)
-
-    def gather(self, event: str, context: Context) -> None:
-        if event == self.event:
-            context.backend.gather_objects(context.progress.step)
 
 
 @pytest.mark.starts_processes
@@ -47,12 +28,35 @@ def test_no_cost_grows_faster_than_declared() -> None:
     assert find_excess(INVENTORY, found) == []
 
 
-@pytest.mark.parametrize("event", ["step", "log", "epoch"])
-def test_a_gather_in_a_step_is_detected(event: str) -> None:
-    items = [item for item in INVENTORY if item.name == f"{event} bytes"]
-    found = {size: loop_costs(size, callbacks=[Gathers(event)]) for size in SIZES}
-    (line,) = find_excess(items, found)
+@pytest.mark.parametrize(
+    ("owner", "method", "name"),
+    [
+        (TrainingLoop, "_advance", "step bytes"),
+        (StepRecords, "reduce", "log bytes"),
+        (StopConsensus, "agree", "epoch bytes"),
+    ],
+)
+def test_a_gather_in_a_step_is_detected(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, name: str
+) -> None:
+    inner = getattr(owner, method)
+
+    def gathering(self: Any, *args: Any) -> Any:
+        self.backend.gather_objects(None)
+        return inner(self, *args)
+
+    monkeypatch.setattr(owner, method, gathering)
+    items = [item for item in INVENTORY if item.name == name]
+    (line,) = find_excess(items, {size: loop_costs(size) for size in SIZES})
     assert "grows like N, declared is 1" in line
+
+
+def test_the_times_of_many_ranks_are_sent_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = 8 * SIZES[0] * len((*PHASES, "other"))
+    assert train(SIZES[0]).bytes["record"] < slots
+    # In the first log step rank 0 asks for them, in the second they are sent.
+    monkeypatch.setattr("distributed.training.step_records._TIMES", 0.0)
+    assert slots < train(SIZES[0]).bytes["record"] < 2 * slots
 
 
 def test_what_grows_has_a_reason_and_is_in_no_step_but_for_heartbeats() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import pickle
-from collections.abc import Sequence
 from time import process_time
-from typing import Any
 
 from distributed import Callback
 from distributed.data.order import split_window
@@ -33,14 +30,9 @@ class _Stops(Callback):
         context.request_stop("enough")
 
 
-def loop_costs(size: int, callbacks: Sequence[Any] = ()) -> Results:
-    """Counts, and CPU seconds under ``... seconds``.
-
-    Args:
-        callbacks: further callbacks of the run.
-    """
-    logging.getLogger("distributed").setLevel(logging.ERROR)
-    costs = train(size, callbacks=callbacks)
+def loop_costs(size: int) -> Results:
+    """Counts, and CPU seconds under ``... seconds``."""
+    costs = train(size)
     steps, logs = costs.entered["forward"], 2
     calls, num_bytes = (sum(counts[phase] for phase in _STEP) for counts in (costs.calls, costs.bytes))
     found = {
