@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distributed.checkpoint.collective_errors import Ranks, agree, on_rank_zero
+from distributed.checkpoint.collective_errors import Ranks, complete, on_rank_zero
 from distributed.checkpoint.file_names import rank_file, shard_file
 from distributed.checkpoint.filesystem import FileLayer, unseal
 from distributed.checkpoint.writer import write_rank
@@ -80,7 +80,7 @@ class PendingSave:
             OSError, UserError, RuntimeError: a rank could not write, or rank 0 not commit; the
                 same on every rank, which then has to `give_up`.
         """
-        agree(ranks, self._wait_for_files)
+        complete(ranks, self._wait_for_files)
         self._deadline = time.monotonic() + _VISIBLE
         on_rank_zero(ranks, self._wait_for_commit)
         return self.path

@@ -6,6 +6,7 @@ tensors, writes the manifest and renames the sibling: from then on the checkpoin
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -17,15 +18,24 @@ from typing import Any
 from distributed.checkpoint.async_save import PendingSave
 from distributed.checkpoint.chunk_index import ChunkEntry
 from distributed.checkpoint.codec import encode
-from distributed.checkpoint.collective_errors import Ranks, agree, on_rank_zero
+from distributed.checkpoint.collective_errors import Ranks, complete, on_rank_zero
 from distributed.checkpoint.commit_protocol import Commits, commits_of
-from distributed.checkpoint.file_names import BEST, FOREIGN, FORMAT, STEP, VERSION, rank_file, step_name
+from distributed.checkpoint.file_names import (
+    BEST,
+    FOREIGN,
+    FORMAT,
+    MERGED,
+    STEP,
+    VERSION,
+    rank_file,
+    step_name,
+)
 from distributed.checkpoint.filesystem import FileLayer, seal, unseal
 from distributed.checkpoint.lease import Lease
 from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, check_files, read_index, read_manifest, verify
 from distributed.checkpoint.staging_buffers import HostBuffers
-from distributed.checkpoint.writer import manifest_of, merge_scalars
+from distributed.checkpoint.writer import manifest_of, merge_indexes, merge_scalars
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.checkpointer import Checkpointer
@@ -185,7 +195,7 @@ class PortableCheckpointer(Checkpointer):
         staging = on_rank_zero(ranks, self._probe)
         path = os.path.join(staging, rank_file(ranks.world.rank))
         try:
-            agree(ranks, lambda: self.files.write_file(path, b""))
+            complete(ranks, lambda: self.files.write_file(path, b""))
             on_rank_zero(ranks, lambda: self._check_shared(staging, ranks.world.size))
             if ranks.world.rank == 0 and self.files.unsynced:
                 logger.warning(
@@ -381,6 +391,10 @@ class PortableCheckpointer(Checkpointer):
         ]
         entries = [ChunkEntry.from_json(data) for index in indexes for data in index["chunks"]]
         merge_scalars(state, indexes)
+        merged = merge_indexes(indexes, facts)
+        if merged is not None:
+            self.files.write_file(os.path.join(staging, MERGED), merged)
+            facts |= {MERGED: {"size": len(merged), "sha256": hashlib.sha256(merged).hexdigest()}}
         folder = self._commits.folder(staging)
         manifest = seal(manifest_of(step, state, extra, facts, entries, size, folder))
         # What another host wrote must be here too: this sees a directory that is not shared.

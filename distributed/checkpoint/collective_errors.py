@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
 
-__all__ = ["Ranks", "agree", "on_rank_zero"]
+__all__ = ["Ranks", "agree", "complete", "on_rank_zero"]
 
 T = TypeVar("T")
 
@@ -17,6 +17,9 @@ class Ranks(Protocol):
     """The collectives of a `Backend` that are used here."""
 
     world: World
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """Sum `values` element by element over all ranks."""
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Rank `root`'s `value`, on every rank."""
@@ -41,6 +44,19 @@ def agree(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         if failure is not None:
             raise failure from cause
     return [value for value, _ in outcomes]
+
+
+def complete(ranks: Ranks, action: Callable[[], object]) -> None:
+    """Run `action` on every rank; collective. As `agree` without the results, for which one number is summed
+    unless the action has failed on some rank.
+
+    Raises:
+        OSError, UserError, RuntimeError: as `agree`.
+    """
+    _, error, cause = _attempt(ranks, action)
+    if ranks.all_reduce([float(error is not None)])[0]:
+        failures = ranks.gather_objects(error)
+        raise next(failure for failure in failures if failure is not None) from cause
 
 
 def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:

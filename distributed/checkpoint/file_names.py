@@ -8,6 +8,8 @@ FORMAT = "distributed-trainer portable checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 BEST = "best.json"
+MERGED = "indexes.json"
+"""The indexes of many ranks in one file."""
 
 _STEP = "step_([0-9]{8}|[1-9][0-9]{8,})"
 STEP = re.compile(_STEP)

@@ -303,14 +303,28 @@ class PortableReader(StateReader):
         if self._entries is None:
             entries: dict[tuple[str, str], list[ChunkEntry]] = {}
             steps = set()
-            for rank in range(self.world_size):
-                num_steps, own = self._parsed(rank_file(rank), partial(self._contents, rank=rank))
+            for rank, (path, index) in enumerate(self._indexes()):
+                num_steps, own = self._parse(path, index, partial(self._contents, rank=rank))
                 steps.add(num_steps)
                 for entry in own:
                     entries.setdefault((entry.key, entry.name), []).append(entry)
             self._check_whole(entries, steps)
             self._entries = entries
         return self._entries
+
+    def _indexes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(file, index) of every rank; of many ranks from one file."""
+        if not self._manifest.index:
+            yield from (self._read(rank_file(rank)) for rank in range(self.world_size))
+            return
+        path, merged = self._read(self._manifest.index)
+        ranks = merged.get("ranks")
+        if not isinstance(ranks, list) or len(ranks) != self.world_size:
+            raise damaged(path, f"malformed: it has no list of {self.world_size} ranks")
+        for index in ranks:
+            if not isinstance(index, dict):
+                raise damaged(path, f"malformed: an index is {shown(index)}")
+            yield path, index
 
     def _contents(self, index: dict[str, Any], rank: int) -> tuple[int | None, list[ChunkEntry]]:
         return record_steps(index), parse_entries(index, self._manifest, rank)
@@ -329,8 +343,14 @@ class PortableReader(StateReader):
             raise damaged(self.path, f"{wrong[0]}{more}")
 
     def _parsed(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
+        return self._parse(*self._read(name), parse)
+
+    def _read(self, name: str) -> tuple[str, dict[str, Any]]:
         path = os.path.join(self._folder, name)
-        index = read_index(self._files, path, self._manifest.files[name]["sha256"])
+        return path, read_index(self._files, path, self._manifest.files[name]["sha256"])
+
+    @staticmethod
+    def _parse(path: str, index: dict[str, Any], parse: Callable[[dict[str, Any]], T]) -> T:
         try:
             return parse(index)
         except ValueError as error:

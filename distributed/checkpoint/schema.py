@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed.checkpoint.chunk_index import ITEM_SIZES, LARGEST, ChunkEntry, is_count, is_shape
 from distributed.checkpoint.codec import decode
-from distributed.checkpoint.file_names import FORMAT, MANIFEST, VERSION, rank_file
+from distributed.checkpoint.file_names import FORMAT, MANIFEST, MERGED, VERSION, rank_file
 from distributed.system.strict_json import shown
 
 __all__ = ["EXTRA_STATE", "Manifest", "parse_entries", "parse_manifest", "parse_rank_extra", "record_steps"]
@@ -35,6 +35,7 @@ class Manifest:
         tensors: ``(key, name) -> (shape, dtype)``.
         files: name -> its size in bytes and its ``sha256`` (an index) or ``crc32`` (a shard).
         folder: directory of the files below the checkpoint; empty when it is the checkpoint's.
+        index: name of the file with the indexes of all ranks; empty when there is none.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Manifest:
     tensors: dict[tuple[str, str], tuple[tuple[int, ...], str]]
     files: dict[str, dict[str, Any]]
     folder: str
+    index: str
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
     aliases: dict[str, str]
@@ -75,6 +77,7 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
         tensors,
         files,
         _plain(folder) if folder != "" else "",
+        _merged(content, files),
         _decoded(content, "groups", list),
         _decoded(content, "scalars", dict),
         _texts(content, "aliases"),
@@ -136,6 +139,13 @@ def record_steps(index: Mapping[str, Any]) -> int | None:
     records = extra.get("records") if isinstance(extra, dict) else None
     steps = records.get("steps") if isinstance(records, dict) else None
     return len(steps) if isinstance(steps, list) else None
+
+
+def _merged(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    name = content.get("index", "")
+    if name != "" and (name != MERGED or "sha256" not in files.get(name, {})):
+        raise ValueError(f"index is {shown(name)}, not a file of this checkpoint")
+    return str(name)
 
 
 # -- parts of a manifest -----------------------------------------------------------------------

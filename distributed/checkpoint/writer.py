@@ -6,20 +6,26 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from distributed._version import __version__
 from distributed.checkpoint.chunk_index import ITEM_SIZES, ChunkEntry, tiling_problems
 from distributed.checkpoint.codec import decode, encode
-from distributed.checkpoint.file_names import FORMAT, VERSION, rank_file, shard_file
+from distributed.checkpoint.file_names import FORMAT, MERGED, VERSION, rank_file, shard_file
 from distributed.checkpoint.filesystem import FileLayer, seal
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
 
 _PIECE = 64 << 20
 """Bytes under one checksum at most, so that who needs a part of a large tensor reads little more."""
+
+
+_MANY = 64
+"""Ranks above which their indexes are merged."""
+_LARGEST_MERGED = 64 << 20
+_MERGED = ("format", "version", "rank", "world_size", "chunks")
 
 
 def write_rank(
@@ -152,8 +158,31 @@ def manifest_of(
         "scaler": encode(state.scaler, "scaler"),
         "extra": {key: encode(value, key) for key, value in extra.items()},
         "files": facts,
+        **({"index": MERGED} if MERGED in facts else {}),
         **({"folder": folder} if folder else {}),
     }
+
+
+def merge_indexes(
+    indexes: Sequence[Mapping[str, Any]], facts: Mapping[str, Mapping[str, Any]]
+) -> bytes | None:
+    """The content of `MERGED`: where every piece lies, and the records, of all ranks, so that a rank that
+    resumes opens one file and not one for each rank. None for few ranks, and for indexes that are too large.
+
+    Args:
+        indexes: rank -> index.
+        facts: name -> size and checksum of the ranks' files.
+    """
+    size = sum(facts[rank_file(rank)]["size"] for rank in range(len(indexes)))
+    if len(indexes) <= _MANY or size > _LARGEST_MERGED:
+        return None
+    ranks = [{**{name: index[name] for name in _MERGED}, "rank_extra": _records(index)} for index in indexes]
+    return seal({"format": FORMAT, "version": VERSION, "ranks": ranks})
+
+
+def _records(index: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks need of what one rank saved for itself."""
+    return {name: value for name, value in index["rank_extra"].items() if name == "records"}
 
 
 def merge_scalars(state: BackendState, indexes: Iterable[dict[str, Any]]) -> None:

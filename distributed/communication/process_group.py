@@ -16,6 +16,7 @@ from distributed.communication.rendezvous import await_ranks, meeting_place, ope
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.system.addresses import is_loopback, loopback_interface
+from distributed.system.descriptors import allow_descriptors
 
 _SETTLE = 0.1
 """Seconds to wait for gloo's threads after the group is destroyed."""
@@ -75,6 +76,7 @@ class GroupMixin:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         self.store = open_store(plan.joined, rank, size, timeout)
         await_ranks(self.store, rank, size, plan.config.collective_timeout)
+        allow_descriptors(size)  # gloo connects every rank with every other one
         dist.init_process_group(
             kind, store=dist.PrefixStore("group", self.store), rank=rank, world_size=size, timeout=timeout
         )

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from distributed.errors import UserError
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import is_loopback
+from distributed.system.descriptors import allow_descriptors
 from distributed.system.output import print_line
 
 _REMIND = 10.0
@@ -22,6 +24,8 @@ _PATIENCE = 60.0
 """Seconds until an address must resolve to the serving host; a cluster's DNS names may appear late."""
 _MET = "met"
 """Key that is set after all ranks have joined."""
+_NAMED = 64
+"""Missing ranks that a message names."""
 _stores: dict[tuple[str, int], dist.Store] = {}
 _meetings = count()
 
@@ -84,6 +88,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(listener: socket.socket, host: str, size: int, timeout: timedelta) -> dist.TCPStore:
     """A store that this process serves on `listener`."""
+    allow_descriptors(size)
     # The store takes over a bound socket, because it would bind to all interfaces itself.
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -233,23 +238,36 @@ def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError
     )
 
 
+def arrive(store: dist.Store, rank: int, size: int) -> None:
+    """Enter `rank` among those that have joined; the last of them ends the wait of all.
+
+    A rank that joins again, after another one was missing, is counted once.
+    """
+    store.set(f"here/{rank}", socket.gethostname())
+    if store.add(f"times/{rank}", 1) == 1 and store.add("number here", 1) == size:
+        store.set(_MET, "1")
+
+
 def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
     """Return when every rank has joined; rank 0 prints meanwhile which are missing.
+
+    A rank asks the store for one key, however many ranks there are, unless some are late.
 
     Raises:
         UserError: after `timeout` seconds; names the missing ranks.
     """
-    store.set(f"here/{rank}", socket.gethostname())
+    arrive(store, rank, size)
     started = time.monotonic()
-    missing = [r for r in range(size) if r != rank]
-    while missing:
+    while True:
         try:
-            store.wait([f"here/{missing[0]}"], timedelta(seconds=min(_REMIND, timeout)))
-            missing.pop(0)
+            store.wait([_MET], timedelta(seconds=min(_REMIND, timeout)))
+            return
         except dist.DistStoreError:
             waited = time.monotonic() - started
-            absent = [r for r in missing if not store.check([f"here/{r}"])]
-            names = ", ".join(map(str, absent))
+            if rank and waited < timeout:
+                continue
+            absent = [r for r in range(size) if not store.check([f"here/{r}"])]
+            names = _shortened(absent)
             if absent and waited >= timeout:
                 raise UserError(
                     f"ranks {names} of {size} did not join within {waited:.0f} s",
@@ -257,6 +275,10 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
                     got=timeout,
                     remedy="Check the output of these ranks for the cause, or start them",
                 ) from None
-            if absent and rank == 0:
+            if absent:
                 print_line(f"waiting for ranks {names} of {size} ({waited:.0f} s)", sys.stdout)
-    store.set(_MET, "1")
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _NAMED
+    return ", ".join(map(str, ranks[:_NAMED])) + (f" and {more} more" if more > 0 else "")

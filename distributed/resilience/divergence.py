@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distributed.communication.equal_values import digest_of
 from distributed.errors import WorkerError
 from distributed.interfaces.backend import Backend
 from distributed.resilience.hang_diagnosis import name_ranks
@@ -65,17 +66,18 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
         first differing parameter; or a remark if it may be rounding alone.
     """
     world, own = backend.world, _prints(backend.replicated() or {})
-    found = backend.gather_objects((world.host, os.getpid(), own))
-    prints = [part[2] for part in found]
-    keys = [tuple(part.bits for part in each.values()) for each in prints]
+    # The sums of all parameters of all ranks would not fit into the memory of one.
+    found = backend.gather_objects((world.host, os.getpid(), digest_of([part.bits for part in own.values()])))
+    keys = [part[2] for part in found]
     number = Counter(keys)
     # On a tie rank 0's, because its parameters are the ones that are saved.
     usual = max(number, key=lambda key: (number[key], key == keys[0]))
-    reference = prints[keys.index(usual)]
+    reference = backend.broadcast_object(own, keys.index(usual))
     odd = [rank for rank, key in enumerate(keys) if key != usual]
     rank = odd[0]
-    names = [name for name in reference if prints[rank][name].bits != reference[name].bits]
-    off = max(_distance(prints[one], reference) for one in odd)
+    first = backend.broadcast_object(own, rank)
+    names = [name for name in reference if first[name].bits != reference[name].bits]
+    off = max(backend.gather_objects(_distance(own, reference)))
     what = (
         f"{name_ranks(odd)} ({found[rank][0]}, pid {found[rank][1]})"
         f" {'differ' if len(odd) > 1 else 'differs'} from the other ranks: after step {step},"

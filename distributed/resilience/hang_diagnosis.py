@@ -19,6 +19,8 @@ _OUR_COLLECTIVES = (
 )
 _EITHER = ("torch.autograd", "tensorflow.python")
 _ORDER = {name: index for index, name in enumerate(JOURNAL_PHASES)}
+_NAMED = 64
+"""Ranks that a message names at most."""
 _AFTER_DATA = ("epoch end", "validation", "finish")
 
 
@@ -190,5 +192,7 @@ def _ended_before(ended: Entry, going: Entry) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    """``rank 1`` or ``ranks 0, 2``; of many, the first, and how many more there are."""
+    more = len(ranks) - _NAMED
+    names = ", ".join(map(str, sorted(ranks)[:_NAMED]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}" + (f" and {more} more" if more > 0 else "")

@@ -26,9 +26,12 @@ from distributed.errors import WorkerError
 from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.running_time import RunningTime
 from distributed.system.addresses import is_loopback, own_addresses
+from distributed.system.descriptors import allow_descriptors
 
 _BEAT = 1.0
 """Seconds between heartbeats."""
+_MANY = 1 << 15
+"""Hosts that may connect to node 0."""
 _KEY = "host watch"
 
 
@@ -135,6 +138,7 @@ class HostHeartbeat:
         try:
             # Several "hosts" on loopback are one machine, so no other needs to connect.
             alone = is_loopback(self._place[0])
+            allow_descriptors(_MANY)
             listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=1024)
         except OSError:
             return  # this host is not monitored, which must not stop the run

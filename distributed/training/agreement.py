@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distributed.communication.equal_values import differences
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, SharedSettings
 from distributed.training.objective import Objective
@@ -52,13 +53,13 @@ class Settings(SharedSettings):
         return float(zlib.crc32(repr(self.read()).encode()))
 
     def check_equal(self, backend: Backend) -> None:
-        found = [self._named(values) for values in backend.gather_objects(self.read())]
-        for rank, values in enumerate(found):
-            name = _difference(found[0], values)
+        for rank, *pair in differences(backend, self.read()):
+            first, values = map(self._named, pair)
+            name = _difference(first, values)
             if name is not None:
                 raise UserError(
                     f"the ranks train with different settings: {name} is {values.get(name)!r} on rank {rank}"
-                    f" and {found[0].get(name)!r} on rank 0",
+                    f" and {first.get(name)!r} on rank 0",
                     field="callbacks",
                     remedy="Give all ranks the same value; a callback that changes it needs all_ranks = True,"
                     " and has to decide from values that are equal on all ranks",
@@ -108,16 +109,12 @@ def check_same_model(backend: Backend, model: nn.Module) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: f"{tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors}
-    digests = backend.gather_objects(zlib.crc32(repr(own).encode()))
-    if len(set(digests)) == 1:
-        return
-    found = backend.gather_objects(own)
-    for rank, other in enumerate(found):
-        name = _difference(found[0], other)
+    for rank, first, other in differences(backend, own):
+        name = _difference(first, other)
         if name is not None:
             raise UserError(
                 f"the ranks built different models: '{name}' is {other.get(name, 'absent')} on rank {rank}"
-                f" and {found[0].get(name, 'absent')} on rank 0",
+                f" and {first.get(name, 'absent')} on rank 0",
                 field="model",
                 got=type(model).__name__,
                 remedy="Build the same model on all ranks; let nothing in it depend on the rank",

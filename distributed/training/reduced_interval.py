@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distributed.communication.equal_values import NUM_TERMS, are_equal, equality_terms
 from distributed.training.phase_timers import PHASES
 
 TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 """Phases that do not overlap; with ``other`` they make up a rank's time."""
 
-_SENT = (*PHASES, "other", "checksum", "settings")
+_SENT = (*PHASES, "other")
+_NUM_FLAGS = 4
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,10 @@ class ReducedInterval:
     Attributes:
         losses: sum of losses of each step.
         counts: samples or tokens of each step.
-        phases: seconds of each phase (`PHASES` and ``other``), one mapping per rank.
-        checksums: of each rank's parameters; 0.0 when none were taken.
-        settings: digest of each rank's `Backend.settings`; 0.0 without.
+        phases: seconds of each phase (`PHASES` and ``other``), one mapping per rank, or rank 0's alone.
+        same_replicas: all ranks have the same checksum of their parameters.
+        same_settings: all ranks have the same digest of their `Backend.settings`.
+        wants_times: rank 0 asks for the phases of every rank in the next interval.
         saved: a rank has finished writing the checkpoint in progress.
         stop: a rank asks for a stop.
         go: a rank was preempted.
@@ -31,8 +34,9 @@ class ReducedInterval:
     losses: list[float]
     counts: list[float]
     phases: list[dict[str, float]]
-    checksums: list[float]
-    settings: list[float]
+    same_replicas: bool
+    same_settings: bool
+    wants_times: bool
     saved: bool
     stop: bool
     go: bool
@@ -42,38 +46,41 @@ class ReducedInterval:
         losses: Sequence[float],
         counts: Sequence[float],
         seconds: Mapping[str, float],
-        flags: tuple[bool, bool, bool],
+        flags: tuple[bool, bool, bool, bool],
         rank: int,
-        size: int,
+        num_slots: int,
     ) -> list[float]:
-        """One rank's addend: losses, counts, a slot per rank and phase, and the flags.
+        """One rank's addend: losses, counts, slots of phases, checksums and the flags.
 
         Args:
             losses: this rank's sum of losses, one per step.
             counts: as many.
             seconds: per phase, ``other`` included, the ``checksum`` and the digest of ``settings``.
-            flags: saved, stop and go.
-            rank: whose slot to fill.
-            size: number of slots.
+            flags: wants_times, saved, stop and go.
+            rank: whose slot to fill, if there is one.
+            num_slots: ranks whose phases are sent: all, or rank 0 alone.
         """
-        slots = [0.0] * (len(_SENT) * size)
-        slots[rank * len(_SENT) : (rank + 1) * len(_SENT)] = [seconds[name] for name in _SENT]
-        return [*losses, *counts, *slots, *map(float, flags)]
+        slots = [0.0] * (len(_SENT) * num_slots)
+        if rank < num_slots:
+            slots[rank * len(_SENT) : (rank + 1) * len(_SENT)] = [seconds[name] for name in _SENT]
+        compared = [*equality_terms(seconds["checksum"]), *equality_terms(seconds["settings"])]
+        return [*losses, *counts, *slots, *compared, *map(float, flags)]
 
     @classmethod
-    def unpack(cls, values: Sequence[float], num_steps: int) -> ReducedInterval:
-        """The inverse of `pack`, of the sum over all ranks."""
-        totals, flags = list(values[:-3]), values[-3:]
-        slots = totals[2 * num_steps :]
+    def unpack(cls, values: Sequence[float], num_steps: int, size: int) -> ReducedInterval:
+        """The inverse of `pack`, of the sum over all `size` ranks."""
+        totals, flags = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
+        replicas, settings = totals[-2 * NUM_TERMS : -NUM_TERMS], totals[-NUM_TERMS:]
+        slots = totals[2 * num_steps : -2 * NUM_TERMS]
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
-        checksums = [phase.pop("checksum") for phase in phases]
-        settings = [phase.pop("settings") for phase in phases]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
-        return cls(losses, counts, phases, checksums, settings, *(flag > 0 for flag in flags))
+        same = are_equal(replicas, size), are_equal(settings, size)
+        return cls(losses, counts, phases, *same, *(flag > 0 for flag in flags))
 
     @property
     def steps_per_second(self) -> float:
-        """Of the slowest rank."""
+        """Of the slowest rank whose phases were sent. The ranks wait for each other in this interval's
+        collectives, so that they differ little."""
         walls = [sum(phase[name] for name in (*TIMED, "other")) for phase in self.phases]
         return len(self.losses) / max(*walls, 1e-9)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
-from distributed.checkpoint.collective_errors import agree, on_rank_zero
+from distributed.checkpoint.collective_errors import complete, on_rank_zero
 from distributed.checkpoint.file_names import MANIFEST
 from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, verify
@@ -105,7 +105,11 @@ class Resumer:
         """Why a checkpoint cannot be read; the ranks divide the reading among them."""
         backend = self.saver.backend
         rank, size = backend.world.rank, backend.world.size
-        return [problem for part in agree(backend, lambda: verify(path, rank, size)) for problem in part]
+        found: list[str] = []
+        complete(backend, lambda: found.extend(verify(path, rank, size)))
+        if not backend.all_reduce([float(len(found))])[0]:
+            return []
+        return [problem for part in backend.gather_objects(found) for problem in part]
 
     def _restore(self, path: str) -> None:
         try:
@@ -124,8 +128,8 @@ class Resumer:
         reader = PortableReader(path)
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
-        agree(backend, lambda: backend.import_state(reader))
-        agree(backend, lambda: self._restore_state(reader))
+        complete(backend, lambda: backend.import_state(reader))
+        complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
         records = on_rank_zero(backend, lambda: _records_of(reader))
         if records:

@@ -19,6 +19,11 @@ from distributed.training.state import TrainState, as_floats, mean
 
 logger = logging.getLogger("distributed")
 
+_MANY = 64
+"""Ranks from which on the phases of every rank are sent once in `_TIMES` seconds, and not at every log step,
+since the message grows with their number."""
+_TIMES = 60.0
+
 
 class StepRecord(NamedTuple):
     """One optimizer step of this rank.
@@ -70,6 +75,8 @@ class StepRecords:
         self._mean_loss = 0.0
         self._last_meeting: float | None = None
         self._suspect: int | None = None
+        self._sends_times = False
+        self._times_at = perf_counter()
         self._compared_at = 0
         self._reported_difference = False
         self.start()
@@ -120,7 +127,8 @@ class StepRecords:
         self._last_meeting = perf_counter()
 
     def reduce(self, saved: bool, stop: bool, go: bool) -> ReducedInterval:
-        """Sum the open interval over the ranks. One collective.
+        """Sum the open interval over the ranks. One collective. Above `_MANY` ranks, its message grows with
+        their number only once in `_TIMES` seconds.
 
         Args:
             saved: this rank has finished its part of a save.
@@ -140,10 +148,20 @@ class StepRecords:
         )
         seconds["checksum"] = self._checksum()
         seconds["settings"] = self._shared.digest() if self._shared else 0.0
-        own = ReducedInterval.pack(losses, counts, seconds, (saved, stop, go), world.rank, world.size)
-        reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses))
+        flags = (self._wants_times(), saved, stop, go)
+        num_slots = world.size if self._sends_times or world.size <= _MANY else 1
+        own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots)
+        reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses), world.size)
+        self._sends_times = reduced.wants_times
         self.note_meeting()
         return reduced
+
+    def _wants_times(self) -> bool:
+        """Whether every rank should send its phases in the next interval: rank 0 decides by its clock."""
+        due = self.backend.world.rank == 0 and perf_counter() - self._times_at >= _TIMES
+        if due:
+            self._times_at = perf_counter()
+        return due
 
     def close_interval(self, reduced: ReducedInterval, norm: Any = None) -> dict[str, float]:
         """Append the steps of the interval to the history and return its log record.
@@ -173,7 +191,8 @@ class StepRecords:
             record["gpu_utilisation"] = utilisation
         if self.config.tracking.phase_timers:
             record |= _phase_shares(reduced.phases[0], seconds)
-            self._warn_of_stragglers(reduced.phases)
+            if len(reduced.phases) == self.backend.world.size:
+                self._warn_of_stragglers(reduced.phases)
         self.history.logs.append(record)
         self._logged, self._tracked = {}, False
         return record
@@ -235,7 +254,7 @@ class StepRecords:
         Raises:
             WorkerError: a replica has diverged.
         """
-        if len(set(reduced.checksums)) == 1:
+        if reduced.same_replicas:
             return
         found = explain_divergence(self.backend, self.state.progress.step)
         if isinstance(found, WorkerError):
@@ -250,7 +269,7 @@ class StepRecords:
         Raises:
             UserError: they do; names the first difference.
         """
-        if self._shared is not None and len(set(reduced.settings)) > 1:
+        if self._shared is not None and not reduced.same_settings:
             self._shared.check_equal(self.backend)
 
     def _warn_of_stragglers(self, phases: list[dict[str, float]]) -> None:
@@ -262,7 +281,7 @@ class StepRecords:
         # Collective: all ranks have the same numbers and decide the same.
         world = self.backend.world
         several = world.num_nodes > 1
-        host = f" (host {self.backend.gather_objects(world.host)[found[0]]})" if several else ""
+        host = f" (host {self.backend.broadcast_object(world.host, found[0])})" if several else ""
         if world.rank == 0:
             name = f"rank {found[0]}"
             text = found[1].replace(name, f"{name}{host}", 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distributed.communication.equal_values import differences, have_equal
 from distributed.data import Feed, Source
 from distributed.data.fingerprint import fingerprint
 from distributed.data.sample_rng import RandomStreams
@@ -67,7 +68,9 @@ class Validator:
             counted += sum(micro.num_samples for micro in window.micro_batches)
             expected += window.num_samples
         # Of ranks that share a model, only some see the output, and with it the metrics.
-        names = list(dict.fromkeys(name for part in self.backend.gather_objects(list(sums)) for name in part))
+        names = list(sums)
+        if not have_equal(self.backend, names):
+            names = list(dict.fromkeys(name for part in self.backend.gather_objects(names) for name in part))
         flat = [float(value) for name in names for value in sums.get(name, (0.0, 0.0))]
         counted_all, *reduced = self.backend.all_reduce([float(counted), *flat])
         counted = int(counted_all) // self.backend.world.model_parallel_size
@@ -100,32 +103,29 @@ def check_same_data(plan: RunPlan, backend: Backend, task: Task) -> None:
         return
     sources = [source for source in (task.train_data, *task.val_data.values()) if source is not None]
     arguments = [source.argument for source in sources]
-    for rank, others in enumerate(backend.gather_objects(arguments)):
-        if others != arguments:
-            raise UserError(
-                f"the ranks were given different data: rank {rank} has {', '.join(others)}",
-                field="val_loader",
-                got=", ".join(arguments),
-                allowed="the same arguments on all ranks",
-                remedy="Give every rank the same training and validation sets",
-            )
+    for rank, first, others in differences(backend, arguments):
+        raise UserError(
+            f"the ranks were given different data: rank {rank} has {', '.join(others)}",
+            field="val_loader",
+            got=", ".join(first),
+            allowed="the same arguments on all ranks",
+            remedy="Give every rank the same training and validation sets",
+        )
     for source in sources:
         if not source.is_map:
             continue
-        found = backend.gather_objects((_length(source), _fingerprint(source)))
-        for rank, (length, first) in enumerate(found):
-            if (length, first) != found[0]:
-                what = (
-                    f"{length} samples, rank 0 has {found[0][0]}"
-                    if length != found[0][0]
-                    else "other first samples than rank 0"
-                )
-                raise UserError(
-                    f"the ranks hold different datasets: rank {rank} has {what}",
-                    field=source.argument,
-                    remedy="Give all ranks the whole dataset, which is then sharded;"
-                    " or set data.verify=false if its samples are random",
-                )
+        for rank, (usual, _), (length, _) in differences(backend, (_length(source), _fingerprint(source))):
+            what = (
+                f"{length} samples, rank 0 has {usual}"
+                if length != usual
+                else "other first samples than rank 0"
+            )
+            raise UserError(
+                f"the ranks hold different datasets: rank {rank} has {what}",
+                field=source.argument,
+                remedy="Give all ranks the whole dataset, which is then sharded;"
+                " or set data.verify=false if its samples are random",
+            )
 
 
 def _length(source: Source) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,10 @@ class ThreadRank(Ranks):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Rank `root`'s `value`."""
         return self.gather_objects(value)[root]
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """The sum of every rank's `values`, element by element."""
+        return [sum(parts) for parts in zip(*self.gather_objects(list(values)), strict=True)]
 
     def barrier(self) -> None:
         """Wait for all ranks."""

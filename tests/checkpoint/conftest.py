@@ -26,7 +26,8 @@ def bucket() -> Iterator[str]:
         AWS_SECRET_ACCESS_KEY="test",
         AWS_DEFAULT_REGION="us-east-1",
     )
-    fsspec.filesystem("s3").mkdir("bucket")
+    s3fs.S3FileSystem.clear_instance_cache()
+    fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)  # servers of one process share their buckets
     yield "s3://bucket"
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()  # the next server has another port

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distributed import UserError
 from distributed.communication.environment import detect
-from distributed.communication.rendezvous import Rendezvous, await_ranks, listen, open_store
+from distributed.communication.rendezvous import Rendezvous, arrive, await_ranks, listen, open_store
 from distributed.system.addresses import free_port
 from tests.communication.test_joined import TORCHRUN
 from tests.support import commands
@@ -29,14 +29,53 @@ def test_the_waiting_names_the_missing(
 ) -> None:
     monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.05)
     store = dist.HashStore()
-    store.set("here/2", "host")
+    arrive(store, 2, 4)
     with pytest.raises(UserError, match=r"ranks 1, 3 of 4 did not join within \d+ s"):
         await_ranks(store, 0, 4, 0.2)
     assert "waiting for ranks 1, 3 of 4" in capsys.readouterr().out
-    late = threading.Thread(target=lambda: [store.set(f"here/{rank}", "host") for rank in (3, 1)])
+    late = threading.Thread(target=lambda: [arrive(store, rank, 4) for rank in (3, 1)])
     late.start()
     await_ranks(store, 0, 4, 60.0)
     late.join()
+
+
+class CountedStore(dist.Store):
+    """A store that counts its operations."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.calls = store, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "add", "wait", "check", "get"):
+            self.calls += 1
+            return getattr(self.store, name)
+        return super().__getattribute__(name)
+
+
+def test_the_last_rank_joins_by_as_many_operations_as_there_are_for_any_number_of_ranks() -> None:
+    operations = set()
+    for size in (2, 16, 300):
+        shared = dist.HashStore()
+        for rank in range(1, size):
+            arrive(shared, rank, size)
+        store = CountedStore(shared)
+        await_ranks(store, 0, size, 60.0)
+        operations.add(store.calls)
+    assert operations == {5}
+
+
+def test_a_rank_that_joins_twice_does_not_stand_for_another_one() -> None:
+    store = dist.HashStore()
+    for rank in (1, 1, 1):
+        arrive(store, rank, 3)
+    with pytest.raises(UserError, match="ranks 2 of 3 did not join"):
+        await_ranks(store, 0, 3, 0.1)
+
+
+def test_of_many_missing_ranks_some_are_named() -> None:
+    with pytest.raises(UserError, match=r"ranks 1, 2, .*, 64 and 135 more of 200 did not join"):
+        await_ranks(dist.HashStore(), 0, 200, 0.05)
 
 
 def test_a_rank_without_a_rendezvous_says_where_it_waits(
@@ -78,7 +117,7 @@ def test_a_run_that_does_not_leave_is_named(
         with pytest.raises(UserError, match="ranks 0 of 2 did not join"):
             await_ranks(first, 1, 2, 0.1)
         again = open_store(joined, 1, 2, timedelta(seconds=5))
-        again.set("here/0", "host")
+        arrive(again, 0, 2)
         await_ranks(again, 1, 2, 5.0)
         with pytest.raises(
             UserError, match=f"MASTER_ADDR: rank 1: the rendezvous address is still held.*{meeting.port}"
