@@ -23,6 +23,9 @@ from distributed.interfaces.backend import MicroBatch, Window
 _AHEAD = 8192
 """Samples of a rank whose place in a `KeyedOrder` is computed at once."""
 
+_PLANNED = 2048
+"""Samples of a rank whose indices are listed at once."""
+
 _RANDPERM, _KEYED = "randperm", "keyed-1"
 """Names of the shuffled orders in checkpoints."""
 
@@ -280,9 +283,15 @@ class Feed:
     def _plan(
         self, order: torch.Tensor | KeyedOrder | list[Any] | None, start: int
     ) -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:
-        """`_dealt` with lists of indices."""
-        for count, micro_batches in self._dealt(order, start):
-            yield count, [(_listed(where), number) for where, number in micro_batches]
+        """`_dealt` with lists of indices, of several windows at once: one by one, between steps of training,
+        costs several times as much, because the processor's caches hold other code and data by then."""
+        windows = (
+            (count, [(_listed(where), number) for where, number in micro_batches])
+            for count, micro_batches in self._dealt(order, start)
+        )
+        num_ahead = max(_PLANNED // (self.batch_size * self.accumulation), 1)
+        while ahead := list(islice(windows, num_ahead)):
+            yield from ahead
 
     def _loaded(
         self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,9 +34,12 @@ class DeferredHooks:
     def __bool__(self) -> bool:
         return bool(self._deferred)
 
-    @contextmanager
-    def held_back(self) -> Iterator[None]:
+    def held_back(self) -> AbstractContextManager[None]:
         """Take the hooks off their parameters in the block."""
+        return self._hold_back() if self._deferred else nullcontext()
+
+    @contextmanager
+    def _hold_back(self) -> Iterator[None]:
         held = [(table, key, table.pop(key)) for _, table, key, _ in self._deferred if key in table]
         try:
             yield

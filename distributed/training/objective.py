@@ -52,6 +52,8 @@ logger = logging.getLogger("distributed")
 Terms = tuple[Tensor, "Tensor | int"]
 
 _MEANS = ("mean", "batchmean")
+_SHORT = 256
+"""Targets that are read faster as a list than with an operation of torch."""
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
 """Losses whose arguments torch broadcasts."""
 
@@ -143,6 +145,8 @@ class Objective:
         target = batch[-1]
         if not isinstance(target, Tensor) or target.is_floating_point() or target.device.type != "cpu":
             return None
+        if self._class_weights is None and target.dim() == 1 and target.numel() <= _SHORT:
+            return target.numel() - target.tolist().count(self._ignore_index)
         if self._class_weights is None and self._ignore_index < 0 and int(target.min()) >= 0:
             return target.numel()
         kept = target != self._ignore_index

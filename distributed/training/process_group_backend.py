@@ -44,13 +44,11 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
             self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
 
-    def _count_ratio(self) -> Tensor | None:
-        if self._counts and self._reduction is not None:
-            work, count = self._reduction
+    def _total_count(self) -> Any:
+        if self._reduction is not None:
+            (work, self._count), self._reduction = self._reduction, None
             work.wait()
-            # Gradients were averaged over the ranks: their count is too.
-            self._counts, self._reduction = [count / self.world.data_parallel_size], None
-        return super()._count_ratio()
+        return super()._total_count()
 
 
 def _group_kind(plan: RunPlan) -> str:

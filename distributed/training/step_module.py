@@ -18,25 +18,26 @@ class StepModule(nn.Module):
     Args:
         model: the user's module.
         objective: its loss.
-        reduce_count: carry the count of tokens as the gradient of a parameter of its own. It
-            then is reduced in the same buckets as the gradients: no collective is added (C2).
+        reduced_count: carry the count of tokens, times this number, as the gradient of a parameter of its
+            own. It then is reduced in the same buckets as the gradients: no collective is added (C2). 0
+            does not.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, reduce_count: bool) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, reduced_count: int) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        if reduce_count:
+        if reduced_count:
             dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
             # Half-precision counts would round; a wider parameter costs a bucket of its own.
             dtype = torch.float64 if torch.float64 in dtypes else torch.float32
             device = next(model.parameters()).device
             self.count = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        self.reduce_count = reduce_count
+        self.reduced_count = reduced_count
 
     def forward(
         self, batch: Any, num_samples: int, scale: float, known: float | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Any, Any]:
         """(loss to differentiate, detached sum of losses, count) of one micro-batch.
 
         Args:
@@ -45,17 +46,26 @@ class StepModule(nn.Module):
             scale: what the sum of losses is multiplied by; its inverse is the count of the
                 whole global batch wherever that is known.
             known: how many samples or tokens count, where that is known before.
+
+        Returns:
+            The sum is a number if the loss is on the CPU.
         """
-        if known is not None and not self.reduce_count:
+        if known is not None:
             mean = self.objective.mean(self.model, batch, num_samples)
-            factor = known * scale
-            return (mean if factor == 1.0 else mean * factor), mean.detach() * known, known
-        total, count = self.objective(self.model, batch, num_samples)
-        if num_samples == 0:
-            total, count = total * 0.0, count * 0
-        loss = total * scale
-        if self.reduce_count:
-            # In the parameter's own width: an integer count times a float would be float32.
-            number = count.to(self.count.dtype) if isinstance(count, Tensor) else count
-            loss = loss + (self.count * (number * scale)).to(loss.dtype)
-        return loss, total.detach(), count
+            loss = mean if known * scale == 1.0 else mean * (known * scale)
+            total = (mean.item() if mean.is_cpu else mean.detach()) * known
+            count: Any = known
+        else:
+            total, count = self.objective(self.model, batch, num_samples)
+            if num_samples == 0:
+                total, count = total * 0.0, count * 0
+            loss, total = total * scale, total.detach()
+        return (self._carry(loss, count) if self.reduced_count else loss), total, count
+
+    def _carry(self, loss: Tensor, count: Any) -> Tensor:
+        """`loss` as it is, with the count as derivative with respect to `self.count`, which is 0."""
+        if not isinstance(count, Tensor):
+            return torch.add(loss, self.count, alpha=count * self.reduced_count)
+        # In the parameter's own width: an integer count times a float would be float32.
+        number = count.to(self.count.dtype) * self.reduced_count
+        return loss + (self.count * number).to(loss.dtype)

@@ -62,10 +62,12 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             PyTorch does; False refuses such a change.
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
+        sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
     """
 
     follows_requires_grad = True
     counts_with_gradients = True
+    sums_gradients = False
     config: DistributedConfig
     module: nn.Module
     model: Any
@@ -75,8 +77,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def __init__(self) -> None:
         self.timers = PhaseTimers()
         self.pieces: dict[Tensor, tuple[str, int]] = {}
-        self._counts: list[Any] = []
-        self._count_scale = 1.0
+        self._count: Any = None
+        self._num_samples = 0
         self._modes: dict[nn.Module, bool] | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
@@ -120,7 +122,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         )
         self._declare_counts(task)
         parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
-        self.step_module = StepModule(self.module, self.objective, parallel and self.objective.counted)
+        counts = parallel and self.objective.counted
+        self.step_module = StepModule(self.module, self.objective, self._gradient_share if counts else 0)
         wrapped = self.wrap(self.step_module)
         # Unwrapped, it is called as a plain function: a module's __call__ would cost, and do nothing.
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
@@ -167,26 +170,27 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
                 )
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        self._check_trainable()
+        if self._trainable:
+            self._check_trainable()
         self.objective.begin_window()
         first = Buffers(self.module) if self._watches_buffers else None
-        micro_batches, scale, known = window.micro_batches, self._loss_scale(window), None
+        micro_batches, scale = window.micro_batches, self._gradient_share / window.num_samples
         counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
-        if counted and self.world.data_parallel_size == 1:
-            known = self._known_counts(window)
-            if known is not None:
-                scale, counted = 1.0 / sum(known), False
+        known = self._known_counts(window) if counted else [n for _, n in micro_batches]
+        if counted and self.world.data_parallel_size == 1 and None not in known:
+            scale, counted = 1.0 / sum(known), False  # type: ignore[arg-type]
         total: Any = None
         count: Any = None
         for position, (batch, num_samples) in enumerate(micro_batches):
             start = perf_counter()
             if position:
                 enter("forward")
-            ready = known[position] if known else None if counted else num_samples
             kept = None if num_samples else Buffers(self.module)
             with self._hooks.held_back(), self.sync_when(position == len(micro_batches) - 1):
                 with self.autocast():
-                    loss, part, number = self.model(self.to_device(batch), num_samples, scale, ready)
+                    loss, part, number = self.model(
+                        self.to_device(batch), num_samples, scale, known[position]
+                    )
                 middle = perf_counter()
                 enter("backward")
                 self.backward(loss)
@@ -197,26 +201,22 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             add("backward", end - middle)
             total = part if total is None else total + part
             count = number if count is None else count + number
-        self._count_scale = scale
-        self._counts = [count] if counted else []
+        self._count, self._num_samples = count if counted else None, window.num_samples
         if first is not None:
             self._watches_buffers = False
             warn_of_changes(first.changed())
         return total, count
 
-    def _loss_scale(self, window: Window) -> float:
-        """What sums of losses are multiplied by before backward (C2)."""
-        if not self.objective.counted:
-            return self.world.data_parallel_size / window.num_samples
-        # Any constant will do, for the reduced count carries it too; this one keeps
-        # half-precision gradients of ordinary size.
-        return 1.0 / (self._batch.batch_size * self._batch.gradient_accumulation_steps)
+    @property
+    def _gradient_share(self) -> int:
+        """What a rank's gradient is divided by when it is reduced."""
+        return 1 if self.sums_gradients else self.world.data_parallel_size
 
-    def _known_counts(self, window: Window) -> list[float] | None:
-        """Counts of a window of this rank alone, if its targets determine them. A window
-        without a single unmasked token is left to the general way, whose mean is zero."""
-        found = [self.objective.known_count(batch) for batch, _ in window.micro_batches]
-        return None if None in found or not all(found) else found  # type: ignore[return-value]
+    def _known_counts(self, window: Window) -> list[float | None]:
+        """Counts of this rank's micro-batches, where their targets determine them. One without an unmasked
+        token is left to the general way, which takes no mean."""
+        known_count = self.objective.known_count
+        return [known_count(batch) or None if n else None for batch, n in window.micro_batches]
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         start = perf_counter()
@@ -264,23 +264,27 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def clear_gradients(self) -> None:
         """Forget this step's gradients, that of the count included."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.step_module.reduce_count:
+        if self.step_module.reduced_count:
             self.step_module.count.grad = None
 
-    def _count_ratio(self) -> Tensor | None:
-        """What gradients have to be multiplied by because the true count was not known."""
-        if not self._counts:
+    def _count_ratio(self) -> Any:
+        """What gradients have to be multiplied by because the loss was divided by the number of samples, and
+        not by the true count, which was not known; None for 1. On a GPU it stays there."""
+        if self._count is None:
             return None
-        if self.step_module.reduce_count:
-            reduced = self.step_module.count.grad
-            assert reduced is not None
-            if self.scaler is not None:
-                reduced = reduced / self.scaler._get_scale_async().to(reduced.device)  # type: ignore[union-attr]
-            return _inverse(reduced)
-        count = torch.as_tensor(self._counts[0], dtype=torch.float64, device=self.world.device)
-        return _inverse(count * self._count_scale)
+        total = self._total_count()
+        if not isinstance(total, Tensor):
+            return None if total == self._num_samples else _inverse(total / self._num_samples)
+        return _inverse(total.to(self.world.device, torch.float64) / self._num_samples)
 
-    def _rescale(self, ratio: Tensor | None, norm: Tensor | None, max_norm: float | None) -> None:
+    def _total_count(self) -> Any:
+        """The count of the whole global batch; a number if it is on the CPU."""
+        if not self.step_module.reduced_count:
+            return _on_host(self._count)
+        total = _on_host(self.step_module.count.grad)
+        return total if self.scaler is None else total / _on_host(self.scaler._get_scale_async())
+
+    def _rescale(self, ratio: Tensor | float | None, norm: Tensor | None, max_norm: float | None) -> None:
         """Fold the count's ratio and the clipping into one pass over the gradients (C6)."""
         factor = ratio
         if max_norm is not None:
@@ -289,7 +293,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             factor = clip if ratio is None else clip * ratio
         if factor is not None:
             for part in group_by_dtype(self.gradients()):
-                torch._foreach_mul_(part, factor.to(part[0]))
+                torch._foreach_mul_(part, factor.to(part[0]) if isinstance(factor, Tensor) else factor)
 
     # -- evaluation ------------------------------------------------------------------
 
@@ -391,8 +395,15 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return None
 
 
-def _inverse(count: Tensor) -> Tensor:
+def _on_host(number: Any) -> Any:
+    """A tensor on the CPU as a number, which costs no synchronisation; others as they are."""
+    return number.item() if isinstance(number, Tensor) and number.is_cpu else number
+
+
+def _inverse(count: Any) -> Any:
     """1 / count; 0 where nothing counted, since the mean over nothing moves nothing."""
+    if not isinstance(count, Tensor):
+        return 1.0 / count if count > 0 else 0.0
     return torch.where(count > 0, count.reciprocal(), 0.0)
 
 

@@ -4,8 +4,9 @@
 
 Both loops live in one process and take turns, a block of steps each, so that whatever else
 the machine does hits both alike. The ratio is the median over pairs of blocks, with a
-bootstrap confidence interval. `--contender` names one of trainer, fabric, accelerate,
-lightning, or all. For two ranks, which take turns alike:
+bootstrap confidence interval. "cpu" is the same for the processor time of the thread that
+trains, which waiting for a core or for another rank does not lengthen. `--contender` names one
+of trainer, fabric, accelerate, lightning, or all. For two ranks, which take turns alike:
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/benchmarks/step_overhead.py --contender trainer
 """
@@ -37,37 +38,48 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Turns:
-    """Two threads that take turns, `steps` steps each; remembers every block's seconds by `now`."""
+    """Two threads that take turns, `steps` steps each.
 
-    def __init__(self, steps: int, blocks: int, now: Callable[[], float] = time.perf_counter) -> None:
-        self.steps, self.blocks, self._now = steps, blocks, now
+    Args:
+        cpu_clock: seconds of processor time of the calling thread, or of the process.
+
+    Attributes:
+        seconds: of every block, by thread.
+        cpu: seconds of processor time of every block, by thread.
+    """
+
+    def __init__(self, steps: int, blocks: int, cpu_clock: Callable[[], float] = time.thread_time) -> None:
+        self.steps, self.blocks, self.cpu_clock = steps, blocks, cpu_clock
         self._locks = [threading.Semaphore(0), threading.Semaphore(0)]
         self.base_is_ready = threading.Event()
         self.seconds: list[list[float]] = [[], []]
+        self.cpu: list[list[float]] = [[], []]
 
     def clock(self, who: int) -> Callable[[], bool]:
         """Call the result after every step; it returns True when enough has been measured."""
-        done, start = 0, 0.0
-        seconds, locks, steps, now = self.seconds[who], self._locks, self.steps, self._now
+        done, start, cpu_start = 0, 0.0, 0.0
+        seconds, cpu, locks, steps = self.seconds[who], self.cpu[who], self._locks, self.steps
+        cpu_clock = self.cpu_clock
         # Collectives of both set-ups must not mix: the base loop waits until the other is ready.
         if who == 0:
             self.base_is_ready.set()
         else:
             locks[0].release()
         locks[who].acquire()
-        start = now()
+        start, cpu_start = time.perf_counter(), cpu_clock()
 
         def tick() -> bool:
-            nonlocal done, start
+            nonlocal done, start, cpu_start
             done += 1
             if done % steps:
                 return False
-            seconds.append(now() - start)
+            cpu.append(cpu_clock() - cpu_start)
+            seconds.append(time.perf_counter() - start)
             locks[1 - who].release()
             if len(seconds) >= self.blocks:
                 return True
             locks[who].acquire()
-            start = now()
+            start, cpu_start = time.perf_counter(), cpu_clock()
             return False
 
         return tick
@@ -234,6 +246,29 @@ def interval(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
     return statistics.median(ratios), medians[50], medians[-51]
 
 
+def compare(turns: Turns) -> dict[str, dict[str, float]]:
+    """Microseconds of a step by hand and of ours, median ratio and its interval, for ``wall`` and ``cpu``."""
+    warm = max(3, turns.blocks // 10)
+    found = {}
+    for name, blocks in (("wall", turns.seconds), ("cpu", turns.cpu)):
+        pairs = list(zip(blocks[0][warm:], blocks[1][warm:], strict=False))
+        ratio, low, high = interval(pairs)
+        raw, ours = (1e6 * statistics.median(part) / turns.steps for part in zip(*pairs, strict=True))
+        added = 1e6 * statistics.median(theirs - base for base, theirs in pairs) / turns.steps
+        found[name] = {"raw": raw, "ours": ours, "added": added, "ratio": ratio, "low": low, "high": high}
+    return found
+
+
+def report(name: str, found: dict[str, dict[str, float]]) -> None:
+    """Print a line for each of the two times."""
+    for kind, row in found.items():
+        print(
+            f"{name:<20} {kind:<4}  by hand {row['raw']:7.0f} us   with {row['ours']:7.0f} us"
+            f"   {row['added']:+7.1f} us   ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
+            flush=True,
+        )
+
+
 def measure(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -249,17 +284,8 @@ def measure(args: argparse.Namespace) -> None:
     turns.base_is_ready.wait()
     CONTENDERS[args.contender](turns, 1, args)
     base.join()
-    warm = max(3, args.blocks // 10)
-    pairs = list(zip(turns.seconds[0][warm:], turns.seconds[1][warm:], strict=False))
-    ratio, low, high = interval(pairs)
-    micro = [1e6 * statistics.median(part) / args.steps for part in zip(*pairs, strict=True)]
-    if RANK:
-        return
-    print(
-        f"{args.contender:<11} raw {micro[0]:7.0f} us   with {micro[1]:7.0f} us"
-        f"   {micro[1] - micro[0]:+7.1f} us   ratio {ratio:.3f} [{low:.3f}, {high:.3f}]",
-        flush=True,
-    )
+    if not RANK:
+        report(args.contender, compare(turns))
 
 
 def main() -> None:

@@ -181,6 +181,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self._use, self._used = GradientUse(self, trainable), UsedParameters(trainable)
         root = Root(model, super().autocast)
         self.engine = build_engine(root, optimizer, options, self.world.device, weights)
+        # Alone, stage 0 would copy all gradients into one tensor, reduce it, and copy them back.
+        self.engine.enable_backward_allreduce = self.stage > 0 or self.world.size > 1
         if self.stage == 3 and self.world.size > 1:
             gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
             self._order = GatherOrder(self, gathering, self.config.hang_timeout)

@@ -46,6 +46,7 @@ class HorovodBackend(TorchBackend):
         store: rendezvous store; None on a single rank, which needs no Horovod.
     """
 
+    sums_gradients = True
     store: Any = None
     _gradients: GradientSum | None = None
     _steps = 0
@@ -91,7 +92,7 @@ class HorovodBackend(TorchBackend):
         refuse(self.module, "horovod", {COMPLEX: "Horovod does not reduce complex numbers"})
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         trained: dict[Tensor, str] = {parameter: names[parameter] for parameter in self._parameters}
-        counts = [step.count] if step.reduce_count else []
+        counts = [step.count] if step.reduced_count else []
         options = HorovodSection.of(self.config)
         self._gradients = GradientSum(
             {**trained, **dict.fromkeys(counts, "the count of tokens")},
@@ -118,10 +119,6 @@ class HorovodBackend(TorchBackend):
         if self._gradients is not None:
             self._gradients.active = last
         return nullcontext()
-
-    def _loss_scale(self, window: Window) -> float:
-        # Sums of gradients come back, where DDP brings averages.
-        return super()._loss_scale(window) / (1 if self.objective.counted else self.world.size)
 
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)
