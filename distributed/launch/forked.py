@@ -34,8 +34,10 @@ def user() -> list[int]:
 
 
 def _umask() -> int:
+    """Without setting it for a moment, during which another thread could make a file."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), 8)
+    lines = (line.split() for line in status.splitlines() if line.startswith("Umask:"))
+    return int(next(lines, ["", "022"])[1], 8)  # kernels before 4.7 do not give it
 
 
 def _resource_limits() -> dict[str, tuple[int, int]]:
