@@ -20,8 +20,9 @@ MAX_VALUES = 1 << 24
 
 _LARGEST = 2**63
 _CONTAINERS = (dict, list)
-_MAPPING_BYTES = 184
-"""Of the smallest mapping that is not empty."""
+_BYTES = {'{"': 184, "[": 56}
+"""Memory of the smallest mapping that is not empty, and of a list. Strings may hold brackets too, of which
+`MAX_VALUES` allows less than 1 GB."""
 _shorten = Repr()
 _shorten.maxstring = _shorten.maxother = 60
 _shorten.maxlevel = 2
@@ -40,7 +41,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     with paused():
         try:
             # Seconds pass until small objects have used up a limit of memory; one large one fails at once.
-            bytearray(_occurrences(text, '{"') * _MAPPING_BYTES)
+            bytearray(sum(_occurrences(text, mark) * size for mark, size in _BYTES.items()))
             value = json.loads(
                 text,
                 object_pairs_hook=_without_duplicates,
