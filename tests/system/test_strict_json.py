@@ -72,7 +72,7 @@ from distributed.system.strict_json import parse_json
 
 text = '{"padding":[' + '{"a":[1]},' * 1_000_000 + "0]}"
 used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-resource.setrlimit(resource.RLIMIT_AS, (used + (150 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     parse_json(text)
@@ -84,7 +84,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10)
 
 @pytest.mark.starts_processes
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_parsed() -> None:
-    """A process that may take 150 MB more refuses 250 MB of values, and takes less than 50 MB for that."""
+    """A process that may take 200 MB more refuses 250 MB of values, and takes less than 50 MB for that."""
     command = [sys.executable, "-c", LIMITED]
     done = commands.run(command, capture_output=True, text=True, timeout=60, fresh=True)
     assert done.stdout.splitlines() == ["there is no memory for its values", "True"], done.stderr
