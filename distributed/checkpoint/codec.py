@@ -64,6 +64,10 @@ def decode(data: Any) -> Any:
     decoder = _DECODERS.get(data[TAG]) if isinstance(data[TAG], str) else None
     if decoder is None:
         raise ValueError(f"unknown type {shown(data[TAG])} in encoded state")
+    keys = _KEYS.get(data[TAG], {TAG, "v"})
+    if data.keys() != keys:  # What is not read would be lost silently.
+        found = f"its keys are {shown(sorted(data))}, not {sorted(keys)}"
+        raise ValueError(f"damaged {data[TAG]!r} in encoded state: {found}")
     try:
         return decoder(data)
     except (KeyError, TypeError, AttributeError) as error:
@@ -240,19 +244,29 @@ def _decode_items(data: dict[str, Any]) -> list[Any]:
     return [decode(item) for item in _list(data["v"])]
 
 
+def _decode_set(data: dict[str, Any]) -> set[Any]:
+    items = _decode_items(data)
+    found = set(items)
+    if len(found) != len(items):
+        raise ValueError("a set holds a value twice in encoded state")
+    return found
+
+
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{shown(value)} is not a list in encoded state")
     return value
 
 
+_KEYS = {kind: {TAG, "dtype", "shape", "v"} for kind in ("tensor", "ndarray", "scalar")}
+"""Of objects that have others than `TAG` and ``v``."""
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "int": _decode_int,
     "float": _decode_float,
     "bytes": lambda data: _bytes(data["v"]),
     "tuple": lambda data: tuple(_decode_items(data)),
-    "set": lambda data: set(_decode_items(data)),
-    "frozenset": lambda data: frozenset(_decode_items(data)),
+    "set": _decode_set,
+    "frozenset": lambda data: frozenset(_decode_set(data)),
     "dict": _decode_pairs,
     "Counter": _decode_counter,
     "tensor": _decode_tensor,

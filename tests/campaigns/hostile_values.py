@@ -152,6 +152,8 @@ def _hostile(rng: random.Random) -> Any:
 
 
 def _nested(depth: int) -> Any:
+    if depth > 300:  # What copies and walks through the tree recurses.
+        return f"{RAW}{'[' * depth}1{']' * depth}"
     value: Any = 1
     for level in range(depth):
         value = [value] if level % 2 else {"a": value}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -147,3 +148,27 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def test_foreign_data_is_a_value_error(data: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode([data])
+
+
+@pytest.mark.parametrize("value", [
+    2**70, math.inf, b"ab", (1,), {1}, frozenset({1}), {1: 2}, Counter("a"), torch.ones(2), numpy.ones(2),
+    numpy.float64(1.5),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize("more", ["v2", "$2", "dtype2"])
+def test_a_key_that_nothing_reads_is_refused(value: Any, more: str) -> None:
+    """Decoded, it would be another value than the file holds."""
+    kind = encode(value)["$"]
+    with pytest.raises(
+        ValueError, match=rf"damaged '{kind}'.*its keys are .*'{re.escape(more)}'.*, not \['\$'"
+    ):
+        decode([{**encode(value), more: encode(value)["v"]}])
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset"])
+def test_a_set_that_holds_a_value_twice_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="a set holds a value twice"):
+        decode({"$": kind, "v": [1, 2, 1.0]})
+
+
+def test_the_smallest_integer_of_64_bits_is_read_in_both_spellings() -> None:
+    assert decode(-(2**63)) == through_json(-(2**63)) == decode({"$": "int", "v": "-0x8000000000000000"})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.hostile_checkpoints import BAD, outcomes_of
+from tests.campaigns.hostile_checkpoints.cases import BAD, outcomes_of
 
 
 @pytest.mark.slow
