@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
-from importlib import import_module, invalidate_caches
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distributed.launch.import_record import ImportRecord
+pytestmark = pytest.mark.starts_processes
 
 MODULE = """
 import os
@@ -19,46 +20,60 @@ COPY = {**os.environ.copy(), **dict(os.environ.items())}
 SIZE = "RECORD_SIZE" in os.environ
 os.environ["RECORD_RESULT"] = "made"
 """
+RECORD = """
+import ipaddress, json, os, sys
+from distributed.launch.import_record import ImportRecord
+
+sys.path.insert(0, os.path.abspath("own"))
+record = ImportRecord()
+with record.recording():
+    import recorded_module
+env = dict(os.environ)
 
 
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ImportRecord]:
-    """Of the import of a module that reads and sets variables."""
+def difference(env=env, path=sys.path):
+    return record.difference(env, path)
+
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own/recorded_module.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path / "own"))
-    monkeypatch.setenv("RECORD_COLOR", "green")
-    monkeypatch.setenv("RECORD_OTHER", "1")
-    invalidate_caches()
-    record = ImportRecord()
-    with record.recording():
-        import_module("recorded_module")
-    yield record
-    del sys.modules["recorded_module"]
 
 
-def test_variables_that_imports_read_have_to_be_the_same(record: ImportRecord) -> None:
-    env = dict(os.environ)
-    assert record.difference(env, sys.path) is None
-    assert record.difference({**env, "RECORD_OTHER": "2", "RECORD_NEW": "3"}, sys.path) is None
-    for change in (
+def recorded(folder: Path, expression: str) -> Any:
+    """The value of `expression` in a new interpreter that has recorded the import of the module."""
+    command = [sys.executable, "-P", "-c", f"{RECORD}print(json.dumps({expression}))"]
+    env = {**os.environ, "RECORD_COLOR": "green", "RECORD_OTHER": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_variables_that_imports_read_have_to_be_the_same(tmp_path: Path) -> None:
+    changes = [
+        {},
+        {"RECORD_OTHER": "2", "RECORD_NEW": "3"},
         {"RECORD_COLOR": "blue"},
         {"RECORD_SIZE": ""},
         {"OMP_NUM_THREADS": "77"},
         {"LD_PRELOAD": "x"},
-    ):
-        (name,) = change
-        reason = record.difference(env | change, sys.path)
-        assert reason == f"the environment variable {name} differs from when the modules were imported"
-    del env["RECORD_COLOR"]
-    assert "RECORD_COLOR" in (record.difference(env, sys.path) or "")
+    ]
+    found = recorded(tmp_path, f"[difference(env | change) for change in {changes}]")
+    reason = "the environment variable {} differs from when the modules were imported"
+    names = ("RECORD_COLOR", "RECORD_SIZE", "OMP_NUM_THREADS", "LD_PRELOAD")
+    assert found == [None, None, *map(reason.format, names)]
+    without = "difference({name: value for name, value in env.items() if name != 'RECORD_COLOR'})"
+    assert recorded(tmp_path, without) == reason.format("RECORD_COLOR")
 
 
-def test_variables_that_imports_set_may_be_set_already(record: ImportRecord) -> None:
-    assert record.set_by_imports == {"RECORD_RESULT": "made"}
-    env = {name: value for name, value in os.environ.items() if name != "RECORD_RESULT"}
-    assert record.difference(env, sys.path) is None
-    assert type(os.environ).__name__ == "_Environ"
+def test_variables_that_imports_set_may_be_set_already(tmp_path: Path) -> None:
+    without = "difference({name: value for name, value in env.items() if name != 'RECORD_RESULT'})"
+    found = recorded(tmp_path, f"[record.set_by_imports, {without}, type(os.environ).__name__]")
+    assert found == [{"RECORD_RESULT": "made"}, None, "_Environ"]
 
 
 @pytest.mark.parametrize(
@@ -72,22 +87,17 @@ def test_variables_that_imports_set_may_be_set_already(record: ImportRecord) -> 
         ("another_module.py", False),
     ],
 )
-def test_a_file_that_would_be_imported_instead_is_found(
-    record: ImportRecord, tmp_path: Path, file: str, shadows: bool
-) -> None:
+def test_a_file_that_would_be_imported_instead_is_found(tmp_path: Path, file: str, shadows: bool) -> None:
     path = tmp_path / "new" / file
     path.parent.mkdir(parents=True)
     path.write_text("")
-    import_module("ipaddress")
+    paths = "[['new', *sys.path], [*sys.path, 'new'], ['gone', *sys.path]]"
+    found = recorded(tmp_path, f"[difference(path=path) for path in {paths}]")
     top = tmp_path / "new" / file.partition("/")[0]
     expected = f"{top} would be imported instead of the imported module" if shadows else None
-    assert record.difference(os.environ, [str(tmp_path / "new"), *sys.path]) == expected
-    assert record.difference(os.environ, [*sys.path, str(tmp_path / "new")]) is None
-    assert record.difference(os.environ, [str(tmp_path / "gone"), *sys.path]) is None
+    assert found == [expected, None, None]
 
 
-def test_a_module_whose_folder_is_not_searched_would_be_another_one(
-    record: ImportRecord, tmp_path: Path
-) -> None:
-    path = [entry for entry in sys.path if entry != str(tmp_path / "own")]
-    assert record.difference(os.environ, path) == "recorded_module would not be found in the same folder"
+def test_a_module_whose_folder_is_not_searched_would_be_another_one(tmp_path: Path) -> None:
+    found = recorded(tmp_path, "difference(path=sys.path[1:])")
+    assert found == "recorded_module would not be found in the same folder"
