@@ -66,7 +66,12 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
         hosts = HostHeartbeat((host, port), plan.node_rank, tuple(envs), plan.config.host_timeout)
     watch = RankMonitor(command.folder, Limits.of(plan), hosts)
     warm, heeds_signals = _warm(plan, command.env), plan.config.heeds_signals
-    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload_of(plan.spec), warm)
+    preload = preload_of(plan.spec)
+    if (
+        warm is None
+    ):  # the server of another process serves many runs: it imports what ranks import later, too
+        preload = [*plan.spec.requires, *preload, *plan.spec.preload]
+    return Supervisor(command.argv, envs, command.folder, watch, heeds_signals, preload, warm)
 
 
 def _warm(plan: RunPlan, env: Mapping[str, str]) -> WarmServer | None:

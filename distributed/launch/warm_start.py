@@ -72,9 +72,8 @@ _running: _Running | None = None
 
 
 def preload_of(spec: BackendSpec) -> list[str]:
-    """Modules that a rank of this backend imports before and while it trains."""
-    own = (target.partition(":")[0] for target in (spec.objects, spec.target))
-    return [*spec.requires, *own, *spec.preload]
+    """The modules of the backend itself, which import their framework in the way in which ranks need it."""
+    return [target.partition(":")[0] for target in (spec.target, spec.objects)]
 
 
 def rank_threads(local_size: int) -> str:

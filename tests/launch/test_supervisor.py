@@ -152,14 +152,16 @@ from distributed.launch.supervisor import Supervisor
 env = {{**os.environ, "RANK": "1", "PROGRAM": "signal.pause()", "DISTRIBUTED_RUN_DIR": {str(private)!r}}}
 ranks = Supervisor([sys.executable, "-c", {rank!r}], {{1: env}}, Path({str(private)!r}))
 ranks.start()
-print(*ranks.pids, flush=True)
+sys.stdout.write(f"{{ranks.pids[0]}}\\n")  # in one piece
+sys.stdout.flush()
 ranks.wait()
 """
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        assert process.stdout.readline() == "[rank 1] up\n"
-        ranks = [psutil.Process(pid)]
+        # The rank's line comes through a thread of the parent, before or after its own.
+        first, second = sorted(process.stdout.readline() for _ in range(2))
+        assert second == "[rank 1] up\n"
+        ranks = [psutil.Process(int(first))]
         process.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
