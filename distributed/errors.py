@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -24,6 +24,7 @@ __all__ = [
     "WorkerError",
     "did_you_mean",
     "hide_own_frames",
+    "listed",
     "remedy_of",
     "stopped_by",
 ]
@@ -46,6 +47,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` with the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def listed(numbers: Sequence[int], limit: int = 64) -> str:
+    """``0, 2, 5``; of more than `limit` numbers, the first, and how many more there are."""
+    more = len(numbers) - limit
+    return ", ".join(map(str, numbers[:limit])) + (f" and {more} more" if more > 0 else "")
 
 
 class UserError(Exception):

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from distributed.errors import UserError
+from distributed.interfaces.collectives import Ranks
 from distributed.interfaces.placement import World
 
 __all__ = ["Ranks", "agree", "complete", "on_rank_zero"]
 
 T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """The collectives of a `Backend` that are used here."""
-
-    world: World
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """Sum `values` element by element over all ranks."""
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank `root`'s `value`, on every rank."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank."""
 
 
 def agree(ranks: Ranks, action: Callable[[], T]) -> list[T]:

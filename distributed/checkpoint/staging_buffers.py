@@ -25,7 +25,6 @@ class HostBuffers:
         self._used, self._queued = 0, False
         self._planned: list[Any] | None = None
         self._reserving: threading.Thread | None = None
-        self._reserved = False
 
     def reserve(self, export: Callable[[], object]) -> None:
         """Allocate in a thread the memory into which `export` would copy, without copying.
@@ -33,7 +32,7 @@ class HostBuffers:
         Args:
             export: calls `to_host` as the exports that follow will; what it returns is dropped.
         """
-        self._planned, self._reserved = [], True
+        self._planned = []
         token = _ACTIVE.set(self)
         try:
             export()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from distributed.interfaces.placement import World
+from distributed.interfaces.collectives import Ranks
 
 __all__ = ["NUM_TERMS", "are_equal", "digest_of", "differences", "equality_terms", "have_equal"]
 
@@ -16,21 +16,6 @@ _BITS = 13
 _PIECES = -(-64 // _BITS)
 NUM_TERMS = 2 * _PIECES
 """Numbers that `equality_terms` returns."""
-
-
-class Ranks(Protocol):
-    """The collectives of a `Backend` that are used here."""
-
-    world: World
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """Sum float64 `values` element by element over all ranks."""
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank `root`'s `value`, on every rank."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank."""
 
 
 def equality_terms(value: float) -> list[float]:

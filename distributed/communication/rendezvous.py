@@ -6,13 +6,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
 
-from distributed.errors import UserError
+from distributed.errors import UserError, listed
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.system.addresses import is_loopback
 from distributed.system.descriptors import allow_descriptors
@@ -24,8 +23,6 @@ _PATIENCE = 60.0
 """Seconds until an address must resolve to the serving host; a cluster's DNS names may appear late."""
 _MET = "met"
 """Key that is set after all ranks have joined."""
-_NAMED = 64
-"""Missing ranks that a message names."""
 _stores: dict[tuple[str, int], dist.Store] = {}
 _meetings = count()
 
@@ -267,7 +264,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
             if rank and waited < timeout:
                 continue
             absent = [r for r in range(size) if not store.check([f"here/{r}"])]
-            names = _shortened(absent)
+            names = listed(absent)
             if absent and waited >= timeout:
                 raise UserError(
                     f"ranks {names} of {size} did not join within {waited:.0f} s",
@@ -277,8 +274,3 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None
                 ) from None
             if absent:
                 print_line(f"waiting for ranks {names} of {size} ({waited:.0f} s)", sys.stdout)
-
-
-def _shortened(ranks: Sequence[int]) -> str:
-    more = len(ranks) - _NAMED
-    return ", ".join(map(str, ranks[:_NAMED])) + (f" and {more} more" if more > 0 else "")

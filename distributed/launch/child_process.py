@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from distributed.launch.fork_server import status_of
-from distributed.launch.forked import ADDRESS, ForkRequest
+from distributed.launch.forked import ADDRESS, ForkRequest, search_path
 from distributed.launch.warm_start import WarmServer
 
 
@@ -159,7 +159,7 @@ def start(
         if cwd is not None:
             request.cwd = str(cwd)
         if warm is not None:
-            request.search_path = [entry or os.getcwd() for entry in sys.path]
+            request.search_path = search_path(sys.path)
         try:
             return _fork(request, address, piped, pass_fds, output)
         except ConnectionError as error:  # an ordinary process is slower and otherwise the same

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,11 @@ _LIMITS = [name for name in vars(resource) if name.startswith("RLIMIT_")]
 def namespaces() -> list[str]:
     """Identifiers of this process's network, mount and process namespaces."""
     return [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid")]
+
+
+def search_path(entries: Sequence[str]) -> list[str]:
+    """Entries of `sys.path` for another process: the working directory under its name."""
+    return [entry or os.getcwd() for entry in entries]
 
 
 def user() -> list[int]:

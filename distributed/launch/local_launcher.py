@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,7 @@ from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import RunPlan
 from distributed.launch.supervisor import Supervisor
-from distributed.launch.warm_start import WarmServer, preload_of, rank_threads, warm_server
+from distributed.launch.warm_start import WarmServer, preload_of, shared_env, warm_server
 from distributed.planner.resolve import rescale
 from distributed.resilience.elastic import Elastic, SingleHost
 from distributed.resilience.host_heartbeat import HostHeartbeat
@@ -75,7 +74,7 @@ def _supervisor(command: RankCommand, plan: RunPlan, host: str, port: int) -> Su
 
 
 def _warm(plan: RunPlan, env: Mapping[str, str]) -> WarmServer | None:
-    return warm_server(plan.config, plan.spec, plan.device == "cpu", _shared_env(plan, env))
+    return warm_server(plan.config, plan.spec, plan.device == "cpu", shared_env(plan.local_size, env))
 
 
 def _endpoint(plan: RunPlan) -> tuple[str, int]:
@@ -94,14 +93,9 @@ def rank_envs(plan: RunPlan, command: RankCommand, host: str, port: int) -> dict
     return {first + local: _rank_env(plan, command, local, host, port) for local in range(plan.local_size)}
 
 
-def _shared_env(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """The part of the ranks' environment that is the same on all ranks of this node."""
-    return {"OMP_NUM_THREADS": rank_threads(plan.local_size), **os.environ, **env}
-
-
 def _rank_env(plan: RunPlan, command: RankCommand, local: int, host: str, port: int) -> dict[str, str]:
     """The environment of one rank, in torchrun's own words."""
-    env = _shared_env(plan, command.env)
+    env = shared_env(plan.local_size, command.env)
     if is_loopback(host):
         env = {"GLOO_SOCKET_IFNAME": loopback_interface(), **env}
     rank = plan.node_rank * plan.local_size + local

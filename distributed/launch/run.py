@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Progress, Task
 from distributed.launch.final_state import FinalState, check_room
+from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RankPayload, run_here
 from distributed.planner.resolve import resolve
@@ -179,5 +179,4 @@ def _save(job: RankPayload, path: Path) -> None:
 
 
 def _save_path(folder: Path) -> None:
-    search = [entry or os.getcwd() for entry in sys.path]
-    write_private(folder / "sys_path.json", json.dumps(search).encode())
+    write_private(folder / "sys_path.json", json.dumps(search_path(sys.path)).encode())

@@ -18,9 +18,9 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.launch.fork_server import ForkServer
-from distributed.launch.forked import ADDRESS
+from distributed.launch.forked import ADDRESS, search_path
 
-__all__ = ["WarmServer", "begin_early", "preload_of", "rank_threads", "warm_server"]
+__all__ = ["WarmServer", "begin_early", "preload_of", "shared_env", "warm_server"]
 
 logger = logging.getLogger("distributed")
 
@@ -76,9 +76,11 @@ def preload_of(spec: BackendSpec) -> list[str]:
     return [target.partition(":")[0] for target in (spec.target, spec.objects)]
 
 
-def rank_threads(local_size: int) -> str:
-    """``OMP_NUM_THREADS`` of a rank, unless the environment sets it: an equal share of the processors."""
-    return str(max(1, len(os.sched_getaffinity(0)) // local_size))
+def shared_env(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    """The part of the ranks' environment that is the same on all `local_size` ranks of this host: this
+    process's and `env`. Unless they set ``OMP_NUM_THREADS``, a rank has an equal share of the processors."""
+    num_threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    return {"OMP_NUM_THREADS": str(num_threads), **os.environ, **env}
 
 
 def begin_early(config: DistributedConfig, spec: BackendSpec, script: Path) -> None:
@@ -91,11 +93,10 @@ def begin_early(config: DistributedConfig, spec: BackendSpec, script: Path) -> N
     """
     on_cpu = config.device == "cpu" or not Path("/dev/nvidiactl").exists()
     ranks = config.num_ranks or 1
-    local_size = ranks // config.num_nodes
     starts = config.launch == "spawn" or (config.launch == "auto" and detect(os.environ) is None)
     if ranks == 1 or spec.remote or not starts or not _wanted(config, on_cpu):
         return
-    env = {"OMP_NUM_THREADS": rank_threads(local_size), **os.environ}
+    env = shared_env(ranks // config.num_nodes, {})
     _begin(env, preload_of(spec), [str(script.parent), *sys.path[1:]])
 
 
@@ -124,15 +125,15 @@ def _wanted(config: DistributedConfig, on_cpu: bool) -> bool:
     return config.launch_start == "warm" or (config.launch_start == "auto" and on_cpu)
 
 
-def _begin(env: Mapping[str, str], modules: Sequence[str], search_path: Sequence[str]) -> _Running:
+def _begin(env: Mapping[str, str], modules: Sequence[str], entries: Sequence[str]) -> _Running:
     """The server of this process. One that has refused a rank is replaced, if that can help."""
     global _running
     if _running is not None and _running.owner == os.getpid():
         if not _running.stale or _running.refuses:
             return _running
         _end(_running)
-    path = [entry or os.getcwd() for entry in search_path]
-    _running = _Running(ForkServer([*_RANK, *_OWN, *modules], env, path), os.getpid())
+    server = ForkServer([*_RANK, *_OWN, *modules], env, search_path(entries))
+    _running = _Running(server, os.getpid())
     atexit.register(_end, _running)
     return _running
 

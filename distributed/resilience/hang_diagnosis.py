@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from distributed.errors import listed
 from distributed.resilience.phase_journal import JOURNAL_PHASES, Entry
 from distributed.resilience.stack_dumps import Frame
 
@@ -19,8 +20,6 @@ _OUR_COLLECTIVES = (
 )
 _EITHER = ("torch.autograd", "tensorflow.python")
 _ORDER = {name: index for index, name in enumerate(JOURNAL_PHASES)}
-_NAMED = 64
-"""Ranks that a message names at most."""
 _AFTER_DATA = ("epoch end", "validation", "finish")
 
 
@@ -193,6 +192,4 @@ def _ended_before(ended: Entry, going: Entry) -> bool:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 0, 2``; of many, the first, and how many more there are."""
-    more = len(ranks) - _NAMED
-    names = ", ".join(map(str, sorted(ranks)[:_NAMED]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}" + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks))}"

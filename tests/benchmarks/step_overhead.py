@@ -6,7 +6,7 @@ Both loops live in one process and take turns, a block of steps each, so that wh
 the machine does hits both alike. The ratio is the median over pairs of blocks, with a
 bootstrap confidence interval. "cpu" is the same for the processor time of the thread that
 trains, which waiting for a core or for another rank does not lengthen. `--contender` names one
-of trainer, fabric, accelerate, lightning, or all. For two ranks, which take turns alike:
+of trainer, fabric, accelerate, lightning, or all. For two ranks, whose loops take turns as well:
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/benchmarks/step_overhead.py --contender trainer
 """

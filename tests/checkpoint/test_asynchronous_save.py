@@ -218,7 +218,7 @@ class Notes(Callback):
     def on_checkpoint(self, context: Context, path: str) -> None:
         state = "whole" if not verify(path) else "torn"
         with self.path.open("a") as file:
-            reserved = context.saver.checkpointer._buffers._reserved  # type: ignore[attr-defined]
+            reserved = context.saver.reserved  # type: ignore[attr-defined]
             print(os.path.basename(path), context.world.rank, state, reserved, file=file)
 
 
