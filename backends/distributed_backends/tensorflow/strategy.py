@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -109,6 +109,7 @@ def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
         workers = gather(f"{host}:{holder.getsockname()[1]}")
     finally:
         holder.close()
+    _configure_coordination(workers, plan.config.collective_timeout)
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.MultiWorkerMirroredStrategy(
         # Set here and not in TF_CONFIG, which would mislead later code in this process.
@@ -122,6 +123,28 @@ def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
             implementation=kinds.RING if plan.device == "cpu" else kinds.NCCL,
             timeout_seconds=plan.config.collective_timeout,
         ),
+    )
+
+
+def _configure_coordination(workers: Sequence[str], timeout: float) -> None:
+    """Give TensorFlow's service between workers the limit of a collective instead of a shorter one of its own.
+
+    A worker that is suspended or busy for longer than that limit would end the run, where the ranks of
+    every other backend wait. TensorFlow leaves a service that is already configured as it is.
+
+    Args:
+        workers: address of each worker.
+        timeout: seconds without a heartbeat after which a worker is treated as lost.
+    """
+    from tensorflow.python.eager import context
+
+    jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
+    jobs.add(name="worker", num_tasks=len(workers))
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        coordinated_jobs=list(jobs),
+        heartbeat_timeout_in_ms=round(1000 * timeout),
     )
 
 
