@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.communication.rendezvous import await_ranks, meeting_place, open_store
+from distributed.interfaces.parallel_dims import DATA_AXES
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.system.addresses import is_loopback, loopback_interface
@@ -60,8 +61,8 @@ class GroupMixin:
             num_nodes=plan.num_nodes,
             host=socket.gethostname(),
             device=device,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
+            data_parallel_rank=plan.dims.index(rank, *DATA_AXES),
+            data_parallel_size=plan.dims.data_parallel_size,
             num_replicas=plan.num_replicas,
         )
 

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from distributed.config.parallel import ParallelSection
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
@@ -227,6 +228,9 @@ class DistributedConfig(BaseModel):
     log_every_n_steps: PositiveInt = Field(50, description="Number of optimizer steps between log records.")
 
     # Sections
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="Number of ranks along each axis of the mesh."
+    )
     lr_scaling: LrScaling = Field(default_factory=LrScaling, description="Learning rate by batch size.")
     data: DataSection = Field(default_factory=DataSection, description="Data order, randomness and checks.")
     checkpoint: CheckpointSection = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ class Capabilities:
         gradient_buckets: `bucket_cap_mb` and `gradient_as_bucket_view` have a meaning.
         checkpoint: can write and read the portable checkpoint format.
         zero_stages: the ZeRO stages it implements; empty for none.
+        axes: axes of the mesh (`distributed.interfaces.parallel_dims`) along which it can have several ranks.
+            The first takes the ranks that ``parallel`` leaves.
+        schedules: orders of a pipeline that it implements; empty for none.
     """
 
     multi_process: bool = True
@@ -37,6 +40,8 @@ class Capabilities:
     gradient_buckets: bool = False
     checkpoint: bool = False
     zero_stages: frozenset[int] = frozenset()
+    axes: tuple[str, ...] = ("data",)
+    schedules: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,10 @@ class BackendSpec:
         capabilities: what it can do.
         data_parallel_size: ``(config, number of ranks) ->`` into how many slices a global batch
             is cut, for a backend whose ranks share a model between them (pipeline, tensor
-            parallelism); it raises UserError for a number that cannot be. None: one slice a rank.
+            parallelism) in a way of its own; it raises UserError for a number that cannot be. None: as
+            ``parallel`` states.
+        axis_sizes: ``config ->`` axis -> (size, name of the field) of the axes that the backend's own section
+            sets.
         inner: for a backend that only starts ranks: the dotted config field that names the
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
@@ -87,6 +95,7 @@ class BackendSpec:
     launcher: str = "distributed.launch.local_launcher:LocalLauncher"
     capabilities: Capabilities = field(default_factory=Capabilities)
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
+    axis_sizes: Callable[[DistributedConfig], Mapping[str, tuple[int, str]]] | None = None
     inner: str | None = None
     remote: bool = False
     cluster_address: str | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import RankPlacement
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class RunPlan(RankPlacement):
         batch: the batch identity.
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
+        dims: number of ranks along each axis of the mesh.
         counts: numbers of ranks with which an elastic run may continue, largest first.
         lease: in a rank, the run whose lease on ``checkpoint_dir`` its launcher holds; empty without one.
     """
@@ -91,6 +93,7 @@ class RunPlan(RankPlacement):
     batch: BatchPlan
     val_batch_size: int
     learning_rate: float
+    dims: ParallelDims = ParallelDims()
     counts: tuple[int, ...] = ()
     lease: str = ""
 
@@ -106,7 +109,8 @@ class RunPlan(RankPlacement):
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
-        first = f"{self.spec.label}: {ranks}{nodes} on {where}{over}, {self.precision}; {self.batch}"
+        mesh = f" ({self.dims})" if self.dims.model_parallel_size > 1 else ""
+        first = f"{self.spec.label}: {ranks}{mesh}{nodes} on {where}{over}, {self.precision}; {self.batch}"
         notes = [*self.notes, *([self._elastic()] if self.counts else [])]
         return "\n".join([first, *(f"note: {note}" for note in notes)])
 

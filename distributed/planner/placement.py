@@ -112,22 +112,6 @@ def _count_replicas(
     return number
 
 
-def data_parallel_size(config: DistributedConfig, spec: BackendSpec, world_size: int) -> int:
-    """Into how many slices a global batch is cut.
-
-    Raises:
-        ValueError: the backend's own number does not divide the ranks.
-    """
-    if spec.data_parallel_size is None:
-        return world_size
-    size = spec.data_parallel_size(config, world_size)
-    if size < 1 or world_size % size:
-        raise ValueError(
-            f"backend '{spec.name}' cuts a global batch into {size} slices for {world_size} ranks"
-        )
-    return size
-
-
 def _choose_precision(config: DistributedConfig, device: str, notes: list[str]) -> str:
     asked = config.mixed_precision
     if asked is False:

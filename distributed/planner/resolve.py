@@ -21,7 +21,8 @@ from distributed.planner.backend_choice import (
 )
 from distributed.planner.batch import rescale_batch, resolve_batch
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
-from distributed.planner.placement import data_parallel_size, place_ranks
+from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
+from distributed.planner.placement import place_ranks
 from distributed.planner.warnings import core_notes, sample_notes
 from distributed.registry.catalog import Catalog
 
@@ -47,13 +48,15 @@ def resolve(
     choice = choice or choose_backend(config, catalog)
     spec = choice.spec
     config, joined = as_host(choice.config, joined)
+    check_axes(config, spec, catalog)
     placement = place_ranks(config, spec, resources, joined)
     num_devices = placement.world_size * placement.num_replicas
+    dims = resolve_dims(config, spec, num_devices)
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=data_parallel_size(config, spec, num_devices),
+        data_parallel_size=data_parallel_size(config, spec, dims),
         loader_batch_size=facts.train_batch_size,
     )
     check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
@@ -66,6 +69,7 @@ def resolve(
         batch=batch,
         val_batch_size=facts.val_batch_size or batch.batch_size,
         learning_rate=_learning_rate(config, batch, facts),
+        dims=dims,
     )
     ours = [*meeting_notes(config, spec, placement), *core_notes(spec, placement)]
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
@@ -75,7 +79,7 @@ def resolve(
 
 
 def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) -> RunPlan:
-    """`plan` on another number of ranks, with the same global batch.
+    """`plan` on another number of ranks, with the same global batch and the same split of the model.
 
     Raises:
         UserError: it cannot be cut into equal shares.
@@ -83,7 +87,8 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
     world_size = num_nodes * local_size
     if world_size == plan.world_size:
         return replace(plan, num_nodes=num_nodes, local_size=local_size, node_rank=node_rank)
-    size = data_parallel_size(plan.config, plan.spec, world_size * plan.num_replicas)
+    dims = resolve_dims(plan.config, plan.spec, world_size * plan.num_replicas)
+    size = data_parallel_size(plan.config, plan.spec, dims)
     return replace(
         plan,
         world_size=world_size,
@@ -91,6 +96,7 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
         local_size=local_size,
         node_rank=node_rank,
         batch=rescale_batch(plan.batch, size),
+        dims=dims,
     )
 
 

@@ -10,9 +10,17 @@ from distributed.registry.hookspecs import hookimpl
 from distributed_backends.fsdp.section import FSDPSection
 
 if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
 _TARGET = "distributed_backends.fsdp.backend:FSDPBackend"
+
+
+def _axis_sizes(config: DistributedConfig) -> dict[str, tuple[int, str]]:
+    """``fsdp.replicate`` is another name of ``parallel.data``."""
+    section = FSDPSection.of(config)
+    given = "replicate" in section.model_fields_set
+    return {"data": (section.replicate, "fsdp.replicate")} if given else {}
 
 
 @hookimpl
@@ -30,7 +38,9 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
+                axes=("shard", "data", "tensor"),
             ),
+            axis_sizes=_axis_sizes,
         )
     ]
 
@@ -43,18 +53,11 @@ def register_sections() -> dict[str, str]:
 
 @hookimpl
 def check_plan(plan: RunPlan) -> list[str]:
-    """Refuse copies that the ranks cannot be dealt out to, and offloading without ranks."""
+    """Refuse offloading without ranks."""
     section, ranks = FSDPSection.of(plan.config), plan.world_size
     if plan.spec.target != _TARGET:
         idle = f"the section fsdp changes nothing under backend '{plan.spec.name}'"
         return [idle] if section.model_fields_set else []
-    if ranks % section.replicate:
-        raise UserError(
-            f"{ranks} ranks cannot be dealt out to {section.replicate} copies of the model",
-            field="fsdp.replicate",
-            got=section.replicate,
-            allowed=", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
-        )
     if section.cpu_offload and ranks == 1 and plan.device == "cuda":
         raise UserError(
             "a single rank has no other rank to shard with and keeps the whole model on its device",

@@ -1,0 +1,72 @@
+"""ParallelDims: how many ranks each axis of the mesh has, and where a rank lies in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["AXES", "DATA_AXES", "ParallelDims"]
+
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+"""Axes of the mesh, outermost first: ranks that are neighbours along ``tensor`` have consecutive numbers."""
+
+DATA_AXES = ("data", "shard")
+"""Axes along which ranks have different samples."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Number of ranks along each axis of the mesh.
+
+    Attributes:
+        data: ranks with different samples, which hold the same part of the model.
+        shard: ranks with different samples, which hold different shards of it.
+        tensor: ranks that cut its layers between them.
+        pipeline: ranks that hold different layers.
+        context: ranks that hold slices of each sequence.
+        expert: ranks, within `data`, that hold different experts.
+    """
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together; 1 without any."""
+        return prod(int(getattr(self, axis)) for axis in axes)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.size(*AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of slices of a global batch."""
+        return self.size(*DATA_AXES)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that have the same samples."""
+        return self.world_size // self.data_parallel_size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> index of `rank` along it."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def index(self, rank: int, *axes: str) -> int:
+        """Index of `rank` among the ranks that differ from it along `axes` alone, in their order."""
+        place, number = self.coordinates(rank), 0
+        for axis in axes:
+            number = number * self.size(axis) + place[axis]
+        return number
+
+    def __str__(self) -> str:
+        """``data 2 x tensor 4``: the axes with several ranks."""
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "1 rank"

@@ -1,0 +1,111 @@
+"""The sizes of the mesh's axes: what is derived, what is refused, and where each rank lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from distributed import UserError
+from distributed.config import load
+from distributed.interfaces.parallel_dims import AXES, ParallelDims
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.planner.resolve import rescale, resolve
+from distributed.registry.catalog import get_catalog
+
+
+def plan(backend: str, ranks: int, fields: Mapping[str, Any] | None = None, **parallel: Any) -> RunPlan:
+    given = {f"parallel.{axis}": size for axis, size in parallel.items()}
+    config = load(overrides={"backend": backend, "num_processes": ranks, **given, **(fields or {})})
+    return resolve(config, get_catalog(), Facts(), Resources())
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "parallel", "sizes"),
+    [
+        ("pytorch-ddp", 4, {}, {"data": 4}),
+        ("pytorch-ddp", 4, {"tensor": 2}, {"data": 2, "tensor": 2}),
+        ("pytorch-ddp", 4, {"tensor": 4}, {"tensor": 4}),
+        ("fsdp", 8, {}, {"shard": 8}),
+        ("fsdp", 8, {"tensor": 2}, {"shard": 4, "tensor": 2}),
+        ("fsdp", 8, {"tensor": 2, "data": 2}, {"data": 2, "shard": 2, "tensor": 2}),
+        ("fsdp", 8, {"fsdp.replicate": 4}, {"data": 4, "shard": 2}),
+        ("horovod", 3, {"data": 3}, {"data": 3}),
+    ],
+)
+def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
+    backend: str, ranks: int, parallel: dict[str, int], sizes: dict[str, int]
+) -> None:
+    if backend == "horovod":
+        pytest.importorskip("horovod")
+    own = {name: parallel.pop(name) for name in list(parallel) if "." in name}
+    made = plan(backend, ranks, {**own, "global_batch_size": 48}, **parallel)
+    assert made.dims == ParallelDims(**sizes)
+    assert made.batch.data_parallel_size == sizes.get("data", 1) * sizes.get("shard", 1)
+    assert made.batch.global_batch_size == 48
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "parallel", "field", "allowed"),
+    [
+        ("pytorch-ddp", 4, {"tensor": 3}, "parallel.tensor", "1, 2, 4"),
+        ("pytorch-ddp", 6, {"data": 2, "tensor": 2}, "parallel.data", "3"),
+        ("pytorch-ddp", 6, {"data": 4, "tensor": 2}, "parallel.data", "3"),
+        ("fsdp", 4, {"fsdp.replicate": 3}, "fsdp.replicate", "1, 2, 4"),
+        ("fsdp", 4, {"data": 2, "shard": 4}, "parallel.data", "1"),
+        ("pytorch-ddp", 4, {"shard": 2}, "parallel.shard", "1"),
+        ("deepspeed", 4, {"tensor": 2}, "parallel.tensor", "1"),
+        ("pytorch-ddp", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
+        ("fsdp", 4, {"context": 2}, "parallel.context", "1"),
+        ("pytorch-ddp", 4, {"expert": 2}, "parallel.expert", "1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(
+    backend: str, ranks: int, parallel: dict[str, int], field: str, allowed: str
+) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    own = {name: parallel.pop(name) for name in list(parallel) if "." in name}
+    with pytest.raises(UserError) as caught:
+        plan(backend, ranks, own, **parallel)
+    assert caught.value.field == field
+    assert caught.value.allowed == allowed
+
+
+def test_two_fields_for_one_axis_are_refused() -> None:
+    with pytest.raises(UserError, match=r"fsdp\.replicate and parallel\.data"):
+        plan("fsdp", 4, {"fsdp.replicate": 2}, data=2)
+
+
+@pytest.mark.parametrize(
+    "field", ["schedule=gpipe", "num_microbatches=4", "stages=[a]", "context_attention=ring"]
+)
+def test_a_field_of_an_axis_with_one_rank_is_refused(field: str) -> None:
+    name, _, value = field.partition("=")
+    with pytest.raises(UserError, match=f"{name} has no meaning with"):
+        plan("pytorch-ddp", 2, **{name: [value[1:-1]] if "[" in value else value})
+
+
+def test_another_number_of_ranks_changes_the_data_axis_alone() -> None:
+    started = plan("pytorch-ddp", 8, {"global_batch_size": 16}, tensor=2)
+    fewer = rescale(started, 1, 6 - 2)
+    assert fewer.dims == ParallelDims(data=2, tensor=2)
+    assert fewer.batch.global_batch_size == 16
+    with pytest.raises(UserError, match="5 ranks cannot be divided into tensor 2"):
+        rescale(started, 1, 5)
+
+
+def test_coordinates_number_the_tensor_axis_fastest() -> None:
+    dims = ParallelDims(pipeline=2, data=3, shard=2, tensor=4)
+    places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    assert [tuple(p[axis] for axis in AXES) for p in places] == [
+        (p, d, s, 0, t) for p in range(2) for d in range(3) for s in range(2) for t in range(4)
+    ]
+    assert [dims.index(rank, "data", "shard") for rank in (0, 3, 4, 8, 47)] == [0, 0, 1, 2, 5]
+
+
+def test_the_first_line_shows_the_mesh() -> None:
+    assert (
+        plan("pytorch-ddp", 4, tensor=2).summary().startswith("pytorch-ddp: 4 ranks (data 2 x tensor 2) on")
+    )
