@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.system.boxes import ranges_of
 from distributed.system.strict_json import shown
 
 ITEM_SIZES = {
@@ -86,7 +86,7 @@ class ChunkEntry:
         if self.view == "flat":
             yield self.offsets[0], 0, self.lengths[0]
         elif self.count:
-            yield from _box_segments(self.shape, self.offsets, self.lengths)
+            yield from ranges_of(self.shape, self.offsets, self.lengths)
 
     def to_json(self) -> dict[str, Any]:
         """One entry of ``rank_NNNNN.json``."""
@@ -154,23 +154,6 @@ class ChunkEntry:
             raise ValueError(f"a chunk reaches beyond {shown(self.name)} of shape {self.shape}")
         if not is_count(nbytes) or nbytes != self.nbytes:
             raise ValueError(f"a chunk of {shown(self.name)} has {shown(nbytes)} bytes, needs {self.nbytes}")
-
-
-def _box_segments(
-    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
-    # Dimensions that the box covers whole, at the end, make longer runs.
-    last = len(shape)
-    while last > 0 and lengths[last - 1] == shape[last - 1]:
-        last -= 1
-    split = max(last - 1, 0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    run = math.prod(lengths[split:])
-    base = sum(o * s for o, s in zip(offsets[split:], strides[split:], strict=True))
-    ranges = [range(o, o + n) for o, n in zip(offsets[:split], lengths[:split], strict=True)]
-    for number, index in enumerate(itertools.product(*ranges)):
-        start = base + sum(i * s for i, s in zip(index, strides, strict=False))
-        yield start, number * run, run
 
 
 def tiling_problems(entries: Iterable[ChunkEntry]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -25,11 +26,13 @@ from distributed.checkpoint.schema import (
 )
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
+from distributed.system.boxes import first_element, is_one_range, ranges_of
 from distributed.system.strict_json import shown
 
 __all__ = ["PortableReader", "check_files", "read_index", "read_manifest", "verify"]
 
 T = TypeVar("T")
+Range = tuple[int, int, int]
 _REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 
 
@@ -218,7 +221,21 @@ class PortableReader(StateReader):
                 self.path, f"there is no memory for the {size:,} bytes of '{name}' ({key})"
             ) from None
         if length:
-            self._fill(out.view(torch.uint8).numpy().data, key, name, start, length)
+            self._fill(out.view(torch.uint8).numpy().data, key, name, [(start, 0, length)])
+        return out
+
+    def read_box(self, key: str, name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Any:
+        """As `StateReader.read_box`; only the pieces that overlap the box are touched."""
+        import torch
+
+        shape, dtype = self._manifest.tensors[key, name]
+        if is_one_range(shape, lengths):
+            return self.read(key, name, first_element(shape, offsets), prod(lengths)).reshape(lengths)
+        if any(o < 0 or o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
+            raise ValueError(f"the box at {offsets} of {lengths} is not in '{name}' of shape {shape}")
+        out = torch.empty(lengths, dtype=getattr(torch, dtype))
+        wanted = list(ranges_of(shape, offsets, lengths))
+        self._fill(out.view(-1).view(torch.uint8).numpy().data, key, name, wanted)
         return out
 
     def rank_extra(self, rank: int) -> dict[str, Any] | None:
@@ -356,14 +373,16 @@ class PortableReader(StateReader):
         except ValueError as error:
             raise damaged(path, f"malformed: {error}") from None
 
-    def _fill(self, out: memoryview, key: str, name: str, start: int, length: int) -> None:
+    def _fill(self, out: memoryview, key: str, name: str, wanted: list[Range]) -> None:
+        """Copy ranges of a tensor into `out`: (first element in the tensor, in `out`, number of elements)."""
         size, filled = ITEM_SIZES[self.dtype(key, name)], 0
         for entry in self._index().get((key, name), []):
-            runs = list(_overlaps(entry, start, length))
-            raw = self._bytes(entry) if runs else memoryview(b"")
-            for target, source, count in runs:
+            shared = list(_overlaps(entry, wanted))
+            raw = self._bytes(entry) if shared else memoryview(b"")
+            for target, source, count in shared:
                 out[target * size : (target + count) * size] = raw[source * size : (source + count) * size]
                 filled += count
+        length = sum(count for _, _, count in wanted)
         if filled != length:
             raise damaged(self.path, f"its indexes cover {filled} of {length} elements of '{name}'")
 
@@ -387,11 +406,21 @@ class PortableReader(StateReader):
             raise damaged(path, error) from None
 
 
-def _overlaps(entry: ChunkEntry, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Runs that `entry` and the range share: (element in the range, in the piece, how many)."""
+def _overlaps(entry: ChunkEntry, wanted: Sequence[Range]) -> Iterator[Range]:
+    """Runs that `entry` shares with `wanted`, which is in ascending order: (element in the output, in the
+    piece, how many)."""
+    position = 0
     for first, source, count in entry.segments():
-        if first >= start + length:
+        position = bisect_right(wanted, first, position, key=_end)
+        number = position
+        while number < len(wanted) and wanted[number][0] < first + count:
+            start, target, length = wanted[number]
+            low, high = max(first, start), min(first + count, start + length)
+            yield target + low - start, source + low - first, high - low
+            number += 1
+        if position == len(wanted):
             return
-        low, high = max(first, start), min(first + count, start + length)
-        if low < high:
-            yield low - start, source + low - first, high - low
+
+
+def _end(run: Range) -> int:
+    return run[0] + run[2]

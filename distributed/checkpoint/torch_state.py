@@ -1,5 +1,5 @@
 """Torch models to and from the neutral form, by name: replicated ones (serial, DDP, Horovod) and
-those whose parameters are DTensors cut by rows (FSDP2).
+those whose parameters are DTensors (FSDP2, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distributed.checkpoint.codec import decode_json, encode
-from distributed.checkpoint.dtensor import is_sharded, local_part, own_share, read_part
+from distributed.checkpoint.dtensor import is_sharded, local_part, own_copies, own_shares, read_part
 from distributed.checkpoint.optimizer_state import (
     check_groups,
     export_groups,
@@ -46,6 +46,7 @@ __all__ = [
 MODEL = "model"
 Pieces = Mapping[Tensor, tuple[str, int]]
 Parts = Mapping[Tensor, "Part"]
+Copies = Callable[[Tensor], tuple[int, int]]
 # Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -112,24 +113,27 @@ def export_replicated(
     pieces: Pieces | None = None,
     parts: Parts | None = None,
     held: Callable[[str], bool] = _everything,
+    copies: Copies | None = None,
 ) -> BackendState:
     """The share of one of `size` ranks that hold the same, cloned to the CPU.
 
     Parameters and optimizer tensors are flattened and cut into `size` slices; of a DTensor, a
-    rank gives the rows that it holds. Buffers go whole with rank 0. Frozen parameters are
-    included, tied ones once. Without collectives.
+    rank gives what it holds, or a slice of that if others hold the same. Buffers go whole with
+    rank 0. Frozen parameters are included, tied ones once. Without collectives.
 
     Args:
         model: with all its names, also of what this rank does not hold.
         optimizer: over the model's parameters, or over `pieces` of them.
         scaler_state: of the gradient scaler.
-        rank: data-parallel rank.
-        size: data-parallel size.
+        rank: index of this rank among those that hold the same.
+        size: number of those.
         pieces: what the optimizer holds instead of a parameter: a flat piece of it ->
             (the parameter's canonical name, the piece's first element).
         parts: parameters of which each rank holds a range of its own -> that range.
         held: whether this rank holds the tensor or module of that canonical name; ranks that
             share a model between them (pipeline stages) each hold a part.
+        copies: of a DTensor, index of this rank among those that hold the same elements, and their number.
+            None: as its own mesh states.
 
     Raises:
         UserError: the optimizer holds a parameter that is not the model's.
@@ -137,17 +141,24 @@ def export_replicated(
     tensors, aliases = named_tensors(model)
     state = BackendState(aliases=aliases, scaler=copy.deepcopy(scaler_state))
     parts = parts or {}
+
+    def cut(name: str, key: str, tensor: Tensor, at_once: bool = False) -> list[Chunk]:
+        if is_sharded(tensor):
+            copy, number = (copies or own_copies)(tensor)
+        else:
+            copy, number = (int(rank > 0), 1) if at_once else (rank, size)
+        return _cut(name, key, tensor, copy, number)
+
     for name, tensor in tensors.items():
         if not held(name):
             continue
         if tensor in parts:
             state.chunks += _range(name, MODEL, parts[tensor])
         else:
-            whole = not isinstance(tensor, nn.Parameter)
-            state.chunks += _cut(name, MODEL, tensor, 0 if whole else rank, 1 if whole else size, rank)
+            state.chunks += cut(name, MODEL, tensor, at_once=not isinstance(tensor, nn.Parameter))
     for name, extra in _extra_states(model):
         if held(name):
-            state.chunks += _cut(name, EXTRA_STATE, _packed(name, extra), 0, 1, rank)
+            state.chunks += cut(name, EXTRA_STATE, _packed(name, extra), at_once=True)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         state.groups = export_groups(optimizer, names)
@@ -159,7 +170,7 @@ def export_replicated(
                 shape = _shape(tensors[name], parts)
                 state.chunks += _range(name, key, Part(shape, starts[name], tensor))
             else:
-                state.chunks += _cut(name, key, tensor, rank, size, rank)
+                state.chunks += cut(name, key, tensor)
         state.scalars = {} if rank else {name: s for name, s in state.scalars.items() if held(name)}
     return state
 
@@ -237,12 +248,10 @@ def _packed(name: str, extra: Any) -> Tensor:
     return torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
 
 
-def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) -> list[Chunk]:
-    """Slice `part` of `parts`, or nothing when the slice is empty and another rank has one.
-
-    Of a DTensor it is a slice of this rank's rows, which `parts` ranks of its mesh hold.
-    """
-    if rank != 0 and parts == 1 and not is_sharded(tensor):
+def _cut(name: str, key: str, tensor: Tensor, copy: int, copies: int) -> list[Chunk]:
+    """Slice `copy` of `copies` of what this rank holds, or nothing when the slice is empty and another rank
+    has one."""
+    if copy >= copies:
         return []
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UserError(
@@ -250,10 +259,12 @@ def _cut(name: str, key: str, tensor: Tensor, part: int, parts: int, rank: int) 
             f" {tensor.dtype} on {tensor.device}",
             allowed="dense tensors that hold data",
         )
-    start, data = own_share(tensor, part, parts)
-    if not len(data) and (rank != 0 or tensor.numel()):
-        return []
-    return [Chunk(name, key, tuple(tensor.shape), start, to_host(data))]
+    shape = tuple(tensor.shape)
+    return [
+        Chunk(name, key, shape, share.start, to_host(share.data), share.offsets, share.lengths)
+        for share in own_shares(tensor, copy, copies)
+        if len(share.data) or (copy == 0 and not tensor.numel())
+    ]
 
 
 def _range(name: str, key: str, part: Part) -> list[Chunk]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.checkpoint.dtensor import own_share
+from distributed.checkpoint.dtensor import Share, is_sharded, own_copies, own_shares
 from distributed.errors import UserError
+from distributed.system.boxes import ranges_of
 
 __all__ = ["add_digests", "check_omitted", "weight_digests"]
 
@@ -20,21 +21,37 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weight_digests(
-    tensors: Mapping[str, Tensor], rank: int, size: int, parts: Mapping[Tensor, Any] | None = None
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    size: int,
+    parts: Mapping[Tensor, Any] | None = None,
+    copies: Callable[[Tensor], tuple[int, int]] | None = None,
 ) -> dict[str, int]:
     """The share of one of `size` ranks in the digests of tensors, from its elements in memory.
 
     Args:
         tensors: name -> tensor, of those that this rank holds.
         parts: as in `export_replicated`.
+        copies: as in `export_replicated`.
     """
     found: dict[str, int] = {}
     parts = parts or {}
     for name, tensor in tensors.items():
         part = parts.get(tensor)
-        start, data = own_share(tensor, rank, size) if part is None else (part.start, part.data)
-        found[name] = _digest(data, start)
+        if part is not None:
+            found[name] = _digest(part.data, part.start)
+            continue
+        copy, number = (copies or own_copies)(tensor) if is_sharded(tensor) else (rank, size)
+        shares = own_shares(tensor, copy, number)
+        found[name] = sum(_share_digest(share, tuple(tensor.shape)) for share in shares) % 2**64
     return found
+
+
+def _share_digest(share: Share, shape: tuple[int, ...]) -> int:
+    if not share.lengths:
+        return _digest(share.data, share.start)
+    runs = ranges_of(shape, share.offsets, share.lengths)
+    return sum(_digest(share.data[place : place + count], start) for start, place, count in runs)
 
 
 def add_digests(shares: Sequence[Mapping[str, int]]) -> dict[str, str]:

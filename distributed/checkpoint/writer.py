@@ -17,6 +17,7 @@ from distributed.checkpoint.file_names import FORMAT, MERGED, VERSION, rank_file
 from distributed.checkpoint.filesystem import FileLayer, seal
 from distributed.errors import UserError
 from distributed.interfaces.state import BackendState, Chunk
+from distributed.system.boxes import first_element
 
 _PIECE = 64 << 20
 """Bytes under one checksum at most, so that who needs a part of a large tensor reads little more."""
@@ -77,12 +78,26 @@ def _pieces(chunks: Iterable[Chunk], file: str) -> Iterator[tuple[ChunkEntry, me
     """The chunks in turn as they lie in `file`, none larger than `_PIECE`."""
     offset = 0
     for chunk in chunks:
-        length = max(_PIECE // ITEM_SIZES.get(str(chunk.data.dtype).removeprefix("torch."), 1), 1)
-        for first in range(0, max(len(chunk.data), 1), length):
-            piece = replace(chunk, start=chunk.start + first, data=chunk.data[first : first + length])
+        for piece in _small(chunk):
             entry, raw = _entry(piece, file, offset)
             yield entry, raw
             offset += len(raw)
+
+
+def _small(chunk: Chunk) -> Iterator[Chunk]:
+    """`chunk` in pieces of at most `_PIECE` bytes: ranges, or boxes of some of its first dimension."""
+    row = math.prod(chunk.lengths[1:]) if chunk.lengths else 1
+    size = ITEM_SIZES.get(str(chunk.data.dtype).removeprefix("torch."), 1) * max(row, 1)
+    length = max(_PIECE // size, 1) * row
+    for first in range(0, max(len(chunk.data), 1), max(length, 1)):
+        data = chunk.data[first : first + length]
+        if not chunk.lengths:
+            yield replace(chunk, start=chunk.start + first, data=data)
+            continue
+        offsets = (chunk.offsets[0] + first // row, *chunk.offsets[1:])
+        lengths = (len(data) // row, *chunk.lengths[1:])
+        start = first_element(chunk.shape, offsets)
+        yield replace(chunk, start=start, data=data, offsets=offsets, lengths=lengths)
 
 
 def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview]:
@@ -93,10 +108,14 @@ def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview
             got=dtype,
             allowed=", ".join(sorted(ITEM_SIZES)),
         )
-    if chunk.data.dim() != 1 or chunk.start + len(chunk.data) > math.prod(chunk.shape):
+    flat = not chunk.lengths
+    whole = (math.prod(chunk.shape),) if flat else chunk.shape
+    offsets, lengths = ((chunk.start,), (len(chunk.data),)) if flat else (chunk.offsets, chunk.lengths)
+    inside = all(o + n <= size for o, n, size in zip(offsets, lengths, whole, strict=True))
+    if chunk.data.dim() != 1 or math.prod(lengths) != len(chunk.data) or not inside:
         raise ValueError(
-            f"chunk of '{chunk.name}' ({chunk.key}) at {chunk.start} of shape"
-            f" {tuple(chunk.data.shape)} is not a flat piece of {chunk.shape}"
+            f"chunk of '{chunk.name}' ({chunk.key}) at {offsets} of lengths {lengths} with data of shape"
+            f" {tuple(chunk.data.shape)} is not a piece of {chunk.shape}"
         )
     if sys.byteorder != "little":
         raise UserError(
@@ -112,9 +131,9 @@ def _entry(chunk: Chunk, file: str, offset: int) -> tuple[ChunkEntry, memoryview
         chunk.name,
         tuple(chunk.shape),
         dtype,
-        (chunk.start,),
-        (len(chunk.data),),
-        "flat",
+        tuple(offsets),
+        tuple(lengths),
+        "flat" if flat else "nd",
         file,
         offset,
         zlib.crc32(raw),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
@@ -93,7 +93,7 @@ class RunPlan(RankPlacement):
     batch: BatchPlan
     val_batch_size: int
     learning_rate: float
-    dims: ParallelDims = ParallelDims()
+    dims: ParallelDims = field(default_factory=ParallelDims)
     counts: tuple[int, ...] = ()
     lease: str = ""
 

@@ -1,11 +1,15 @@
-"""The neutral form of training state: named tensors cut into contiguous chunks."""
+"""The neutral form of training state: named tensors cut into chunks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from operator import add
 from typing import Any
+
+from distributed.system.boxes import first_element, is_one_range
 
 __all__ = ["BackendState", "Chunk", "StateReader"]
 
@@ -20,6 +24,9 @@ class Chunk:
         shape: of the whole tensor.
         start: first element of the piece in the flattened tensor.
         data: the piece: a 1-dimensional CPU torch tensor that aliases nothing live.
+        offsets: where the piece starts along each dimension, if it is a box and not a range of the flattened
+            tensor; otherwise empty.
+        lengths: the box's extent along each dimension; `data` is its elements in row-major order.
     """
 
     name: str
@@ -27,6 +34,8 @@ class Chunk:
     shape: tuple[int, ...]
     start: int
     data: Any
+    offsets: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass
@@ -77,3 +86,18 @@ class StateReader(ABC):
             KeyError: no such tensor.
             UserError: the stored bytes are damaged (checksum).
         """
+
+    def read_box(self, key: str, name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Any:
+        """A box of the tensor, as a CPU torch tensor of shape `lengths`.
+
+        Args:
+            offsets: index of its first element along each dimension.
+
+        Raises:
+            KeyError: no such tensor.
+            UserError: the stored bytes are damaged (checksum).
+        """
+        shape = self.tensors()[key, name]
+        if is_one_range(shape, lengths):
+            return self.read(key, name, first_element(shape, offsets), prod(lengths)).reshape(lengths)
+        return self.read(key, name).reshape(shape)[tuple(map(slice, offsets, map(add, offsets, lengths)))]

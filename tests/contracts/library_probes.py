@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import Callback
-from distributed.checkpoint.dtensor import own_elements
+from distributed.checkpoint.dtensor import own_copies, own_pieces
 from distributed.interfaces.callback import Context
 from tests.backends.fsdp_model import tiny
 
@@ -191,9 +191,10 @@ class CutByRows(Probe):
             if p.dim() == 0:
                 continue
             need(p, where, "placements", "device_mesh", "to_local", "full_tensor")
-            start, data, copy, copies = own_elements(p)
-            means((copy, copies), (0, 1), f"'{name}' is on one rank each")
-            part = expected[name][start : start + data.numel()]
-            means(data.flatten(), part, f"the elements of '{name}' from {start} on")
-            lengths[name] = data.numel()
+            means(own_copies(p), (0, 1), f"'{name}' is on one rank each")
+            lengths[name] = 0
+            for piece in own_pieces(p):
+                part = expected[name].reshape(p.shape)[piece.box]
+                means(piece.data.flatten(), part.flatten(), f"the elements of '{name}' at {piece.offsets}")
+                lengths[name] += piece.data.numel()
         covered(backend, lengths, expected)

@@ -110,7 +110,7 @@ def test_where_fsdp_keeps_rows(ranks: int, rank_pool: RankPool) -> None:
 
 
 def test_dtensors_cut_rows_as_torch_chunks_them() -> None:
-    """`own_elements` counts ceil(rows / ranks) rows a rank, the last ones fewer or none."""
+    """`own_pieces` counts ceil(rows / ranks) rows a rank, the last ones fewer or none."""
     from torch.distributed.tensor import Shard
 
     for rows in range(1, 30):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import is_sharded, local_part, own_elements
+from distributed.checkpoint.dtensor import copy_part, is_sharded, local_part
 from distributed.communication.broadcast import broadcast_values
 from distributed.system.tensors import assign_values
 from distributed.training.optimizers import build_model
@@ -61,8 +61,7 @@ def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
         )
         broadcast_values([full])
         if is_sharded(tensor):
-            start, part, _, _ = own_elements(tensor)
-            part.copy_(full.reshape(-1)[start : start + part.numel()].reshape(part.shape))
+            copy_part(tensor, full)
         else:
             assign_values(local_part(tensor), full)
 

@@ -127,7 +127,7 @@ def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
 
 
 def _configure_coordination(workers: Sequence[str], timeout: float) -> None:
-    """Give TensorFlow's service between workers the limit of a collective instead of a shorter one of its own.
+    """Give TensorFlow's service between workers the limit of a collective, which is longer than its own.
 
     A worker that is suspended or busy for longer than that limit would end the run, where the ranks of
     every other backend wait. TensorFlow leaves a service that is already configured as it is.
