@@ -244,11 +244,12 @@ def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    fields = all_fields()  # of which some hold names and values themselves
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, BaseModel):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(value, Mapping) and value and name not in native_names():
+        if isinstance(value, Mapping) and value and name not in fields:
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value

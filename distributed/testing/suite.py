@@ -17,6 +17,7 @@ from distributed.config import load
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.interfaces.history import History
 from distributed.planner.backend_choice import chosen_backend
+from distributed.planner.mesh import data_parallel_size, resolve_dims
 from distributed.registry.catalog import get_catalog
 from distributed.testing.oracle import OracleResult, oracle_fit
 from distributed.testing.rank_pool import RankPool
@@ -109,9 +110,8 @@ class Suite:
 
     def slices(self, ranks: int) -> int:
         """Number of slices of a global batch for `ranks` ranks; fewer where they share a model."""
-        size = self.spec.data_parallel_size
         config = load(overrides={"backend": self.backend, **self.options})
-        return ranks if size is None else size(config, ranks)
+        return data_parallel_size(config, self.spec, resolve_dims(config, self.spec, ranks))
 
     def trainer(self, model: Any, ranks: int, **given: Any) -> Trainer:
         """A trainer of `model` on `ranks` CPU ranks. `options` are this backend's alone: with

@@ -298,7 +298,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.timers.enter("prepare")
         self.prepare()
         check_same_data(self.plan, self.backend, task)
-        seed_streams(mix(config.seed, self.world.rank), config.deterministic)
+        # Ranks that share a model draw the same numbers, such as dropout masks of what each has whole.
+        seed_streams(mix(config.seed, self.world.data_parallel_rank), config.deterministic)
         if task.run_state:
             self._continue_fit(task.run_state)
         self.timers.enter("resume")

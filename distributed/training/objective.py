@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distributed.checkpoint.dtensor import is_sharded
 from distributed.errors import UserError
 from distributed.training.error_notes import notes_batch
 from distributed.training.loss_graph import average_of, has_constant_divisor, is_sum, other_divisor
@@ -116,6 +117,14 @@ class Objective:
             per_sample = targets.dim() == 1
             self.counted = not per_sample or bool((targets == self._ignore_index).any())
 
+    @property
+    def takes_parts_of_classes(self) -> bool:
+        """Whether the loss can be computed from logits (DTensors) of which each rank has some classes."""
+        smoothing = getattr(self._sum_loss, "label_smoothing", 0.0)
+        if isinstance(self._sum_loss, partial):
+            smoothing = self._sum_loss.keywords.get("label_smoothing", 0.0)
+        return self._logits and self._class_weights is None and not smoothing
+
     def begin_window(self) -> None:
         """The next micro-batch is the first of a global batch."""
         self.averaged_over = None
@@ -170,7 +179,7 @@ class Objective:
                 refuse_pairs(output.shape, target.shape)
             check_rows(target, num_samples, self._loss_fn)
         result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
-        return result
+        return _plain(result)
 
     @notes_batch
     def evaluate(self, model: Callable[..., Any], batch: Any, num_samples: int) -> dict[str, Any]:
@@ -192,7 +201,7 @@ class Objective:
             assert self._loss_fn is not None
             return self._computed(self._loss_fn, output, target, num_samples)
         output, target = self._aligned(output, target)
-        total = self._sum_loss(output, target)
+        total = _plain(self._sum_loss(output, target))
         if target.is_floating_point():
             return total, target.numel() // target.shape[1]
         if self._class_weights is not None:
@@ -204,6 +213,8 @@ class Objective:
         check_output(output)
         if self._loss_fn is None:
             check_default_target(target)
+        if is_sharded(output) and isinstance(target, Tensor) and target.is_floating_point():
+            output = output.full_tensor()
         output, target = align_classes(output, target)
         if self._logits:
             check_class_axis(output)
@@ -277,6 +288,12 @@ class Objective:
                 " (sum of losses, number of targets) to weight it by targets",
                 *(field, num_samples, counted),
             )
+
+
+def _plain(loss: Any) -> Tensor:
+    """A loss of DTensors, which is equal on all ranks, as a tensor."""
+    plain: Tensor = loss.full_tensor() if is_sharded(loss) else loss
+    return plain
 
 
 def _sum_of(loss: Tensor, number: Tensor | int) -> Terms:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed.checkpoint.dtensor import own_copies
 from distributed.checkpoint.torch_state import export_replicated, import_replicated, named_tensors
 from distributed.checkpoint.weight_digests import weight_digests
 from distributed.config import DistributedConfig
@@ -366,21 +367,28 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """Ranges of parameters that this rank holds, as `export_replicated` takes them."""
         return {}
 
+    @property
+    def holders(self) -> tuple[int, int]:
+        """Index of this rank among those that hold a tensor that is not sharded, and their number."""
+        return self.world.data_parallel_rank, self.world.data_parallel_size
+
+    def copies(self, tensor: Tensor) -> tuple[int, int]:
+        """The same of a DTensor: among the ranks that hold the same elements of it."""
+        return own_copies(tensor)
+
     def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
-        world = self.world
         tensors = {n: t for n, t in named_tensors(self.module)[0].items() if n in names and self.held(n)}
-        return weight_digests(tensors, world.data_parallel_rank, world.data_parallel_size, self.parts)
+        return weight_digests(tensors, *self.holders, self.parts, self.copies)
 
     def export_state(self) -> BackendState:
-        world = self.world
         return export_replicated(
             self.module,
             self.optimizer,
             self.scaler_state(),
-            world.data_parallel_rank,
-            world.data_parallel_size,
+            *self.holders,
             pieces=self.pieces,
             held=self.exports,
+            copies=self.copies,
         )
 
     def import_state(self, reader: StateReader) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
-from distributed.resilience.divergence import trained
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.forward_state import Buffers
-from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 
 # Buffers are not broadcast in every forward; torch renamed the argument.
@@ -26,21 +29,34 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 """Start of DDP's message about parameters without a gradient (torch 2.13)."""
 
 
-class DDPBackend(ProcessGroupBackend):
+class DDPBackend(MeshBackend):
     """torch's DistributedDataParallel around the whole step, loss included. A single
     rank runs without it.
 
     BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
     validation every rank takes rank 0's, so that what is validated is what is saved.
+
+    Where ranks share a model, gradients are added by `GradientReducer` instead, which takes parts of
+    parameters.
     """
 
     follows_requires_grad = False
+    _reducer: GradientReducer | None = None
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        self.sums_gradients = self.shares_model
+        return world
 
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
         if self.config.sync_batchnorm:
-            step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+            group = self.replica_group
+            step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, group)
+        if self.shares_model:
+            self._reducer = self.reducer_of(step)
+            return step
         # DDP would send them too, but cannot send every dtype.
         broadcast_values([*step.parameters(), *step.buffers()])
         return DistributedDataParallel(
@@ -55,7 +71,7 @@ class DDPBackend(ProcessGroupBackend):
     def run_window(self, window: Window) -> tuple[Any, Any]:
         try:
             result = super().run_window(window)
-            if self.world.size > 1:
+            if self.world.size > 1 and self._reducer is None:
                 # Otherwise the next collective of this rank would meet a reduction of the others.
                 self.model._check_reducer_finalized()
             return result
@@ -63,6 +79,16 @@ class DDPBackend(ProcessGroupBackend):
             if _UNFINISHED not in str(error):
                 raise
             raise self._unused_parameters() from error
+
+    def sync_when(self, last: bool) -> AbstractContextManager[Any]:
+        if self._reducer is None:
+            return super().sync_when(last)
+        self._reducer.active = last
+        return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish()
 
     def _unused_parameters(self) -> UserError:
         idle = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
@@ -81,7 +107,9 @@ class DDPBackend(ProcessGroupBackend):
         """Run one backward, so that DDP rebuilds its buckets before the first step and not the second
         (torch 2.13: ``Reducer::rebuild_buckets``, called by ``_pre_forward``). The bucket layout decides
         the order in which gloo and NCCL add the values of three or more ranks, hence the bits."""
-        if self.world.size < 3 or self.config.find_unused_parameters:  # which never rebuilds
+        if self.world.size < 3 or self._reducer is not None:
+            return
+        if self.config.find_unused_parameters:  # which never rebuilds
             return
         window = next(windows, None)
         if window is None:
@@ -97,15 +125,20 @@ class DDPBackend(ProcessGroupBackend):
         if not training and self.world.size > 1:
             broadcast_values(self.module.buffers())
 
-    def replicated(self) -> dict[str, Tensor]:
-        return trained(self.module)
-
     def communication_seconds(self) -> float:
         if self.world.size == 1:
             return 0.0
+        if self._reducer is not None:
+            return self._reducer.seconds_per_step()
         # DDP times a sample of its own iterations; nanoseconds.
         timed: dict[str, Any] = self.model._get_ddp_logging_data()
         waited = timed.get("avg_backward_comm_time", 0) - timed.get(
             "avg_backward_compute_comm_overlap_time", 0
         )
         return max(0.0, float(waited) * 1e-9)
+
+    def release(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        super().release()

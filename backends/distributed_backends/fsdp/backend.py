@@ -8,25 +8,24 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
 from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
-from distributed.training.optimizers import follow_parameters
-from distributed.training.process_group_backend import ProcessGroupBackend
-from distributed.training.torch_backend import StepModule, group_by_dtype
-from distributed.training.whole_model import read_only
-from distributed_backends.fsdp.deferred_build import build_without_data
+from distributed.training.original_model import OriginalModel
+from distributed.training.sharded_scaler import ShardedScaler
+from distributed.training.torch_backend import StepModule
+from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
@@ -40,27 +39,7 @@ _CANNOT = {
 }
 
 
-class ShardedScaler(torch.amp.GradScaler):
-    """Unscale this rank's gradients; an overflow on one rank counts on all (C8)."""
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        found: dict[torch.device, Tensor] = {}
-        for part in group_by_dtype(gradients):
-            device = part[0].device
-            if part[0].dtype is torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            seen = found.setdefault(device, found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(part, seen, inv_scale.to(device))
-        for seen in found.values():
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return found
-
-
-class FSDPBackend(ProcessGroupBackend):
+class FSDPBackend(MeshBackend):
     """torch's FSDP2 under the one loop. FSDP2 does not shard on a single rank: the
     whole model stays on its device.
 
@@ -89,9 +68,10 @@ class FSDPBackend(ProcessGroupBackend):
     def setup(self, plan: RunPlan) -> World:
         if plan.world_size > 1:
             self.scaler_class = ShardedScaler
-        world = super().setup(plan)
-        self._joined = plan.joined is not None
-        return world
+        return super().setup(plan)
+
+    def needs_mesh(self, dims: ParallelDims) -> bool:
+        return dims.world_size > 1
 
     def build(self, model: Any) -> nn.Module:
         self._built_by_one = self.world.size > 1 and not isinstance(model, nn.Module)
@@ -108,32 +88,25 @@ class FSDPBackend(ProcessGroupBackend):
             refuse(model, "fsdp", _CANNOT)
         if section.activation_checkpointing:
             self._recomputed = recompute(model, units)
-        if self.world.size == 1:
+        if self.mesh is None:
             return super().place(model)
         if self._joined and not self._built_by_one:
             # Ranks that we started have the same weights; others built their own.
             broadcast_values([*model.parameters(), *model.buffers()])
-        self._sharded = ShardedModel(model, units, section, self.world, self._built_by_one)
-        self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
-        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
+        self.original = OriginalModel(model)
+        built = {n: tensor.detach() for n, tensor in tensors_of(model)} if self._built_by_one else None
+        self.cut(model, self._built_by_one)
+        if self.mesh.dims.data_parallel_size > 1:
+            mesh = self.mesh.submesh("data", "shard")
+            self._sharded = ShardedModel(model, units, section, self.world, mesh, self.original, built)
+            self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
+            self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
-        self._cut_optimizer_state()
-        for group in self.optimizer.param_groups:
-            # One fused kernel cannot take sharded and replicated parameters together.
-            if len({is_sharded(p) for p in group["params"]}) > 1:
-                group.update({flag: False for flag in ("foreach", "fused") if flag in group})
-
-    def _cut_optimizer_state(self) -> None:
-        """Shard the state of an optimizer that an earlier fit used, which is of whole parameters."""
-        for parameter, state in self.optimizer.state.items():
-            for slot, value in state.items():
-                if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[slot] = cut_like(parameter, value)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
@@ -175,25 +148,6 @@ class FSDPBackend(ProcessGroupBackend):
                 self._sharded.parameters[name].grad = None
         return super().optimizer_step(max_norm, want_norm)
 
-    def gradients(self) -> list[Tensor]:
-        return [local_part(gradient) for gradient in super().gradients()]
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        if self._sharded is None:
-            return super().gradient_norm()
-        gradients = super().gradients()
-        square = self._square([local_part(g) for g in gradients if is_sharded(g)])
-        dist.all_reduce(square, group=self._sharded.group)
-        return (square + self._square([g for g in gradients if not is_sharded(g)])).sqrt()
-
-    def _square(self, gradients: list[Tensor]) -> Tensor:
-        """Squared L2 norm over `gradients`, in float64 on this rank's device."""
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for norm in torch._foreach_norm(gradients) if gradients else ():
-            square += norm.to(square).square()
-        return square
-
     # -- evaluation ------------------------------------------------------------------
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
@@ -210,9 +164,6 @@ class FSDPBackend(ProcessGroupBackend):
         self._sharded.reshard()
         if not training:
             broadcast_values(self.module.buffers())
-
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
-        return super().whole_model() if self._sharded is None else read_only(self._sharded.whole_copy())
 
     # -- state -----------------------------------------------------------------------
 
@@ -232,23 +183,19 @@ class FSDPBackend(ProcessGroupBackend):
         if self._sharded is not None:
             self._sharded.reshard()
 
-    @torch.no_grad()
+    def replicated(self) -> None:
+        return None
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        self._reshard()
+        return super().whole_model()
+
     def release(self) -> None:
         stop_recomputing(self._recomputed)
         self._recomputed = []
-        if self._sharded is None:
-            return
-        self._sharded.reshard()
-        cut = dict(self.module.named_parameters())
-        self._sharded.make_whole()
+        self._reshard()
         self._sharded = self._use = self._order = None
-        follow_parameters(self.optimizer, cut, self.module)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state.get(parameter, {})
-                for slot, value in state.items():
-                    if is_sharded(value):
-                        state[slot] = whole(value).to(parameter.device)
+        super().release()
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:

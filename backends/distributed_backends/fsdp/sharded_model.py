@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,16 +18,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
-from distributed.training.whole_model import copy_with
+from distributed.training.original_model import OriginalModel
 from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADDED_BY = ("torch.distributed.fsdp", "distributed.training.gather_order")
-"""Modules of the hooks that a sharded model has more than the whole one."""
 
 
 class Root(nn.Module):
@@ -51,12 +45,14 @@ class ShardedModel:
     Args:
         model: unsharded model, equal on all ranks; its parameters become DTensors sharded by rows.
         units: modules inside it, inner ones first.
-        world: ranks over which the model is sharded.
-        built_by_one: whether only rank 0 has the model's data; the others may hold meta tensors.
+        world: this rank.
+        mesh: the ranks over which the model is sharded, along the axes data (copies) and shard.
+        before: the model before anything was cut.
+        built: rank 0's whole tensors by name, if only rank 0 has the model's data and the others may hold
+            meta tensors; None if all have it.
 
     Attributes:
         root: root module, through which the model is used.
-        group: process group of the ranks that share one copy of the model.
         parameters: sharded parameters by name.
         units: the modules that gather their parameters, the root included.
         replicated: parameters without a dimension or without elements, which stay on every rank.
@@ -71,22 +67,21 @@ class ShardedModel:
         units: list[nn.Module],
         section: FSDPSection,
         world: World,
-        built_by_one: bool = False,
+        mesh: DeviceMesh,
+        before: OriginalModel,
+        built: dict[str, Tensor] | None = None,
     ) -> None:
-        if not built_by_one or world.rank == 0:
+        if built is None or world.rank == 0:
             _check_data(model)
         _check_dtypes(model, units)
         for parameter in model.parameters():  # fully_shard takes row-major ones only (torch 2.13)
             parameter.data = parameter.data.contiguous()
         self._device = world.device
-        self._before = _Before(model)
-        built = {name: tensor.detach() for name, tensor in tensors_of(model)} if built_by_one else {}
+        self._before, self._num_ranks = before, world.size
         self.replicated = _replicated(model)
-        self._mesh = _mesh(section, world)
-        self.group: Any = self._mesh.get_group("shard")
         self.root: Any = Root(model)
         options: dict[str, Any] = {
-            "mesh": self._mesh if section.replicate > 1 else self._mesh["shard"],
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
             "offload_policy": _offload(section, world.device),
             "ignored_params": self.replicated,
@@ -95,7 +90,7 @@ class ShardedModel:
             fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
         # Backward needs the rest at once: to free it after forward would gather it twice for nothing.
         fully_shard(self.root, reshard_after_forward=False, **options)
-        if built_by_one:
+        if built is not None:
             if world.rank > 0 and any(tensor.is_meta for _, tensor in tensors_of(model)):
                 self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
                 # Memory makes other objects of those that fully_shard left alone.
@@ -128,22 +123,6 @@ class ShardedModel:
         for unit in self.units:
             group: Any = unit._get_fsdp_state()._fsdp_param_group
             yield from group.fsdp_params if group is not None else ()
-
-    @contextmanager
-    def whole_copy(self) -> Iterator[nn.Module]:
-        """A copy of the unsharded model. Collective."""
-        self.reshard()
-        model: nn.Module = self.root.model
-        values = {p: whole(p) for p in model.parameters()}
-        with self._before.undone():
-            unsharded = copy_with(model, values)
-        values.clear()
-        yield unsharded
-
-    def make_whole(self) -> None:
-        """Restore the unsharded model on every rank. Collective."""
-        self.reshard()
-        self._before.restore()
 
     def take_used(self) -> list[bool]:
         """For each of `parameters` whether a backward on this rank gave it a gradient since the last call."""
@@ -191,124 +170,9 @@ class ShardedModel:
             used = [torch.full_like(p, float(p.grad is not None)) for p in found]
             flat = torch.stack([*gradients, *used])
             dist.all_reduce(flat)
-            flat /= self._mesh.size()
+            flat /= self._num_ranks
             for parameter, gradient, share in zip(found, *flat.chunk(2), strict=True):
                 parameter.grad = gradient.clone() if share else None
-
-
-class _Before:
-    """Snapshot of a module tree before fully_shard, which cannot be undone by torch."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
-        self._parameters = [
-            (module, name, p, _real(p.device))
-            for module, _, _ in self._modules
-            for name, p in _own(module._parameters)
-        ]
-        self._buffers = [
-            (module, name, _real(b.device))
-            for module, _, _ in self._modules
-            for name, b in _own(module._buffers)
-        ]
-        self._added: list[tuple[nn.Module, set[str]]] = []
-
-    def copy_attributes(self) -> None:
-        """Copy the attributes of the original parameters to those in their place."""
-        for module, name, parameter, _ in self._parameters:
-            vars(module._parameters[name]).update(vars(parameter))
-
-    @torch.no_grad()
-    def let_go(self) -> None:
-        """Once sharded: note what was added, and free the whole parameters' memory."""
-        self._added = [(module, set(vars(module)) - keys) for module, _, keys in self._modules]
-        for module, name, parameter, _ in self._parameters:
-            if module._parameters[name] is not parameter:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Within the block, modules have the classes, hooks and attributes of before; parameters stay cut."""
-        kinds = [type(module) for module, _, _ in self._modules]
-        tables = [
-            (table, OrderedDict(table))
-            for module, _, _ in self._modules
-            for name, table in vars(module).items()
-            if "_hooks" in name and isinstance(table, OrderedDict)
-        ]
-        taken = [(m, {key: vars(m).pop(key) for key in added if key in vars(m)}) for m, added in self._added]
-        for module, kind, _ in self._modules:
-            module.__class__ = kind
-            _remove_hooks(module)
-        try:
-            yield
-        finally:
-            for (module, _, _), kind in zip(self._modules, kinds, strict=True):
-                module.__class__ = kind
-            for table, entries in tables:
-                table.clear()
-                table.update(entries)
-            for module, values in taken:
-                vars(module).update(values)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """The same parameter objects, filled; the same classes and hooks. Collective."""
-        full: dict[int, nn.Parameter] = {}
-        for module, name, parameter, device in self._parameters:
-            current: Any = module._parameters[name]
-            if id(parameter) not in full:
-                full[id(parameter)] = _filled(parameter, whole(current).detach().to(device))
-            module._parameters[name] = full[id(parameter)]
-        for module, name, device in self._buffers:
-            buffer = module._buffers[name]
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-        for module, kind, _ in self._modules:
-            module.__class__ = kind
-            _module_state_mapping.pop(module, None)
-            _remove_hooks(module)
-        for module, added in self._added:
-            for key in added:
-                vars(module).pop(key, None)
-
-
-def _real(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """`parameter` holding `data`; another in its place where it came without memory."""
-    if parameter.is_meta:
-        filled = nn.Parameter(data, parameter.requires_grad)
-        vars(filled).update(vars(parameter))
-        return filled
-    parameter.data, parameter.grad = data, None
-    return parameter
-
-
-def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of a sharded model, recognized by their module."""
-    tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
-    for name, table in tables.items():
-        if not name.endswith("_hooks"):
-            continue
-        for key, hook in list(table.items()):
-            function = getattr(hook, "hook", hook)
-            if str(getattr(function, "__module__", "")).startswith(_ADDED_BY):
-                for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
-                    getattr(module, same, {}).pop(key, None)
-
-
-def _mesh(section: FSDPSection, world: World) -> DeviceMesh:
-    kind = world.device.partition(":")[0]
-    if section.replicate == 1:
-        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    shape = (section.replicate, world.size // section.replicate)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _offload(section: FSDPSection, device: str) -> OffloadPolicy:

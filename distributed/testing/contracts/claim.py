@@ -42,7 +42,7 @@ class ClaimContracts(Suite):
         ]
         for able, fields in needs:
             if not able:
-                trainer = self.trainer(self.bench.model(torch.float32), 1, **fields)
+                trainer = self.trainer(self.bench.model(torch.float32), self.sizes[0], **fields)
                 with pytest.raises(UserError, match=rf"'{re.escape(self.spec.label)}' cannot"):
                     trainer.fit(self.bench.data(*problem(4, torch.float32)), max_steps=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,30 @@ class DilatedLanguageModel(nn.Module):
         KernelError: a size is not positive, or the attention's arguments do not fit together; in
             `forward`, a sequence longer than `max_seq_len`.
     """
+
+    _tp_plan: ClassVar[Mapping[str, str]] = {
+        "tokens": "embedding_rowwise",
+        "blocks.*.attention.qkv": "packed_colwise:3",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "head": "colwise_loss_parallel",
+    }
+    """How tensor parallelism cuts the model, in the words of Hugging Face's models."""
+
+    sequence_plan: ClassVar[Mapping[str, str]] = {
+        "tokens": "embedding_rowwise_sequence",
+        "positions": "embedding_sequence",
+        "blocks.*.attention_norm": "sequence_parallel",
+        "blocks.*.attention.qkv": "packed_colwise_sequence:3",
+        "blocks.*.attention.out": "rowwise_sequence",
+        "blocks.*.mlp_norm": "sequence_parallel",
+        "blocks.*.mlp.0": "colwise_sequence",
+        "blocks.*.mlp.2": "rowwise_sequence",
+        "norm": "sequence_parallel",
+        "head": "colwise_loss_parallel_sequence",
+    }
+    """The same with slices of the sequence between the layers, for sequences that the ranks divide."""
 
     def __init__(
         self,

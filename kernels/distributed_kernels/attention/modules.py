@@ -96,7 +96,8 @@ class MultiheadDilatedAttention(nn.Module):
                 allowed=f"(batch, length, {self.embed_dim})",
                 remedy="A single sequence is a batch of one: x[None]",
             )
-        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        # As many heads as the projection makes: under tensor parallelism a part of them.
+        heads = self.qkv(x).unflatten(-1, (3, -1, self.embed_dim // self.num_heads)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
         mixed: Tensor = self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
         return mixed

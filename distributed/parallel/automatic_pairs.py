@@ -1,0 +1,131 @@
+"""Pairs of linear layers that can be cut without a plan: one by columns, the next by rows.
+
+Between both every function has to treat each element by itself, so that a rank can compute its part of the
+hidden layer alone. Which functions lie between is read from one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed.training.forward_state import Buffers
+from distributed.training.seeding import isolated_rng
+
+__all__ = ["find_pairs"]
+
+_ALIASES = {"aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::contiguous"}
+
+
+def find_pairs(model: nn.Module, forward: Callable[[], Any]) -> dict[str, str]:
+    """Name of a linear layer -> ``colwise`` or ``rowwise``.
+
+    Args:
+        model: whole; left as it was.
+        forward: calls it with a batch.
+    """
+    names: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if type(module) is nn.Linear
+    }
+    trace = _Trace(names)
+    modes = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    buffers = Buffers(model)
+    hooks = [module.register_forward_pre_hook(trace.enter) for module in names]
+    hooks += [module.register_forward_hook(trace.leave) for module in names]
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # it reads weights without calling the layers
+        model.eval()
+        with isolated_rng(), torch.no_grad(), trace:
+            trace.use(forward())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+        buffers.restore()
+    return trace.pairs()
+
+
+class _Trace(TorchDispatchMode):
+    """Follows the outputs of linear layers through elementwise functions into other linear layers.
+
+    Args:
+        names: of the layers.
+    """
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._inside = names, 0
+        self._made_by: dict[int, frozenset[str]] = {}
+        self._alive: list[Tensor] = []
+        self._read_by: dict[str, set[str]] = {}
+        self._reads: dict[str, list[frozenset[str]]] = {}
+        self._elsewhere: set[str] = set()
+
+    def pairs(self) -> dict[str, str]:
+        """The layers that can be cut, in the order in which they were called."""
+        found: dict[str, str] = {}
+        for first, readers in self._read_by.items():
+            together = {name for reader in readers for read in self._reads[reader] for name in read}
+            mixed = any(not read for reader in readers for read in self._reads[reader])
+            if mixed or together & self._elsewhere or any(found.get(n) == "rowwise" for n in together):
+                continue
+            if readers & together or any(found.get(n) == "colwise" for n in readers) or first in found:
+                continue
+            found |= dict.fromkeys(together, "colwise") | dict.fromkeys(readers, "rowwise")
+        return found
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note whose output a layer reads."""
+        self._inside += 1
+        if self._inside > 1:
+            return
+        sources = self._sources(args)
+        self._reads.setdefault(self._names[module], []).append(sources)
+        for source in sources:
+            self._read_by.setdefault(source, set()).add(self._names[module])
+
+    def leave(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Follow its output."""
+        self._inside -= 1
+        if not self._inside:
+            self._follow(output, frozenset({self._names[module]}))
+
+    def use(self, value: Any) -> None:
+        """Whatever the layers gave to `value` is used as a whole."""
+        self._elsewhere |= self._sources(value)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sources = self._sources((args, kwargs))
+        if sources and not self._inside:
+            if self._is_elementwise(function, args, result):
+                self._follow(result, sources)
+            else:
+                self._elsewhere |= sources
+        return result
+
+    def _is_elementwise(self, function: Any, args: Any, result: Any) -> bool:
+        """Whether each element of the result is computed from the elements at its place alone."""
+        if not isinstance(result, Tensor):
+            return False
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        if any(not self._made_by.get(id(t)) and t.numel() > 1 for t in tensors):
+            return False  # the other operand would have to be cut, too
+        pointwise = torch.Tag.pointwise in function.tags or function._schema.name in _ALIASES
+        return pointwise and all(t.shape == result.shape or t.numel() == 1 for t in tensors)
+
+    def _follow(self, tensor: Tensor, sources: frozenset[str]) -> None:
+        self._made_by[id(tensor)] = sources
+        self._alive.append(tensor)  # or another would get its id
+
+    def _sources(self, value: Any) -> frozenset[str]:
+        leaves = torch.utils._pytree.tree_leaves(value)
+        found = (self._made_by.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+        return frozenset(name for names in found if names for name in names)

@@ -1,0 +1,107 @@
+"""Compare, in the first step, what has to be equal on the ranks that share a model.
+
+A model that draws its own random numbers, an augmentation that differs between ranks, or a parameter of which
+a rank has only a part of the gradient would otherwise train something else without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.checkpoint.dtensor import is_sharded
+from distributed.errors import UserError
+from distributed.parallel.tensor_layers import TensorAxis
+
+__all__ = ["EqualOnTensorRanks"]
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Relative difference that the order of additions explains, by dtype."""
+
+
+class EqualOnTensorRanks:
+    """Compares inputs and gradients over the ranks of the tensor axis, once.
+
+    Args:
+        axis: the ranks.
+        module: the model.
+    """
+
+    def __init__(self, axis: TensorAxis, module: nn.Module) -> None:
+        self._axis, self._module = axis, module
+
+    @contextmanager
+    def inputs(self) -> Iterator[None]:
+        """Within the block, compare the input of each layer that is cut. Collective.
+
+        Raises:
+            UserError: a layer has different inputs.
+        """
+        self._axis.check = self._check_input
+        try:
+            yield
+        finally:
+            self._axis.check = None
+
+    def _check_input(self, name: str, x: Tensor) -> None:
+        if not self._are_equal(_marks([x]), x.dtype)[0]:
+            raise UserError(
+                f"the ranks that share the layer '{name}' have computed different inputs for it. The step was"
+                " not taken",
+                field="parallel.tensor",
+                got=self._axis.size,
+                allowed="models and data that are the same on the ranks that share a model",
+                remedy="Draw random numbers from torch's global generator, and let no sample depend on the"
+                " rank (data.per_sample_rng=true for augmentation)",
+            )
+
+    def check_gradients(self, partial: Sequence[nn.Parameter]) -> None:
+        """Compare the gradients of the parameters that are not cut. Collective.
+
+        Raises:
+            UserError: a gradient differs.
+        """
+        skipped = {id(p) for p in partial}
+        named = [
+            (name, p)
+            for name, p in self._module.named_parameters()
+            if p.grad is not None and not is_sharded(p) and id(p) not in skipped
+        ]
+        if not named:
+            return
+        coarsest = max((p.dtype for _, p in named), key=lambda dtype: _ROUNDING.get(dtype, 1e-2))
+        equal = self._are_equal(_marks([p.grad for _, p in named if p.grad is not None]), coarsest)
+        wrong = [name for (name, _), same in zip(named, equal, strict=True) if not same]
+        if wrong:
+            raise UserError(
+                f"the gradient of '{wrong[0]}' differs between the ranks that share the model: each has a"
+                " part of it, and the plan does not name its module. The step was not taken",
+                field="parallel.tensor_plan",
+                got=f"{len(wrong)} parameters without a word",
+                remedy="Add the module with replicated_with_grad_allreduce",
+            )
+
+    def _are_equal(self, own: Tensor, dtype: torch.dtype) -> list[bool]:
+        low, high = own.clone(), own.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._axis.group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._axis.group)
+        room = _ROUNDING.get(dtype, 0.0)
+        return [
+            bool(abs(most[0] - least[0]) <= room * most[1] + 1e-30)
+            for least, most in zip(low.tolist(), high.tolist(), strict=True)
+        ]
+
+
+@torch.no_grad()
+def _marks(tensors: Sequence[Tensor]) -> Tensor:
+    """(sum with weights that depend on the place, sum of absolute values) of each tensor, in float64."""
+    rows = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).double()
+        weights = torch.arange(flat.numel(), device=flat.device) % 97 + 1
+        rows.append(torch.stack([(flat * weights).sum(), flat.abs().sum() * 97]))
+    return torch.stack(rows)

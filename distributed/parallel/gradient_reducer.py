@@ -1,0 +1,146 @@
+"""Gradients added over the ranks that hold copies of a parameter, in buckets, while backward runs.
+
+torch's DistributedDataParallel does the same for plain parameters, and refuses DTensors (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from distributed.checkpoint.dtensor import is_sharded, local_part
+from distributed.errors import UserError
+
+__all__ = ["GradientReducer", "align_gradient"]
+
+
+def align_gradient(parameter: Any) -> None:
+    """Give a DTensor's gradient the layout of its parameter; torch's own layers leave another (torch 2.13).
+    Collective along the mesh of the parameter where it has."""
+    gradient = parameter.grad
+    if is_sharded(parameter) and gradient is not None and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+class GradientReducer:
+    """Hooks on parameters that start the reduction of a bucket as soon as its gradients are there.
+
+    Args:
+        names: trainable parameter -> its name in errors; the same order on all ranks.
+        group: process group of the ranks that hold copies; None for a single one.
+        bucket_bytes: size of a bucket.
+        find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
+            error, as under DDP.
+
+    Attributes:
+        active: whether this backward is the window's last, whose gradients are final.
+    """
+
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], group: Any, bucket_bytes: float, find_unused: bool
+    ) -> None:
+        self._names, self._group, self._find_unused = dict(names), group, find_unused
+        self._buckets = _buckets(list(self._names), bucket_bytes)
+        self._bucket_of: dict[Tensor, int] = {
+            p: number for number, bucket in enumerate(self._buckets) for p in bucket
+        }
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._sent: list[tuple[Any, Tensor, list[Tensor]]] = []
+        self.active = False
+        self._waited, self._steps = 0.0, 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
+
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def seconds_per_step(self) -> float:
+        """Mean of the seconds in `finish` since the last call."""
+        seconds, self._waited = self._waited, 0.0
+        steps, self._steps = self._steps, 0
+        return seconds / steps if steps else 0.0
+
+    def finish(self) -> None:
+        """Send what no hook has sent, wait for all, and leave the sums in ``.grad``. Collective.
+
+        Raises:
+            UserError: a gradient is missing.
+        """
+        self.active, start = False, perf_counter()
+        for parameter in self._names:
+            align_gradient(parameter)
+        used = self._share_use()
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for work, flat, gradients in self._sent:
+            if work is not None:
+                work.wait()
+                torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+        self._sent, self._missing = [], [len(bucket) for bucket in self._buckets]
+        for parameter, count in zip(self._names, used, strict=False):
+            if not count:
+                parameter.grad = None  # no rank has used it, and an optimizer would decay it
+        self._waited, self._steps = self._waited + perf_counter() - start, self._steps + 1
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.active:
+            return
+        align_gradient(parameter)
+        self._missing[self._bucket_of[parameter]] -= 1
+        # In the same order on all ranks, in whatever order backward makes the gradients.
+        while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] == 0:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        gradients = [local_part(p.grad) for p in bucket]
+        if self._group is None:
+            self._sent.append((None, gradients[0], gradients))
+            return
+        flat = _flatten_dense_tensors(gradients)
+        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
+
+    def _share_use(self) -> list[float]:
+        """How many ranks have each gradient; fills in zeros for those missing. Empty if all have all."""
+        missing = [p for p in self._names if p.grad is None]
+        if missing and not self._find_unused:
+            raise UserError(
+                f"the loss of a step did not depend on all trainable parameters, such as"
+                f" '{self._names[missing[0]]}', and the ranks wait for the gradients of all",
+                field="find_unused_parameters",
+                got=False,
+                allowed="true, if some steps leave parameters out",
+                remedy="Set find_unused_parameters=true, or freeze the unused parameters with"
+                " requires_grad_(False)",
+            )
+        if not self._find_unused:
+            return []
+        used = torch.tensor([float(p.grad is not None) for p in self._names])
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        if self._group is not None:
+            dist.all_reduce(used, group=self._group)
+        counts: list[float] = used.tolist()
+        return counts
+
+
+def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Parameters in the order in which backward reaches them, as far as known: from the last to the first.
+    Those of a bucket have one dtype."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0.0
+    for parameter in reversed(parameters):
+        nbytes = local_part(parameter).nbytes
+        if not buckets or size + nbytes > limit or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(parameter)
+        size += nbytes
+    return buckets

@@ -1,0 +1,72 @@
+"""Mesh: the device mesh of a run, its process groups, and how many ranks hold the same elements."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distributed.checkpoint.dtensor import is_sharded
+from distributed.interfaces.parallel_dims import AXES, ParallelDims
+
+__all__ = ["Mesh"]
+
+
+class Mesh:
+    """The ranks as a grid with an axis for each way of dividing a training. Collective.
+
+    Args:
+        dims: number of ranks along each axis.
+        rank: this rank.
+        device: its device, e.g. ``cpu`` or ``cuda:1``.
+        timeout: of a collective, in seconds.
+
+    Attributes:
+        device_mesh: torch's mesh, with the axes that have several ranks.
+    """
+
+    def __init__(self, dims: ParallelDims, rank: int, device: str, timeout: float) -> None:
+        self.dims, self.rank, self._timeout = dims, rank, timedelta(seconds=timeout)
+        self._axes = tuple(axis for axis in AXES if dims.size(axis) > 1)
+        sizes = tuple(dims.size(axis) for axis in self._axes)
+        self.device_mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=self._axes)
+        self._groups: dict[tuple[str, ...], Any] = {}
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The mesh along those of `axes` that have several ranks."""
+        found = tuple(axis for axis in self._axes if axis in axes)
+        return self.device_mesh if found == self._axes else self.device_mesh[found]
+
+    def group(self, *axes: str) -> Any:
+        """Process group of the ranks that differ from this one along `axes` alone; None if that is this rank
+        only. Collective when first called for these axes."""
+        found = tuple(axis for axis in self._axes if axis in axes)
+        if not found:
+            return None
+        if found not in self._groups:
+            mesh = self.submesh(*found)
+            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(found))
+            group = flat.get_group()
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
+            self._groups[found] = group
+        return self._groups[found]
+
+    def copies(self, tensor: Tensor) -> tuple[int, int]:
+        """Index of this rank among those that hold the same elements of `tensor`, and their number."""
+        cut = self._axes_of(tensor)
+        rest = [axis for axis in AXES if axis not in cut]
+        return self.dims.index(self.rank, *rest), self.dims.size(*rest)
+
+    def _axes_of(self, tensor: Any) -> set[str]:
+        """Axes along which a tensor is cut."""
+        if not is_sharded(tensor):
+            return set()
+        names = tensor.device_mesh.mesh_dim_names or ()
+        return {
+            name
+            for name, placement in zip(names, tensor.placements, strict=True)
+            if hasattr(placement, "dim")
+        }

@@ -1,0 +1,259 @@
+"""MeshBackend: a process-group backend whose ranks may share a model, along the axes of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
+from distributed.communication.broadcast import broadcast_values
+from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.parallel.automatic_pairs import find_pairs
+from distributed.parallel.first_step import EqualOnTensorRanks
+from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.mesh import Mesh
+from distributed.parallel.sample_batch import forward_of
+from distributed.parallel.tensor_layers import TensorAxis
+from distributed.parallel.tensor_model import check_optimizer, cut_model, report
+from distributed.training.optimizers import follow_parameters
+from distributed.training.original_model import OriginalModel
+from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.sharded_scaler import ShardedScaler
+from distributed.training.step_module import StepModule
+from distributed.training.whole_model import read_only
+
+__all__ = ["MeshBackend"]
+
+_MATHS = torch.backends.mha
+
+
+class MeshBackend(ProcessGroupBackend):
+    """The base of backends that train along the axes of ``parallel``; without such an axis as its base.
+
+    A subclass reduces gradients over the ranks with different samples (`reduce_gradients`); this class does
+    what all of them share: it cuts the model over the tensor axis before `place` of the subclass, counts each
+    element once in the norm and in checkpoints, and reports each sample once.
+
+    Attributes:
+        mesh: the ranks, None if all of them only have different samples.
+        original: the model before anything was cut, None if nothing was.
+    """
+
+    mesh: Mesh | None = None
+    original: OriginalModel | None = None
+    _axis: TensorAxis | None = None
+    _first: EqualOnTensorRanks | None = None
+    _fast_path: bool | None = None
+    _partial: tuple[nn.Parameter, ...] = ()
+
+    def setup(self, plan: RunPlan) -> World:
+        if plan.dims.model_parallel_size > 1:
+            self.scaler_class = ShardedScaler
+        world = super().setup(plan)
+        self._joined = plan.joined is not None
+        if self.needs_mesh(plan.dims):
+            self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
+        return world
+
+    def needs_mesh(self, dims: ParallelDims) -> bool:
+        """Whether there is more than ranks with different samples and copies of the model."""
+        return dims.model_parallel_size > 1
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether several ranks have the same samples."""
+        return self.world.model_parallel_size > 1
+
+    @property
+    def replica_group(self) -> Any:
+        """Process group of the ranks with different samples; None for all."""
+        return self.mesh.group("data", "shard") if self.mesh is not None and self.shares_model else None
+
+    # -- the model --------------------------------------------------------------------
+
+    def prepare(self, task: Task) -> None:
+        self._task = task
+        super().prepare(task)
+        if self._axis is not None:
+            check_optimizer(self.optimizer, self.config.backend)
+            self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
+            names = self._axis.partial
+            self._partial = tuple(p for n, p in self.module.named_parameters() if n in names)
+            self._first = EqualOnTensorRanks(self._axis, self.module)
+        self._cut_optimizer_state()
+        for group in self.optimizer.param_groups:
+            # One kernel cannot take parameters of several meshes, or of one and of none, together.
+            if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+                group.update({flag: False for flag in ("foreach", "fused") if flag in group})
+
+    def cut(self, model: nn.Module, built_by_one: bool = False) -> None:
+        """Cut `model` in place over the tensor axis, if there is one. Collective.
+
+        Args:
+            built_by_one: only rank 0 has the model's values.
+        """
+        if self.mesh is None or self.mesh.dims.tensor == 1:
+            return
+        if self._joined and not built_by_one:
+            # Ranks that we started have the same weights; others built their own.
+            broadcast_values([*model.parameters(), *model.buffers()])
+        if self.original is None:
+            self.original = OriginalModel(model)
+        self._fast_path = _MATHS.get_fastpath_enabled()
+        _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
+        self._axis = TensorAxis(self.mesh.submesh("tensor"))
+        given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
+        names = cut_model(model, self._axis, given, self.config.backend, pairs)
+        if self.world.rank == 0:
+            report(model, names)
+
+    def _pairs(self, model: nn.Module) -> Mapping[str, str]:
+        """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""
+        found: Any = None
+        if self.world.rank == 0:
+            try:
+                found = find_pairs(model, forward_of(self._task, model, self.world.device))
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                found = error
+        found = self.broadcast_object(found)
+        if isinstance(found, BaseException):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    def place(self, model: nn.Module) -> nn.Module:
+        self.cut(model)
+        placed = super().place(model)
+        self.settle()
+        return placed
+
+    def settle(self) -> None:
+        """Once the model is cut: give the parameters in their places the attributes of the original ones."""
+        if self.original is not None:
+            self.original.copy_attributes()
+            self.original.let_go()
+
+    def _cut_optimizer_state(self) -> None:
+        """Cut the state of an optimizer that an earlier fit used, which is of whole parameters."""
+        for parameter, state in self.optimizer.state.items():
+            for slot, value in state.items():
+                if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[slot] = cut_like(parameter, value)
+
+    # -- one step ---------------------------------------------------------------------
+
+    def reducer_of(self, step: StepModule) -> GradientReducer:
+        """Adds the gradients of `step` over the ranks with different samples."""
+        names = {p: name for name, p in step.named_parameters() if p.requires_grad}
+        limit = self.config.bucket_cap_mb * 2**20
+        return GradientReducer(names, self.replica_group, limit, self.config.find_unused_parameters)
+
+    def reduce_gradients(self) -> None:
+        """Called at the end of a window: leave in ``.grad`` what the ranks with different samples add up to.
+        Collective. Nothing to do where backward has done it."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        if self._axis is None:
+            return super().run_window(window)
+        with self._first.inputs() if self._first is not None else nullcontext(), self._loss_of_parts():
+            seen = super().run_window(window)
+        self.reduce_gradients()
+        self._sum_partial(self._axis)
+        return seen if self._reports else (0.0, 0)
+
+    def _loss_of_parts(self) -> AbstractContextManager[Any]:
+        if self._axis is None or not self._axis.joins_vocabulary:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank is the one, of those with the same samples, that reports what it sees."""
+        return (
+            self.mesh is None or self.mesh.dims.index(self.world.rank, "pipeline", "context", "tensor") == 0
+        )
+
+    @torch.no_grad()
+    def _sum_partial(self, axis: TensorAxis) -> None:
+        """Add up gradients to which each rank of the tensor axis has contributed a part. Collective."""
+        gradients = [local_part(p.grad) for p in self._partial if p.grad is not None]
+        if gradients:
+            flat = torch._utils._flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=axis.group)
+            torch._foreach_copy_(gradients, list(torch._utils._unflatten_dense_tensors(flat, gradients)))
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        if self._first is not None:
+            self._first.check_gradients(self._partial)
+            self._first = None
+        return super().optimizer_step(max_norm, want_norm)
+
+    def gradients(self) -> list[Tensor]:
+        return [local_part(gradient) for gradient in super().gradients()]
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        if self.mesh is None:
+            return super().gradient_norm()
+        # An element that several ranks hold counts on each by its share: the ranks add up to the norm.
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        held = [p for p in self._parameters if p.grad is not None]
+        for copies in {self.mesh.copies(p)[1] for p in held}:
+            parts = [local_part(p.grad) for p in held if self.mesh.copies(p)[1] == copies]
+            for norm in torch._foreach_norm(parts):
+                square += norm.to(square).square() / copies
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        found = super().evaluate_window(window)
+        return found if self._reports else {}
+
+    # -- state ------------------------------------------------------------------------
+
+    @property
+    def holders(self) -> tuple[int, int]:
+        return (self.world.rank, self.world.size) if self.shares_model else super().holders
+
+    def copies(self, tensor: Tensor) -> tuple[int, int]:
+        return super().copies(tensor) if self.mesh is None else self.mesh.copies(tensor)
+
+    def replicated(self) -> Mapping[str, Any] | None:
+        """Trained parameters that no axis cuts."""
+        cut = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+        return {name: p.detach() for name, p in cut if not is_sharded(p)}
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        return super().whole_model() if self.original is None else read_only(self.original.whole_copy())
+
+    @torch.no_grad()
+    def release(self) -> None:
+        if self.original is None:
+            return
+        cut = dict(self.module.named_parameters())
+        self.original.restore()
+        self.original = self._axis = None
+        follow_parameters(self.optimizer, cut, self.module)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for slot, value in state.items():
+                    if is_sharded(value):
+                        state[slot] = whole(value).to(parameter.device)
+
+    def teardown(self) -> None:
+        if self._fast_path is not None:
+            _MATHS.set_fastpath_enabled(self._fast_path)
+            self._fast_path = None
+        super().teardown()

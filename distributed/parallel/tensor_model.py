@@ -1,0 +1,99 @@
+"""Cut a model in place over the ranks of the tensor axis."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from distributed.checkpoint.dtensor import is_sharded
+from distributed.errors import UserError
+from distributed.parallel.tensor_layers import TensorAxis, apply_word
+from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan, tied_places
+from distributed.training.model_traits import HOOKED, SPARSE, refuse
+
+__all__ = ["check_optimizer", "cut_model", "report"]
+
+logger = logging.getLogger("distributed")
+
+_CANNOT = {
+    HOOKED: "tensor parallelism would not call it, because it replaces parameters by parts",
+    SPARSE: "tensor parallelism cuts dense gradients",
+}
+
+
+def cut_model(
+    model: nn.Module,
+    axis: TensorAxis,
+    given: Mapping[str, str],
+    backend: str,
+    find_pairs: Callable[[], Mapping[str, str]],
+) -> list[str]:
+    """Cut the modules that the plan names. All names stay; tied weights stay tied.
+
+    Args:
+        model: whole, and the same on all ranks.
+        given: ``parallel.tensor_plan``.
+        backend: its name, for messages.
+        find_pairs: finds pairs of linear layers, for a model without a plan.
+
+    Returns:
+        Names of the modules that are cut.
+
+    Raises:
+        UserError: the plan would train something else, or there is nothing that can be cut.
+    """
+    refuse(model, backend, _CANNOT)
+    plan = given or declared_plan(model) or find_pairs()
+    cuts = read_plan(model, plan, given=bool(given))
+    if not cuts:
+        raise UserError(
+            "no module of the model can be cut: it has no plan, and no pair of linear layers with elementwise"
+            " functions between them",
+            field="parallel.tensor",
+            got=axis.size,
+            allowed="1",
+            remedy="Name modules in parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down':"
+            " rowwise}, or use parallel.data",
+        )
+    check_cuts(model, cuts, axis.size)
+    ties = tied_places(model)
+    for cut in cuts:
+        apply_word(cut, axis)
+    for places in ties:
+        held = [module._parameters[name] for module, name, _ in places]
+        cut_one = next(filter(is_sharded, held), held[0])
+        for module, name, _ in places:
+            module._parameters[name] = cut_one
+    return [cut.name for cut in cuts]
+
+
+def report(model: nn.Module, names: list[str]) -> None:
+    """Log which modules are cut, and how much of the model that is."""
+    generic = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
+    total = sum(p.numel() for p in model.parameters())
+    cut = sum(p.numel() for p in model.parameters() if is_sharded(p))
+    shown = ", ".join(generic[:12]) + (f" and {len(generic) - 12} more" if len(generic) > 12 else "")
+    logger.info("tensor parallelism cuts %.0f %% of the parameters: %s", 100 * cut / max(total, 1), shown)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, backend: str) -> None:
+    """Refuse optimizers whose step needs whole parameters.
+
+    Raises:
+        UserError: it is one.
+    """
+    if isinstance(optimizer, _WHOLE):
+        raise UserError(
+            f"{type(optimizer).__name__} needs whole parameters, and tensor parallelism cuts them",
+            field="optimizer",
+            got=type(optimizer).__name__,
+            allowed="elementwise optimizers, such as SGD and AdamW",
+            remedy="Choose one of these, or parallel.tensor=1",
+        )
+
+
+_WHOLE = (torch.optim.Adafactor, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))

@@ -1,0 +1,141 @@
+"""OriginalModel: a module tree before it is cut, to copy it whole and to restore it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+
+from distributed.checkpoint.dtensor import whole
+from distributed.training.whole_model import copy_with
+
+__all__ = ["OriginalModel"]
+
+ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
+
+
+class OriginalModel:
+    """Snapshot of a module tree before its parameters are replaced by DTensors, which torch cannot undo.
+
+    Args:
+        model: whole.
+        added_by: prefixes of the modules whose hooks a sharded model has more than the whole one.
+    """
+
+    def __init__(self, model: nn.Module, added_by: tuple[str, ...] = ADDED_BY) -> None:
+        self._model, self._added_by = model, added_by
+        self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
+        self._parameters = [
+            (module, name, p, _real(p.device))
+            for module, _, _ in self._modules
+            for name, p in _own(module._parameters)
+        ]
+        self._buffers = [
+            (module, name, _real(b.device))
+            for module, _, _ in self._modules
+            for name, b in _own(module._buffers)
+        ]
+        self._added: list[tuple[nn.Module, set[str]]] = []
+
+    def copy_attributes(self) -> None:
+        """Copy the attributes of the original parameters to those in their place."""
+        for module, name, parameter, _ in self._parameters:
+            vars(module._parameters[name]).update(vars(parameter))
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Once sharded: note what was added, and free the whole parameters' memory."""
+        self._added = [(module, set(vars(module)) - keys) for module, _, keys in self._modules]
+        for module, name, parameter, _ in self._parameters:
+            if module._parameters[name] is not parameter:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within the block, modules have the classes, hooks and attributes of before; parameters stay cut."""
+        kinds = [type(module) for module, _, _ in self._modules]
+        tables = [
+            (table, OrderedDict(table))
+            for module, _, _ in self._modules
+            for name, table in vars(module).items()
+            if "_hooks" in name and isinstance(table, OrderedDict)
+        ]
+        taken = [(m, {key: vars(m).pop(key) for key in added if key in vars(m)}) for m, added in self._added]
+        for module, kind, _ in self._modules:
+            module.__class__ = kind
+            _remove_hooks(module, self._added_by)
+        try:
+            yield
+        finally:
+            for (module, _, _), kind in zip(self._modules, kinds, strict=True):
+                module.__class__ = kind
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            for module, values in taken:
+                vars(module).update(values)
+
+    @contextmanager
+    def whole_copy(self) -> Iterator[nn.Module]:
+        """A copy of the whole model. Collective."""
+        values = {p: whole(p) for p in self._model.parameters()}
+        with self.undone():
+            unsharded = copy_with(self._model, values)
+        values.clear()
+        yield unsharded
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The same parameter objects, filled; the same classes and hooks. Collective."""
+        full: dict[int, nn.Parameter] = {}
+        for module, name, parameter, device in self._parameters:
+            current: Any = module._parameters[name]
+            if id(parameter) not in full:
+                full[id(parameter)] = _filled(parameter, whole(current).detach().to(device))
+            module._parameters[name] = full[id(parameter)]
+        for module, name, device in self._buffers:
+            buffer = module._buffers[name]
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for module, kind, _ in self._modules:
+            module.__class__ = kind
+            _module_state_mapping.pop(module, None)
+            _remove_hooks(module, self._added_by)
+        for module, added in self._added:
+            for key in added:
+                vars(module).pop(key, None)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """`parameter` holding `data`; another in its place where it came without memory."""
+    if parameter.is_meta:
+        filled = nn.Parameter(data, parameter.requires_grad)
+        vars(filled).update(vars(parameter))
+        return filled
+    parameter.data, parameter.grad = data, None
+    return parameter
+
+
+def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _remove_hooks(module: nn.Module, added_by: tuple[str, ...]) -> None:
+    """Remove the hooks of a sharded model, recognized by their module."""
+    tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
+    for name, table in tables.items():
+        if not name.endswith("_hooks"):
+            continue
+        for key, hook in list(table.items()):
+            function = getattr(hook, "hook", hook)
+            if str(getattr(function, "__module__", "")).startswith(added_by):
+                for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                    getattr(module, same, {}).pop(key, None)
