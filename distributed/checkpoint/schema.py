@@ -222,8 +222,9 @@ def _check_extra(extra: dict[str, Any], step: int) -> None:
         texts = (extra.get("model_files") or {}).get(name, {})
         if not _has_names(texts) or not _is_names(texts.values()):
             raise ValueError(f"extra.model_files.{name} is {shown(texts)}")
-    if extra.get("lineage") is not None:
-        _name(extra["lineage"], "extra.lineage")
+    for name in ("lineage", "model_axes"):
+        if extra.get(name) is not None:
+            _name(extra[name], f"extra.{name}")
     if type(extra.get("best", False)) is not bool:
         raise ValueError(f"extra.best is {shown(extra['best'])}")
     callbacks = extra.get("callbacks")

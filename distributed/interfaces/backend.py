@@ -165,9 +165,16 @@ class Backend(ABC):
         return 0.0
 
     def replicated(self) -> Mapping[str, Any] | None:
-        """Trained parameters of which every rank holds a copy, by name, detached; None when there
-        are none, or it is not known. Compared now and then, to notice a replica that went astray."""
+        """What every rank of `replica_set` holds a copy of, of the trained parameters, by name, detached;
+        None when there is nothing, or it is not known. Compared now and then, to notice a replica that went
+        astray."""
         return None
+
+    @property
+    def replica_set(self) -> tuple[int, int]:
+        """Index of the set of ranks that hold the same copies as this rank, and number of such equal sets.
+        Where ranks share a model, each part of it has copies of its own."""
+        return 0, 1
 
     def leave_out(self, names: Collection[str]) -> None:
         """Set what the next `export_state` leaves out, if the backend has `weight_digests`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -53,6 +54,11 @@ class ParallelDims:
         """Number of ranks that have the same samples."""
         return self.world_size // self.data_parallel_size
 
+    @property
+    def model_axes(self) -> str:
+        """``pipeline 2 x tensor 4``: the axes along which ranks have the same samples; empty without one."""
+        return self._named(axis for axis in AXES if axis not in DATA_AXES)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> index of `rank` along it."""
         found = {}
@@ -69,4 +75,7 @@ class ParallelDims:
 
     def __str__(self) -> str:
         """``data 2 x tensor 4``: the axes with several ranks."""
-        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "1 rank"
+        return self._named(AXES) or "1 rank"
+
+    def _named(self, axes: Iterable[str]) -> str:
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in axes if self.size(axis) > 1)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.training.forward_state import Buffers
-from distributed.training.seeding import isolated_rng
+from distributed.parallel.sample_batch import undisturbed
 
 __all__ = ["find_pairs"]
 
@@ -32,23 +31,14 @@ def find_pairs(model: nn.Module, forward: Callable[[], Any]) -> dict[str, str]:
         module: name for name, module in model.named_modules() if type(module) is nn.Linear
     }
     trace = _Trace(names)
-    modes = {module: module.training for module in model.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    buffers = Buffers(model)
     hooks = [module.register_forward_pre_hook(trace.enter) for module in names]
     hooks += [module.register_forward_hook(trace.leave) for module in names]
     try:
-        torch.backends.mha.set_fastpath_enabled(False)  # it reads weights without calling the layers
-        model.eval()
-        with isolated_rng(), torch.no_grad(), trace:
+        with undisturbed(model), trace:
             trace.use(forward())
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-        buffers.restore()
     return trace.pairs()
 
 

@@ -19,6 +19,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.parallel.automatic_pairs import find_pairs
+from distributed.parallel.cut_check import CutCheck, refuse_difference
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh import Mesh
@@ -112,17 +113,30 @@ class MeshBackend(ProcessGroupBackend):
         self._fast_path = _MATHS.get_fastpath_enabled()
         _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
+        check = None if built_by_one else self._cut_check(model)
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
         names = cut_model(model, self._axis, given, self.config.backend, pairs)
         if self.world.rank == 0:
             report(model, names)
+        if self.all_reduce([float(check is None)])[0] == 0.0:
+            assert check is not None
+            times = self.all_reduce([check.difference()])[0] / self.world.size
+            if times > 1.0:
+                refuse_difference(times, self._axis.size)
+
+    def _cut_check(self, model: nn.Module) -> CutCheck | None:
+        """None for data and models with which no forward pass is possible here and now."""
+        try:
+            return CutCheck(model, forward_of(self._task, model))
+        except Exception:  # noqa: BLE001 - what is wrong with the model or its data is raised in training
+            return None
 
     def _pairs(self, model: nn.Module) -> Mapping[str, str]:
         """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""
         found: Any = None
         if self.world.rank == 0:
             try:
-                found = find_pairs(model, forward_of(self._task, model, self.world.device))
+                found = find_pairs(model, forward_of(self._task, model))
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 found = error
         found = self.broadcast_object(found)
@@ -230,9 +244,16 @@ class MeshBackend(ProcessGroupBackend):
         return super().copies(tensor) if self.mesh is None else self.mesh.copies(tensor)
 
     def replicated(self) -> Mapping[str, Any] | None:
-        """Trained parameters that no axis cuts."""
-        cut = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
-        return {name: p.detach() for name, p in cut if not is_sharded(p)}
+        """Trained parameters, of which a rank may hold a part."""
+        trained = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+        return {name: local_part(p).detach() for name, p in trained}
+
+    @property
+    def replica_set(self) -> tuple[int, int]:
+        if self.mesh is None:
+            return 0, 1
+        axes = ("pipeline", "context", "tensor")
+        return self.mesh.dims.index(self.world.rank, *axes), self.mesh.dims.size(*axes)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         return super().whole_model() if self.original is None else read_only(self.original.whole_copy())

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.training.batch_transfer import move
+from distributed.training.forward_state import Buffers
+from distributed.training.seeding import isolated_rng
 
-__all__ = ["forward_of"]
+__all__ = ["forward_of", "undisturbed"]
 
 _SAMPLES = 2
 
 
-def forward_of(task: Task, model: nn.Module, device: str) -> Callable[[], Any]:
+def forward_of(task: Task, model: nn.Module) -> Callable[[], Any]:
     """What calls `model` with two samples as a training step does, and returns its output.
 
     Raises:
@@ -33,7 +37,8 @@ def forward_of(task: Task, model: nn.Module, device: str) -> Callable[[], Any]:
             " rowwise}",
         )
     number = min(_SAMPLES, source.length or _SAMPLES)
-    batch = source.collate_fn([source.dataset[index] for index in range(number)])
+    with isolated_rng():
+        batch = source.collate_fn([source.dataset[index] for index in range(number)])
     where = str(next(model.parameters()).device)
     return lambda: _call(task, model, move(batch, where))
 
@@ -44,3 +49,20 @@ def _call(task: Task, model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch[:-1])
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation without gradients, after which modes, buffers and random numbers are as before."""
+    modes = {module: module.training for module in model.modules()}
+    buffers, fast = Buffers(model), torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # it reads weights without calling the layers
+        model.eval()
+        with isolated_rng(), torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, mode in modes.items():
+            module.training = mode
+        buffers.restore()

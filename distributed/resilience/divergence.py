@@ -67,17 +67,20 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
     """
     world, own = backend.world, _prints(backend.replicated() or {})
     # The sums of all parameters of all ranks would not fit into the memory of one.
-    found = backend.gather_objects((world.host, os.getpid(), digest_of([part.bits for part in own.values()])))
-    keys = [part[2] for part in found]
-    number = Counter(keys)
-    # On a tie rank 0's, because its parameters are the ones that are saved.
-    usual = max(number, key=lambda key: (number[key], key == keys[0]))
+    digest, own_set = digest_of([part.bits for part in own.values()]), backend.replica_set[0]
+    found = backend.gather_objects((world.host, os.getpid(), digest, own_set))
+    sets = [part[3] for part in found]
+    chosen = next(s for s in sets if len({part[2] for part in found if part[3] == s}) > 1)
+    keys = [part[2] if part[3] == chosen else None for part in found]
+    number = Counter(key for key in keys if key is not None)
+    # On a tie the lowest rank's, because its parameters are the ones that are saved.
+    usual = max(number, key=lambda key: (number[key], key == next(k for k in keys if k is not None)))
     reference = backend.broadcast_object(own, keys.index(usual))
-    odd = [rank for rank, key in enumerate(keys) if key != usual]
+    odd = [rank for rank, key in enumerate(keys) if key not in (usual, None)]
     rank = odd[0]
     first = backend.broadcast_object(own, rank)
     names = [name for name in reference if first[name].bits != reference[name].bits]
-    off = max(backend.gather_objects(_distance(own, reference)))
+    off = max(backend.gather_objects(_distance(own, reference) if own_set == chosen else 0.0))
     what = (
         f"{name_ranks(odd)} ({found[rank][0]}, pid {found[rank][1]})"
         f" {'differ' if len(odd) > 1 else 'differs'} from the other ranks: after step {step},"
@@ -86,7 +89,11 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
     )
     if off <= _ROUNDING:
         return f"{what}; the relative difference is {off:.0e}: rounding, if the hosts' processors differ"
-    tie = " With two ranks it is impossible to determine which one is correct." if world.size == 2 else ""
+    tie = (
+        " With two copies it is impossible to determine which one is correct."
+        if len(number) == sum(number.values()) == 2
+        else ""
+    )
     return WorkerError(
         f"{what}.{tie} Try: change parameters in a callback, a hook or a custom optimizer in the same way on"
         " all ranks, draw no random numbers in an update, and check the memory of that host; or set"

@@ -101,7 +101,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.schedule = Schedule()
         self.callbacks = CallbackRunner(self, task.callbacks, catalog)
         self.trackers = Trackers(plan.config, backend.world, catalog, tracker_contexts)
-        self.state = TrainState(self.progress, self.schedule, self.callbacks, self.feed)
+        axes = plan.dims.model_axes
+        self.state = TrainState(self.progress, self.schedule, self.callbacks, self.feed, axes)
         self.records = StepRecords(plan.config, backend, self.state, self.history)
         self.consensus = StopConsensus(backend, self.progress, self.history, self.goal)
         self.validator = Validator(backend, val_feeds(plan, task, backend))

@@ -23,7 +23,7 @@ class ReducedInterval:
         losses: sum of losses of each step.
         counts: samples or tokens of each step.
         phases: seconds of each phase (`PHASES` and ``other``), one mapping per rank, or rank 0's alone.
-        same_replicas: all ranks have the same checksum of their parameters.
+        same_replicas: all ranks with copies of the same have the same checksum of their parameters.
         same_settings: all ranks have the same digest of their `Backend.settings`.
         wants_times: rank 0 asks for the phases of every rank in the next interval.
         saved: a rank has finished writing the checkpoint in progress.
@@ -49,6 +49,7 @@ class ReducedInterval:
         flags: tuple[bool, bool, bool, bool],
         rank: int,
         num_slots: int,
+        replica_set: tuple[int, int] = (0, 1),
     ) -> list[float]:
         """One rank's addend: losses, counts, slots of phases, checksums and the flags.
 
@@ -59,23 +60,29 @@ class ReducedInterval:
             flags: wants_times, saved, stop and go.
             rank: whose slot to fill, if there is one.
             num_slots: ranks whose phases are sent: all, or rank 0 alone.
+            replica_set: `Backend.replica_set`.
         """
         slots = [0.0] * (len(_SENT) * num_slots)
         if rank < num_slots:
             slots[rank * len(_SENT) : (rank + 1) * len(_SENT)] = [seconds[name] for name in _SENT]
-        compared = [*equality_terms(seconds["checksum"]), *equality_terms(seconds["settings"])]
+        number, sets = replica_set
+        replicas = [0.0] * (NUM_TERMS * sets)
+        replicas[number * NUM_TERMS : (number + 1) * NUM_TERMS] = equality_terms(seconds["checksum"])
+        compared = [*replicas, *equality_terms(seconds["settings"])]
         return [*losses, *counts, *slots, *compared, *map(float, flags)]
 
     @classmethod
-    def unpack(cls, values: Sequence[float], num_steps: int, size: int) -> ReducedInterval:
-        """The inverse of `pack`, of the sum over all `size` ranks."""
+    def unpack(cls, values: Sequence[float], num_steps: int, size: int, sets: int = 1) -> ReducedInterval:
+        """The inverse of `pack`, of the sum over all `size` ranks with their `sets` of replicas."""
         totals, flags = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
-        replicas, settings = totals[-2 * NUM_TERMS : -NUM_TERMS], totals[-NUM_TERMS:]
-        slots = totals[2 * num_steps : -2 * NUM_TERMS]
+        end = -(1 + sets) * NUM_TERMS
+        replicas, settings = totals[end:-NUM_TERMS], totals[-NUM_TERMS:]
+        slots = totals[2 * num_steps : end]
         starts = range(0, len(slots), len(_SENT))
         phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
-        same = are_equal(replicas, size), are_equal(settings, size)
+        by_set = (replicas[at : at + NUM_TERMS] for at in range(0, len(replicas), NUM_TERMS))
+        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, size)
         return cls(losses, counts, phases, *same, *(flag > 0 for flag in flags))
 
     @property

@@ -70,7 +70,7 @@ class Resumer:
 
     def load(self, path: str) -> None:
         """Load the checkpoint at `path`: model, optimizer, scaler, scheduler, progress, and this
-        rank's random number generators when as many ranks saved it.
+        rank's random number generators when as many ranks with the same axes saved it.
 
         Raises:
             UserError: it is missing, damaged, or of another model or optimizer.
@@ -147,6 +147,8 @@ class Resumer:
             words = ("one" if had else "no", "one" if has else "no")
             log_on_rank_zero(backend, logging.WARNING, message, reader.path, *words)
         same_size = reader.world_size == backend.world.size
+        # Ranks that share a model draw the same numbers; on another mesh these would be other ranks.
+        same_size = same_size and saved.get("model_axes", "") == state.model_axes
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
         state.restore(saved, {**rank, **self._stream(reader, own)})

@@ -95,6 +95,7 @@ class TrainState:
     Args:
         progress: cursor and counters; `restore` overwrites it in place.
         feed: the training data, None when the caller brings each batch.
+        model_axes: `ParallelDims.model_axes` of the run.
 
     Attributes:
         lineage: identifies the run over restarts; None before its first checkpoint.
@@ -104,8 +105,14 @@ class TrainState:
     """
 
     def __init__(
-        self, progress: Progress, schedule: Schedule, callbacks: CallbackRunner, feed: Feed | None
+        self,
+        progress: Progress,
+        schedule: Schedule,
+        callbacks: CallbackRunner,
+        feed: Feed | None,
+        model_axes: str = "",
     ) -> None:
+        self.model_axes = model_axes
         self.progress, self.schedule, self.callbacks, self.feed = progress, schedule, callbacks, feed
         self.lineage: str | None = None
         self.frozen_at_start: dict[str, str] | None = None
@@ -122,6 +129,7 @@ class TrainState:
                 "lineage": self.lineage,
                 "frozen": self.frozen_at_start,
                 "callbacks": self.callbacks.states(),
+                "model_axes": self.model_axes,
             },
             {
                 "rng": capture_rng(),

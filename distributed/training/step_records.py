@@ -150,8 +150,10 @@ class StepRecords:
         seconds["settings"] = self._shared.digest() if self._shared else 0.0
         flags = (self._wants_times(), saved, stop, go)
         num_slots = world.size if self._sends_times or world.size <= _MANY else 1
-        own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots)
-        reduced = ReducedInterval.unpack(self.backend.all_reduce(own), len(losses), world.size)
+        own_set = self.backend.replica_set
+        own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots, own_set)
+        sums = self.backend.all_reduce(own)
+        reduced = ReducedInterval.unpack(sums, len(losses), world.size, own_set[1])
         self._sends_times = reduced.wants_times
         self.note_meeting()
         return reduced

@@ -105,8 +105,34 @@ class MultiheadDilatedAttention(nn.Module):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(batch, heads, length, head_dim) each -> the same; what a subclass replaces."""
         return dilated_attention(
-            q, k, v, self.segment_lengths, self.dilation_rates, causal=self.causal, group=self.group
+            q,
+            k,
+            v,
+            self.segment_lengths,
+            self.dilation_rates,
+            causal=self.causal,
+            group=self.group,
+            first_head=self.first_head(q.shape[1]),
         )
+
+    def first_head(self, heads: int) -> int:
+        """Number of the first of this rank's `heads`: which positions a head keeps depends on its number.
+
+        Raises:
+            KernelError: the projection makes fewer heads than the module has, and is not cut as a DTensor.
+        """
+        if heads == self.num_heads:
+            return 0
+        weight: Any = self.qkv.weight
+        if not hasattr(weight, "placements"):
+            raise KernelError(
+                "num_heads: the projection makes other heads than those of this module",
+                got=heads,
+                allowed=self.num_heads,
+                remedy="Cut the projection by tensor parallelism with DTensors, such as parallel.tensor",
+            )
+        mesh = weight.device_mesh
+        return int(mesh.get_local_rank(mesh.ndim - 1)) * heads
 
     def extra_repr(self) -> str:
         return (
@@ -184,6 +210,7 @@ class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention
             sparsity_ratio=self.sparsity_ratio,
             causal=self.causal,
             group=self.group,
+            first_head=self.first_head(q.shape[1]),
         )
 
     def extra_repr(self) -> str:

@@ -29,6 +29,7 @@ def block_sparse_dilated_attention(
     causal: bool = False,
     scale: float | None = None,
     group: ProcessGroup | None = None,
+    first_head: int = 0,
 ) -> Tensor:
     """One softmax over the pairs of all dilated branches that lie in kept blocks of their segment.
 
@@ -37,7 +38,8 @@ def block_sparse_dilated_attention(
     of 1 `dilated_attention`.
 
     Args:
-        q, k, v, segment_lengths, dilation_rates, causal, scale, group: as for `dilated_attention`.
+        q, k, v, segment_lengths, dilation_rates, causal, scale, group, first_head: as for
+            `dilated_attention`.
         pattern, block_size, sparsity_ratio: as for `block_pattern`, with the rows that a segment keeps as
             the length.
 
@@ -69,7 +71,7 @@ def block_sparse_dilated_attention(
         return list(masked_pieces(queries, keys, mask, block_size, diagonal, slice_pair.block))
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
-    branches = dilated_branches(q, pairs, cut, group)
+    branches = dilated_branches(q, pairs, cut, group, first_head)
     return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
 
 

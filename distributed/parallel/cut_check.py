@@ -1,0 +1,71 @@
+"""Compare the output of a model before and after it is cut.
+
+A layer may compute something that depends on its whole width, or on the number of a head, which nothing in
+its structure shows: it would train something else without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from distributed.checkpoint.dtensor import whole
+from distributed.errors import UserError
+from distributed.parallel.sample_batch import undisturbed
+
+__all__ = ["CutCheck"]
+
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
+Models of float64 weights may compute parts in float32."""
+_HALF = 0.1
+
+
+class CutCheck:
+    """The output of a whole model for two samples.
+
+    Args:
+        model: whole.
+        forward: calls it.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[], Any]) -> None:
+        self._model, self._forward = model, forward
+        self._before = self._outputs()
+        self._room = max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+
+    def difference(self) -> float:
+        """Largest difference between the cut model's output and the whole one's, as a multiple of what
+        rounding explains. Collective along the axes that cut it."""
+        found = 0.0
+        for before, after in zip(self._before, self._outputs(), strict=True):
+            if before.shape != after.shape:
+                return float("inf")
+            room = self._room * max(float(before.abs().max()), 1e-6) if before.numel() else 1.0
+            off = float((before - after).abs().max()) / room if before.numel() else 0.0
+            found = max(found, off if off == off else float("inf"))
+        return found
+
+    def _outputs(self) -> list[Tensor]:
+        with undisturbed(self._model):
+            leaves = tree_leaves(self._forward())
+        tensors = [whole(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+
+
+def refuse_difference(times: float, size: int) -> None:
+    """Raise a UserError for a model whose output depends on the ranks that cut it."""
+    raise UserError(
+        f"the model computes something else when {size} ranks cut it: its output for the first samples"
+        f" differs by {times:.0e} times what rounding explains",
+        field="parallel.tensor",
+        got=size,
+        allowed="models of which every cut layer computes each part of its output from the same part of its"
+        " weights",
+        remedy="Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave"
+        " the others whole",
+    )

@@ -1,0 +1,109 @@
+"""Deliberately broken forms of training on a mesh: each differs from the sound one by a line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_backends.ddp.backend import DDPBackend
+from distributed_backends.fsdp.backend import FSDPBackend
+from torch import Tensor, nn
+
+from distributed.checkpoint.dtensor import is_sharded
+from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.parallel import gradient_reducer
+from distributed.parallel.tensor_layers import TensorAxis
+from distributed.registry.catalog import get_catalog
+
+__all__ = ["MUTANTS", "spec_of"]
+
+
+class CopiesCountTwice(DDPBackend):
+    """The norm adds what several ranks hold several times."""
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        square = sum(
+            (g.double().square().sum() for g in self.gradients()), torch.zeros((), dtype=torch.float64)
+        )
+        dist.all_reduce(square)
+        return square.sqrt()
+
+
+class TiesComeApart(DDPBackend):
+    """An embedding and the layer that shares its weight each get a part of their own."""
+
+    def cut(self, model: nn.Module, built_by_one: bool = False) -> None:
+        super().cut(model, built_by_one)
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in seen:
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone())
+                elif parameter is not None:
+                    seen.add(id(parameter))
+
+
+class OneRankDrifts(DDPBackend):
+    """A parameter that every rank holds changes on one of them."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        result = super().optimizer_step(max_norm, want_norm)
+        whole = next(p for p in self.module.parameters() if not is_sharded(p))
+        if self.world.rank == 1:
+            whole.data += 1e-3
+        return result
+
+
+class OnePartDrifts(DDPBackend):
+    """One of two copies of a part of a parameter changes."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        result = super().optimizer_step(max_norm, want_norm)
+        part: Any = next(p for p in self.module.parameters() if is_sharded(p))
+        if self.world.rank == 3:
+            part.data.to_local().add_(1e-3)
+        return result
+
+
+class SlicesAreNotAdded(DDPBackend):
+    """Gradients of norms, of which each rank has those of its slice of the sequence, are not added."""
+
+    def _sum_partial(self, axis: TensorAxis) -> None:
+        self._first = None  # which would refuse it
+
+
+class LayoutIsNotTheParameters(DDPBackend):
+    """A gradient stays as torch's own layers leave it."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        gradient_reducer.align_gradient, kept = lambda parameter: None, gradient_reducer.align_gradient
+        try:
+            return super().run_window(window)
+        finally:
+            gradient_reducer.align_gradient = kept
+
+
+class CountsTokensTwice(FSDPBackend):
+    """Ranks that share a model each add their count of the same tokens."""
+
+    replica_group = None  # type: ignore[assignment]
+
+
+MUTANTS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(CopiesCountTwice, TiesComeApart, OneRankDrifts, OnePartDrifts, SlicesAreNotAdded),
+        *(LayoutIsNotTheParameters, CountsTokensTwice),
+    )
+}
+
+
+def spec_of(name: str) -> BackendSpec:
+    """The spec of a mutant, with all that its sound form claims."""
+    kind = MUTANTS[name]
+    base = get_catalog().backends["fsdp" if issubclass(kind, FSDPBackend) else "pytorch-ddp"]
+    return replace(base, name=f"mutant-{name}", target=f"{__name__}:{name}", axis_sizes=None)

@@ -1,0 +1,96 @@
+"""What would train something else on ranks that share a model is refused before its first step is taken.
+
+Each case is a model or a plan that a user may have, and whose ranks differ without an error of their own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distributed import UserError
+from distributed.testing.rank_pool import RankPool
+from tests.parallel.models import VOCABULARY, WIDTH, Perceptron, tokens
+from tests.parallel.test_tensor_parallel import trainer_of
+
+DATA = tokens(12)
+
+
+class ByNumber(nn.Module):
+    """Attention-like: what a head computes depends on its number, which each rank counts from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        heads = self.up(self.tokens(tokens)).unflatten(-1, (-1, 4))
+        slopes = torch.arange(heads.shape[-2], dtype=heads.dtype)[:, None]
+        logits: Tensor = self.down((heads * slopes).flatten(-2))
+        return logits
+
+
+class OverTheWidth(ByNumber):
+    """A softmax over the hidden layer, of which each rank has a part."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.down(self.up(self.tokens(tokens)).softmax(-1))
+        return logits
+
+
+class OwnNoise(Perceptron):
+    """Noise of a generator of its own, seeded by the process."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.training:
+            generator = torch.Generator().manual_seed(os.getpid())
+            x = x + 0.1 * torch.randn(x.shape, dtype=x.dtype, generator=generator)
+        logits: Tensor = self.layers(x)
+        return logits
+
+
+class Scaled(ByNumber):
+    """A weight for each feature of the hidden layer, of which each rank needs a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.down(self.up(self.tokens(tokens)).tanh() * self.scale)
+        return logits
+
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.mark.parametrize("kind", [ByNumber, OverTheWidth])
+def test_a_layer_that_needs_its_whole_width(kind: type[nn.Module], rank_pool: RankPool) -> None:
+    trainer = trainer_of(kind(), "pytorch-ddp", 2, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
+    with pytest.raises(UserError, match="computes something else when 2 ranks cut it"):
+        trainer.fit(DATA, max_steps=1)
+
+
+def test_it_has_no_pair_of_layers_that_could_be_cut(rank_pool: RankPool) -> None:
+    for kind in (ByNumber, OverTheWidth):
+        trainer = trainer_of(kind(), "pytorch-ddp", 2, rank_pool, {"tensor": 2})
+        with pytest.raises(UserError, match="no module of the model can be cut"):
+            trainer.fit(DATA, max_steps=1)
+
+
+def test_random_numbers_that_differ(rank_pool: RankPool) -> None:
+    trainer = trainer_of(OwnNoise().double(), "pytorch-ddp", 2, rank_pool, {"tensor": 2})
+    with pytest.raises(UserError, match=r"different inputs for it\. The step was not taken"):
+        trainer.fit(DATA, max_steps=1)
+
+
+def test_a_weight_between_the_layers_gets_a_part_of_its_gradient(rank_pool: RankPool) -> None:
+    trainer = trainer_of(Scaled(), "pytorch-ddp", 2, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
+    with pytest.raises(UserError, match=r"the gradient of 'scale' differs .* The step was not taken"):
+        trainer.fit(DATA, max_steps=1)
