@@ -304,7 +304,9 @@ class Trainer:
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
-        return resolve(config, catalog, facts, resources, joined, choice)
+        plan = resolve(config, catalog, facts, resources, joined, choice)
+        framework.check_split(self._model, plan)
+        return plan
 
     def _loader_batch_size(self, task: Task) -> int | None:
         """The training loader's own batch size, unless a search has sampled another."""

@@ -9,6 +9,7 @@ from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
+    from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import StateReader
     from distributed.interfaces.task import Task
 
@@ -32,6 +33,13 @@ class Framework(ABC):
         Raises:
             UserError: not this framework's model, nothing in it that learns, or an optimizer
                 that is not this model's.
+        """
+
+    def check_split(self, model: Any, plan: RunPlan) -> None:  # noqa: B027 - most models are not split
+        """Refuse early a model that the ranks of `plan` cannot divide between them.
+
+        Raises:
+            UserError: they cannot; names the values that can.
         """
 
     @abstractmethod

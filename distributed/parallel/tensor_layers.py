@@ -29,7 +29,7 @@ from distributed.parallel.collectives import (
     use_in_parts,
 )
 
-__all__ = ["WORDS", "Cut", "TensorAxis", "apply_word"]
+__all__ = ["WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
 
 _SEQUENCE_DIM = -2
 """Of activations (batch, length, width)."""
@@ -100,8 +100,7 @@ def apply_word(cut: Cut, axis: TensorAxis) -> None:
 
 def _cut_linear_rows(cut: Cut, axis: TensorAxis, forward: Forward) -> None:
     """Rows of a weight are outputs: each rank computes some of them."""
-    layer = _linear(cut)
-    _divide(cut, axis, layer.out_features // cut.parts, "out_features")
+    layer: Any = cut.module
     for name in ("weight", "bias"):
         _replace(layer, name, axis, 0, cut.parts)
     _set_forward(layer, partial(forward, layer, cut, axis))
@@ -121,8 +120,7 @@ def _colwise_loss_parallel(cut: Cut, axis: TensorAxis) -> None:
 
 def _rowwise(cut: Cut, axis: TensorAxis) -> None:
     """Columns of a weight are inputs: each rank multiplies some of them, and the results are added."""
-    layer = _linear(cut)
-    _divide(cut, axis, layer.in_features, "in_features")
+    layer: Any = cut.module
     _replace(layer, "weight", axis, 1)
     if cut.sequence and layer.bias is not None:
         axis.partial.add(f"{cut.name}.bias")
@@ -130,15 +128,14 @@ def _rowwise(cut: Cut, axis: TensorAxis) -> None:
 
 
 def _embedding_rowwise(cut: Cut, axis: TensorAxis) -> None:
-    layer = _embedding(cut)
-    _divide(cut, axis, layer.num_embeddings, "num_embeddings")
+    layer: Any = cut.module
     _replace(layer, "weight", axis, 0)
     _set_forward(layer, partial(_looked_up, layer, cut, axis))
 
 
 def _embedding_of_slices(cut: Cut, axis: TensorAxis) -> None:
     """The embedding stays whole; of what it returns each rank keeps a slice of the sequence."""
-    layer = _embedding(cut)
+    layer: Any = cut.module
     whole = layer.forward
 
     def forward(indices: Tensor) -> Tensor:
@@ -242,17 +239,17 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _linear(cut: Cut) -> nn.Linear:
-    return _of_kind(cut, nn.Linear)  # type: ignore[no-any-return]
+def check_word(cut: Cut, size: int) -> None:
+    """Check that a module can be cut by its word over `size` ranks.
 
-
-def _embedding(cut: Cut) -> nn.Embedding:
-    return _of_kind(cut, nn.Embedding)  # type: ignore[no-any-return]
-
-
-def _of_kind(cut: Cut, kind: type) -> Any:
-    module = cut.module
-    plain = isinstance(module, kind) and type(module).forward is kind.forward  # type: ignore[attr-defined]
+    Raises:
+        UserError: it is another kind of module, or the ranks do not divide it.
+    """
+    if cut.word not in _DIVIDED or hasattr(cut.module, "tensor_parallel_style"):
+        return
+    kind, what = _DIVIDED[cut.word]
+    module: Any = cut.module
+    plain = isinstance(module, kind) and type(module).forward is kind.forward
     if not plain or "weight" not in module._parameters:
         raise UserError(
             f"'{cut.name}' cannot be cut {cut.word}: it is not a plain {kind.__name__}",
@@ -261,18 +258,15 @@ def _of_kind(cut: Cut, kind: type) -> Any:
             allowed=f"torch.nn.{kind.__name__}",
             remedy="Leave it out of the plan, or cut the module inside it",
         )
-    return module
-
-
-def _divide(cut: Cut, axis: TensorAxis, size: int, what: str) -> None:
-    parts = f" in each of its {cut.parts} parts" if cut.parts > 1 else ""
-    total = getattr(cut.module, what)
-    if total % cut.parts or size % axis.size:
+    total = int(getattr(module, what)) if what else size * cut.parts
+    width = total // cut.parts
+    if total % cut.parts or width % size:
+        parts = f" in each of its {cut.parts} parts" if cut.parts > 1 else ""
         raise UserError(
-            f"'{cut.name}' has {what}={total}, which {axis.size} ranks cannot divide{parts}",
+            f"'{cut.name}' has {what}={total}, which {size} ranks cannot divide{parts}",
             field="parallel.tensor",
-            got=axis.size,
-            allowed=", ".join(str(n) for n in range(1, min(size, 4 * axis.size) + 1) if size % n == 0),
+            got=size,
+            allowed=", ".join(str(n) for n in range(1, min(width, 4 * size) + 1) if width % n == 0),
             remedy="Or leave this module out with parallel.tensor_plan",
         )
 
@@ -295,6 +289,15 @@ def _replace(module: nn.Module, name: str, axis: TensorAxis, dim: int, parts: in
     )
     module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
 
+
+_OUT, _IN = (nn.Linear, "out_features"), (nn.Linear, "in_features")
+_DIVIDED: dict[str, tuple[type[nn.Module], str]] = {
+    **dict.fromkeys(("colwise", "packed_colwise", "colwise_gather_output", "colwise_loss_parallel"), _OUT),
+    **dict.fromkeys(("rowwise", "rowwise_split_input"), _IN),
+    "embedding_rowwise": (nn.Embedding, "num_embeddings"),
+    "embedding": (nn.Embedding, ""),
+}
+"""Word -> kind of module, and what the ranks divide."""
 
 WORDS: dict[str, Callable[[Cut, TensorAxis], None]] = {
     "colwise": _colwise,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from distributed.errors import UserError, did_you_mean
-from distributed.parallel.tensor_layers import WORDS, Cut
+from distributed.parallel.tensor_layers import WORDS, Cut, check_word
 
 __all__ = ["check_cuts", "declared_plan", "read_plan", "tied_places"]
 
@@ -123,11 +123,12 @@ def check_cuts(model: nn.Module, cuts: list[Cut], size: int) -> None:
         size: ranks of the tensor axis.
 
     Raises:
-        UserError: tied weights are cut differently; heads that the ranks do not divide; or slices of the
-            sequence in a part of the model only.
+        UserError: a module cannot be cut by its word; tied weights are cut differently; heads that the ranks
+            do not divide; or slices of the sequence in a part of the model only.
     """
     _check_tied(model, cuts)
     for cut in cuts:
+        check_word(cut, size)
         if cut.word in ("colwise", "packed_colwise"):
             _check_heads(model, cut, size)
     if any(cut.sequence for cut in cuts):

@@ -13,6 +13,8 @@ from distributed_kernels.attention.language_model import DilatedLanguageModel
 from torch import nn
 
 from distributed import Callback, Trainer, UserError
+from distributed.interfaces.launcher import Launcher, RankCommand
+from distributed.interfaces.plan import RunPlan
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES, Entry, Reference, tokens, train_plainly
@@ -32,7 +34,7 @@ _references: dict[str, Reference] = {}
 
 
 def trainer_of(
-    model: Any, backend: str, ranks: int, pool: RankPool, parallel: Mapping[str, Any], **given: Any
+    model: Any, backend: str, ranks: int, pool: Launcher, parallel: Mapping[str, Any], **given: Any
 ) -> Trainer:
     fields = {
         "backend": backend,
@@ -139,6 +141,13 @@ def test_a_second_fit_continues_with_whole_optimizer_state(rank_pool: RankPool) 
 # -- what is refused -----------------------------------------------------------------------------------
 
 
+class NoRanks(Launcher):
+    """Fails a test whose run starts ranks."""
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        raise AssertionError("ranks were started")
+
+
 @pytest.mark.parametrize(
     ("plan", "field", "text"),
     [
@@ -150,11 +159,10 @@ def test_a_second_fit_continues_with_whole_optimizer_state(rank_pool: RankPool) 
     ],
 )
 def test_a_plan_that_would_train_something_else_is_refused(
-    plan: dict[str, str], field: str, text: str, rank_pool: RankPool
+    plan: dict[str, str], field: str, text: str
 ) -> None:
-    trainer = trainer_of(
-        ENTRIES["perceptron"].build(), "pytorch-ddp", 2, rank_pool, {"tensor": 2, "tensor_plan": plan}
-    )
+    parallel = {"tensor": 2, "tensor_plan": plan}
+    trainer = trainer_of(ENTRIES["perceptron"].build(), "pytorch-ddp", 2, NoRanks(), parallel)
     with pytest.raises(UserError, match=text) as caught:
         trainer.fit(DATA, max_steps=1)
     assert caught.value.field == field
@@ -162,7 +170,9 @@ def test_a_plan_that_would_train_something_else_is_refused(
 
 def test_sizes_that_the_ranks_do_not_divide_are_refused_with_those_that_do(rank_pool: RankPool) -> None:
     for name, ranks, allowed in (("llama", 4, "1, 2"), ("perceptron", 5, "1, 2, 3, 4, 6, 8, 12")):
-        trainer = trainer_of(ENTRIES[name].build(), "pytorch-ddp", ranks, rank_pool, {"tensor": ranks})
+        # The pairs of a model without a plan are found by its ranks.
+        launcher = NoRanks() if name == "llama" else rank_pool
+        trainer = trainer_of(ENTRIES[name].build(), "pytorch-ddp", ranks, launcher, {"tensor": ranks})
         with pytest.raises(UserError) as caught:
             trainer.fit(DATA, max_steps=1)
         assert caught.value.field == "parallel.tensor"

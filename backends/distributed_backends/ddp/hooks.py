@@ -16,6 +16,7 @@ def register_backends() -> list[BackendSpec]:
             summary="torch DistributedDataParallel: a replica per rank, gradients averaged",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",
+            objects="distributed.parallel.mesh_framework:MeshFramework",
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 sync_batchnorm=True,

@@ -33,6 +33,7 @@ def register_backends() -> list[BackendSpec]:
             summary="torch FSDP2: parameters, gradients and optimizer sharded over the ranks",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",
+            objects="distributed.parallel.mesh_framework:MeshFramework",
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 find_unused_parameters=True,

@@ -1,0 +1,24 @@
+"""MeshFramework: what the caller's process checks of a model that ranks divide between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.interfaces.plan import RunPlan
+from distributed.training.torch_framework import TorchFramework
+
+__all__ = ["MeshFramework"]
+
+
+class MeshFramework(TorchFramework):
+    """`TorchFramework` for backends that can have several ranks along other axes than ``data``."""
+
+    def check_split(self, model: Any, plan: RunPlan) -> None:
+        if plan.dims.tensor == 1 or not self.is_model(model):
+            return
+        # Imported only where it is needed: a mesh takes a while to import.
+        from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan
+
+        given = plan.config.parallel.tensor_plan
+        cuts = read_plan(model, given or declared_plan(model), given=bool(given))
+        check_cuts(model, cuts, plan.dims.tensor)
