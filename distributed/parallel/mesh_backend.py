@@ -115,7 +115,7 @@ class MeshBackend(ProcessGroupBackend):
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
         check = None if built_by_one else self._cut_check(model)
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
-        names = cut_model(model, self._axis, given, self.config.backend, pairs)
+        names = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
         if self.world.rank == 0:
             report(model, names)
         if self.all_reduce([float(check is None)])[0] == 0.0:

@@ -28,6 +28,7 @@ from distributed.parallel.collectives import (
     to_parts,
     use_in_parts,
 )
+from distributed.training.original_model import OriginalModel
 
 __all__ = ["WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
 
@@ -89,11 +90,16 @@ class Cut:
     sequence: bool = False
 
 
-def apply_word(cut: Cut, axis: TensorAxis) -> None:
-    """Cut the parameters of one module, and compute its forward with them."""
+def apply_word(cut: Cut, axis: TensorAxis, original: OriginalModel) -> None:
+    """Cut the parameters of one module, and compute its forward with them.
+
+    Args:
+        original: the model before, which is given what has to be undone.
+    """
     own = getattr(cut.module, "tensor_parallel_style", None)
     if own is not None:  # a layer with a way of its own, as a torch ParallelStyle
-        own(cut.word)._apply(cut.module, axis.mesh)
+        with original.watched(cut.module):
+            own(cut.word)._apply(cut.module, axis.mesh)
         return
     WORDS[cut.word](cut, axis)
 

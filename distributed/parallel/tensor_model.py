@@ -14,6 +14,7 @@ from distributed.errors import UserError
 from distributed.parallel.tensor_layers import TensorAxis, apply_word
 from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan, tied_places
 from distributed.training.model_traits import HOOKED, SPARSE, refuse
+from distributed.training.original_model import OriginalModel
 
 __all__ = ["check_optimizer", "cut_model", "report"]
 
@@ -31,6 +32,7 @@ def cut_model(
     given: Mapping[str, str],
     backend: str,
     find_pairs: Callable[[], Mapping[str, str]],
+    original: OriginalModel,
 ) -> list[str]:
     """Cut the modules that the plan names. All names stay; tied weights stay tied.
 
@@ -39,6 +41,7 @@ def cut_model(
         given: ``parallel.tensor_plan``.
         backend: its name, for messages.
         find_pairs: finds pairs of linear layers, for a model without a plan.
+        original: the model before.
 
     Returns:
         Names of the modules that are cut.
@@ -62,7 +65,7 @@ def cut_model(
     check_cuts(model, cuts, axis.size)
     ties = tied_places(model)
     for cut in cuts:
-        apply_word(cut, axis)
+        apply_word(cut, axis, original)
     for places in ties:
         held = [module._parameters[name] for module, name, _ in places]
         cut_one = next(filter(is_sharded, held), held[0])

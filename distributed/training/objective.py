@@ -292,7 +292,8 @@ class Objective:
 
 def _plain(loss: Any) -> Tensor:
     """A loss of DTensors, which is equal on all ranks, as a tensor."""
-    plain: Tensor = loss.full_tensor() if is_sharded(loss) else loss
+    # A copy, because FSDP warns of views that leave a module.
+    plain: Tensor = loss.full_tensor().clone() if is_sharded(loss) else loss
     return plain
 
 

@@ -16,6 +16,7 @@ from distributed.training.whole_model import copy_with
 
 __all__ = ["OriginalModel"]
 
+_PLAIN = (type(None), bool, int, float, str, tuple)
 ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
 
 
@@ -41,6 +42,18 @@ class OriginalModel:
             for name, b in _own(module._buffers)
         ]
         self._added: list[tuple[nn.Module, set[str]]] = []
+        self._changed: list[tuple[nn.Module, str, Any, Any]] = []
+
+    @contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Note which plain attributes of `module` and of the modules inside it the block changes."""
+        before = [(inner, dict(vars(inner))) for inner in module.modules()]
+        yield
+        for inner, values in before:
+            for key, value in values.items():
+                now = vars(inner).get(key)
+                if isinstance(value, _PLAIN) and isinstance(now, _PLAIN) and now != value:
+                    self._changed.append((inner, key, value, now))
 
     def copy_attributes(self) -> None:
         """Copy the attributes of the original parameters to those in their place."""
@@ -66,6 +79,8 @@ class OriginalModel:
             if "_hooks" in name and isinstance(table, OrderedDict)
         ]
         taken = [(m, {key: vars(m).pop(key) for key in added if key in vars(m)}) for m, added in self._added]
+        for module, key, before, _ in self._changed:
+            setattr(module, key, before)
         for module, kind, _ in self._modules:
             module.__class__ = kind
             _remove_hooks(module, self._added_by)
@@ -79,6 +94,8 @@ class OriginalModel:
                 table.update(entries)
             for module, values in taken:
                 vars(module).update(values)
+            for module, key, _, now in self._changed:
+                setattr(module, key, now)
 
     @contextmanager
     def whole_copy(self) -> Iterator[nn.Module]:
@@ -108,6 +125,8 @@ class OriginalModel:
         for module, added in self._added:
             for key in added:
                 vars(module).pop(key, None)
+        for module, key, before, _ in self._changed:
+            setattr(module, key, before)
 
 
 def _real(device: torch.device) -> torch.device:

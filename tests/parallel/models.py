@@ -68,6 +68,22 @@ class Perceptron(nn.Module):
         return logits
 
 
+class Sketched(nn.Module):
+    """Tokens -> logits by two layers of thin factors, half of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from distributed_kernels import SKLinear
+
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = SKLinear(WIDTH, 2 * WIDTH, 6, train_both=False)
+        self.down = SKLinear(2 * WIDTH, VOCABULARY, 6, train_both=False, seed=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.down(self.up(self.tokens(tokens)).tanh())
+        return logits
+
+
 def _dilated() -> nn.Module:
     from distributed_kernels import create_distributed_model
 
@@ -139,6 +155,7 @@ ENTRIES: dict[str, Entry] = {
     "dilated": Entry(_seeded(_dilated)),
     "llama": Entry(_seeded(lambda: _llama(tied=False))),
     "llama tied": Entry(_seeded(lambda: _llama(tied=True))),
+    "sketched": Entry(_seeded(Sketched), {"up": "colwise", "down": "rowwise"}),
     "bert": Entry(_seeded(_bert)),
     "bert with a plan": Entry(_seeded(_bert), BERT_PLAN),
 }

@@ -54,6 +54,17 @@ class SKLinear(nn.Module):
 
     report: LayerReport | None = None
 
+    @staticmethod
+    def tensor_parallel_style(word: str) -> Any:
+        """The `ParallelStyle` by which a tensor-parallel plan cuts the layer.
+
+        Raises:
+            KernelError: it cannot be cut in that way.
+        """
+        from distributed_kernels.sketching.tensor_parallel import style_of
+
+        return style_of(word)
+
     def __init__(
         self,
         in_features: int,

@@ -11,6 +11,7 @@ Either sum carries rows x rank elements, once; everything else is local.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -106,6 +107,28 @@ class SKRowwiseParallel(_SKParallel):
     _cut: ClassVar[dict[str, Placement]] = {"factor_in": Shard(1)}
     _side = "in"
     _inner_input, _inner_output = Shard(-1), Replicate()
+
+
+def style_of(word: str) -> _SKParallel:
+    """The style of a word of a tensor-parallel plan, as Hugging Face's models have them.
+
+    Raises:
+        KernelError: a sketched layer cannot be cut in that way.
+    """
+    styles: dict[str, Callable[[], _SKParallel]] = {
+        "colwise": SKColwiseParallel,
+        "colwise_gather_output": partial(SKColwiseParallel, output_layouts=Replicate()),
+        "rowwise": SKRowwiseParallel,
+        "rowwise_split_input": partial(SKRowwiseParallel, input_layouts=Replicate()),
+    }
+    if word not in styles:
+        raise KernelError(
+            "SKLinear: it cannot be cut by this word",
+            got=word,
+            allowed=", ".join(styles),
+            remedy="Choose one of these, or leave the layer out of the plan",
+        )
+    return styles[word]()
 
 
 class TensorParallelSKLinear(SKLinear):

@@ -1,0 +1,88 @@
+"""Every model of the tests of meshes on every mesh, against one process in plain PyTorch: a Markdown table.
+
+    python -m tests.campaigns.meshes
+
+The largest difference of any weight after 10 steps of AdamW in float64: masked tokens, clipping, accumulation
+of 1 and 2, a ragged last window. One pool of ranks for each number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from distributed_kernels.attention.language_model import DilatedLanguageModel
+
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.testing.rank_pool import RankPool
+from tests.parallel.models import ENTRIES, Entry, Reference, tokens, train_plainly
+from tests.parallel.test_tensor_parallel import GLOBAL_BATCH, MAX_NORM, STEPS, difference, trainer_of
+
+__all__ = ["MESHES", "rows"]
+
+MESHES: list[tuple[str, ParallelDims]] = [
+    ("pytorch-ddp", ParallelDims(tensor=2)),
+    ("fsdp", ParallelDims(tensor=2)),
+    ("pytorch-ddp", ParallelDims(data=2, tensor=2)),
+    ("fsdp", ParallelDims(shard=2, tensor=2)),
+    ("pytorch-ddp", ParallelDims(data=4, tensor=2)),
+    ("fsdp", ParallelDims(shard=4, tensor=2)),
+    ("fsdp", ParallelDims(data=2, shard=2, tensor=2)),
+    ("pytorch-ddp", ParallelDims(data=2, tensor=4)),
+    ("fsdp", ParallelDims(shard=2, tensor=4)),
+]
+MODELS: dict[str, Entry] = {
+    **ENTRIES,
+    "dilated, slices": Entry(ENTRIES["dilated"].build, dict(DilatedLanguageModel.sequence_plan)),
+}
+HEADS = {"llama": 2, "llama tied": 2, "encoder": 32}
+"""The largest tensor axis of a model, where that is below 4."""
+DATA = tokens(21)
+
+
+def rows(models: dict[str, Entry]) -> Iterator[tuple[str, list[float | None]]]:
+    """(mesh, distance of each model; None where the model's sizes do not allow it)"""
+    references: dict[str, Reference] = {}
+    for name, entry in models.items():
+        options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "steps": STEPS, "max_norm": MAX_NORM}
+        references[name] = train_plainly(entry.build(), DATA, **options)
+    with closing(RankPool(timeout=300.0)) as pool:
+        for backend, dims in MESHES:
+            found = [_distance(name, models[name], references[name], backend, dims, pool) for name in models]
+            yield f"`{backend}` {dims}", found
+
+
+def _distance(
+    name: str, entry: Entry, reference: Reference, backend: str, dims: ParallelDims, pool: RankPool
+) -> float | None:
+    if dims.tensor > HEADS.get(name, 4):
+        return None
+    axes = {axis: dims.size(axis) for axis in ("data", "tensor")}
+    found = []
+    for accumulation in (1, 2):
+        if GLOBAL_BATCH % (accumulation * dims.data_parallel_size):
+            continue
+        model = entry.build()
+        mesh = {**axes, "tensor_plan": entry.plan}
+        given = {"gradient_accumulation_steps": accumulation}
+        trainer_of(model, backend, dims.world_size, pool, mesh, **given).fit(DATA, max_steps=STEPS)
+        found.append(difference(model, reference.weights))
+    return max(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    models = {name: MODELS[name] for name in parser.parse_args().models}
+    print(f"| mesh | {' | '.join(models)} |\n|{' --- |' * (len(models) + 1)}", flush=True)
+    for mesh, distances in rows(models):
+        cells = ["" if off is None else f"{off:.1e}" for off in distances]
+        print(f"| {mesh} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
