@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["BackendSpec", "Capabilities"]
+__all__ = ["LEVERS", "BackendSpec", "Capabilities"]
+
+LEVERS = frozenset({"activation_checkpointing"})
+"""Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
+configuration fields."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Capabilities:
         gradient_buckets: `bucket_cap_mb` and `gradient_as_bucket_view` have a meaning.
         checkpoint: can write and read the portable checkpoint format.
         zero_stages: the ZeRO stages it implements; empty for none.
+        levers: of `LEVERS`: the settings of memory and speed that it applies.
     """
 
     multi_process: bool = True
@@ -37,6 +42,7 @@ class Capabilities:
     gradient_buckets: bool = False
     checkpoint: bool = False
     zero_stages: frozenset[int] = frozenset()
+    levers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
             self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
 
+    def teardown(self) -> None:
+        self._undo_levers()
+        super().teardown()
+
     def _total_count(self) -> Any:
         if self._reduction is not None:
             (work, self._count), self._reduction = self._reduction, None

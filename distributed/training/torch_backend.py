@@ -25,8 +25,10 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.training.activation_checkpointing import Recomputed, explained, recompute
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
+from distributed.training.blocks import find_blocks
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
@@ -82,6 +84,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._modes: dict[nn.Module, bool] | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._recomputed: Recomputed | None = None
 
     # -- who and where ---------------------------------------------------------------
 
@@ -143,7 +146,28 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """Move, shard or cut the model, before the optimizer is built. All names must stay:
         what this rank does not hold (see `held`) goes to the meta device."""
         refuse(model, self.config.backend, {META: "it has no values"})
+        self.apply_levers(model)
         return model.to(self.world.device)
+
+    def apply_levers(self, model: nn.Module) -> None:
+        """Change how `model` computes as the configuration asks, in place and with all its names; `place`
+        calls it before the model is sharded. `release` undoes it.
+
+        Raises:
+            UserError: the model cannot be trained exactly so.
+        """
+        mode = self.activation_checkpointing
+        if mode != "none":
+            self._recomputed = recompute(model, self.blocks(model), mode)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules whose activations are recomputed, outermost ones."""
+        return find_blocks(model, self.config.block_classes)
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """``none``, or how activations are recomputed."""
+        return self.config.activation_checkpointing
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
@@ -193,7 +217,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
                     )
                 middle = perf_counter()
                 enter("backward")
-                self.backward(loss)
+                self._backward(loss)
             if kept is not None:
                 kept.restore()
             end = perf_counter()
@@ -206,6 +230,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             self._watches_buffers = False
             warn_of_changes(first.changed())
         return total, count
+
+    def _backward(self, loss: Tensor) -> None:
+        with nullcontext() if self._recomputed is None else explained(self.activation_checkpointing):
+            self.backward(loss)
 
     @property
     def _gradient_share(self) -> int:
@@ -391,8 +419,16 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def scaler_state(self) -> dict[str, Any] | None:
         return self.scaler.state_dict() if self.scaler is not None else None
 
+    def release(self) -> None:
+        self._undo_levers()
+
     def teardown(self) -> None:
-        return None
+        self._undo_levers()  # a run that failed was not released
+
+    def _undo_levers(self) -> None:
+        if self._recomputed is not None:
+            self._recomputed.undo()
+            self._recomputed = None
 
 
 def _on_host(number: Any) -> Any:

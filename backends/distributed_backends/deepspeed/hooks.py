@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.deepspeed.section import ZeroSection, native_config
 
@@ -31,6 +31,7 @@ def register_backends() -> list[BackendSpec]:
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 checkpoint=True,
+                levers=LEVERS,
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
             blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),

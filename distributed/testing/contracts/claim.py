@@ -10,16 +10,31 @@ import pytest
 import torch
 
 from distributed.errors import UserError
-from distributed.interfaces.callback import Callback
+from distributed.interfaces.callback import Callback, Context
 from distributed.interfaces.history import History
 from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
-from distributed.testing.reference_problem import problem
+from distributed.testing.reference_problem import Deep, problem
 from distributed.testing.suite import EXACT, Run, Suite
 
 __all__ = ["ClaimContracts"]
 
 _HALF_DIGITS = 0.02
 """Largest distance of ten steps in half precision from float32: bfloat16 keeps 8 bits."""
+
+
+_LEVERS = {"activation_checkpointing": "full"}
+"""Settings of memory and speed, each with a value that is not the default."""
+
+
+class _RunsTwice(Callback):
+    """Fail where a block ran another number of times than once in forward and once in backward."""
+
+    all_ranks = True
+
+    def on_step_end(self, context: Context) -> None:
+        for block in context.model.blocks:
+            calls, block.calls = block.calls, 0
+            assert calls == 2, f"a block ran {calls} times in a step"
 
 
 class ClaimContracts(Suite):
@@ -36,6 +51,7 @@ class ClaimContracts(Suite):
             (claimed.find_unused_parameters, {"find_unused_parameters": True}),
             (bool(claimed.zero_stages), {"zero_stage": 1}),
             (claimed.checkpoint, {"checkpoint_dir": str(tmp_path)}),
+            *((field in claimed.levers, {field: value}) for field, value in _LEVERS.items()),
             # On the CPU: with too few GPUs the number of ranks would be refused first.
             (claimed.multi_process, {"num_processes": 2, "device": "cpu"}),
             *((name in claimed.precisions, {"mixed_precision": name}) for name in ("bf16", "fp16")),
@@ -58,6 +74,27 @@ class ClaimContracts(Suite):
             found = self.compare(ranks, problem(25, torch.float32), run)
             assert 1e-7 < found.distance < _HALF_DIGITS
             assert found.history.num_skipped_steps == 0
+
+    def test_claimed_activation_checkpointing_changes_no_bit(self) -> None:
+        """With dropout in the blocks, the weights are the same to the bit, and the blocks run twice."""
+        if "activation_checkpointing" not in self.capabilities.levers:
+            pytest.skip("does not claim activation checkpointing")
+        ranks = self.sizes[-1]
+        plain = self._train_deep(ranks, 0.3)
+        for mode in ("full", "selective", "offload"):
+            found = self._train_deep(ranks, 0.3, _RunsTwice(), activation_checkpointing=mode)
+            assert all(map(torch.equal, found, plain)), f"{ranks} ranks: {mode}"
+
+    def _train_deep(
+        self, ranks: int, dropout: float, *callbacks: Callback, **given: Any
+    ) -> list[torch.Tensor]:
+        """The weights of `Deep` after a few steps."""
+        model = Deep(dropout)
+        given |= {"optimizer": self.bench.optimizer("momentum"), "learning_rate": 0.1, "deterministic": True}
+        trainer = self.trainer(model, ranks, batch_size=2, **given)
+        trainer.callbacks = list(callbacks)
+        trainer.fit(problem(13), max_steps=6)
+        return self.bench.weights(model)
 
     def test_c9_checkpoints_resume_on_any_number_of_ranks(self, tmp_path: Path) -> None:
         """Saved in the middle of an epoch and resumed by more or fewer ranks, and (torch) by and
