@@ -163,11 +163,16 @@ class DistributedConfig(BaseModel):
         " full: all of them; selective: all but the results of matrix multiplications and attention; offload:"
         " all, and store the inputs of the blocks in host memory.",
     )
+    compile: Literal["none", "blocks", "model"] = Field(
+        "none",
+        description="Compile the forward pass of each of the model's blocks, or of the whole model, by"
+        " torch.compile.",
+    )
     block_classes: tuple[str, ...] = Field(
         (),
-        description="Class names of the model's blocks, for `activation_checkpointing`. Empty: the units of"
-        " `fsdp`, else the model's `_no_split_modules`, else the modules that have submodules and are"
-        " repeated (same class) in a ModuleList or Sequential.",
+        description="Class names of the model's blocks, for `activation_checkpointing` and `compile`. Empty:"
+        " the units of `fsdp`, else the model's `_no_split_modules`, else modules that have submodules and"
+        " are repeated (same class) in a ModuleList or Sequential.",
     )
 
     # Communication

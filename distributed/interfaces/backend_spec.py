@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVERS", "BackendSpec", "Capabilities"]
 
-LEVERS = frozenset({"activation_checkpointing"})
+LEVERS = frozenset({"activation_checkpointing", "compile"})
 """Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
 configuration fields."""
 

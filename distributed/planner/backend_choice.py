@@ -131,6 +131,7 @@ _NEEDS: list[_Need] = [
         lambda k: "activation_checkpointing" in k.levers,
         "recompute activations",
     ),
+    ("compile", lambda c: c.compile != "none", lambda k: "compile" in k.levers, "compile the model"),
 ]
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ from torch.utils.checkpoint import (
 )
 
 from distributed.errors import UserError
+from distributed.training.lever import Forwards
 
-__all__ = ["FIELD", "Recomputed", "explained", "recompute"]
+__all__ = ["FIELD", "Recomputed", "recompute"]
 
 FIELD = "activation_checkpointing"
 _IN_PLACE = re.compile("modified by an inplace operation|activation checkpoint has been mutated")
@@ -85,20 +87,15 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
     return Recomputed(blocks, mode)
 
 
-class Recomputed:
+class Recomputed(Forwards):
     """Blocks whose forward was replaced by one that stores little."""
 
     def __init__(self, blocks: Sequence[nn.Module], mode: str) -> None:
-        self._before = [(block, vars(block).get("forward")) for block in blocks]
-        for block in blocks:
-            block.forward = _Forward(block, mode)
+        self._mode = mode
+        super().__init__([(block, _Forward(block, mode)) for block in blocks])
 
-    def undo(self) -> None:
-        """Give the blocks their own forward back."""
-        for block, forward in self._before:
-            vars(block).pop("forward", None)
-            if forward is not None:
-                block.forward = forward
+    def explained(self) -> AbstractContextManager[None]:
+        return _explained(self._mode)
 
 
 class _Forward:
@@ -115,6 +112,8 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._traced(*args, **kwargs)
         # Tensors that are arguments of `checkpoint` are stored as activations are: with a check that they
         # have not changed, and in host memory where that is asked for.
         leaves, structure = tree_flatten((args, kwargs))
@@ -124,6 +123,13 @@ class _Forward:
             options["context_fn"] = call.contexts
         with _in_host_memory() if self._mode == "offload" else nullcontext():
             return checkpoint(call, *leaves, use_reentrant=False, **options)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """The form that torch.compile knows: the compiler partitions forward and backward by it."""
+        if self._mode == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            return checkpoint(self.__wrapped__, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs)
 
     def versions(self) -> list[int]:
         """How often each buffer of the block was changed in place, and which tensor it is."""
@@ -292,7 +298,7 @@ def _to_device(stored: tuple[torch.device, Tensor]) -> Tensor:
 
 
 @contextmanager
-def explained(mode: str) -> Iterator[None]:
+def _explained(mode: str) -> Iterator[None]:
     """Raise errors of torch about a recomputation in the block as errors of the configuration."""
     try:
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -25,12 +25,13 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
-from distributed.training.activation_checkpointing import Recomputed, explained, recompute
+from distributed.training.activation_checkpointing import recompute
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.blocks import find_blocks
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
+from distributed.training.lever import Lever
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.model_traits import META, check_materialized, check_micro_batches, refuse
@@ -84,7 +85,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._modes: dict[nn.Module, bool] | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
-        self._recomputed: Recomputed | None = None
+        self._levers: list[Lever] = []
 
     # -- who and where ---------------------------------------------------------------
 
@@ -156,9 +157,25 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         Raises:
             UserError: the model cannot be trained exactly so.
         """
-        mode = self.activation_checkpointing
+        mode, compiles = self.activation_checkpointing, self.config.compile
+        # What torch stores by itself surrounds compiled blocks; what the compiler partitions is inside.
+        surrounds = mode in ("full", "offload") and compiles == "blocks"
+        if compiles != "none" and surrounds:
+            self._compile(model)
         if mode != "none":
-            self._recomputed = recompute(model, self.blocks(model), mode)
+            self._levers.append(recompute(model, self.blocks(model), mode))
+        if compiles != "none" and not surrounds:
+            self._compile(model)
+
+    def _compile(self, model: nn.Module) -> None:
+        # Imports the compiler, which takes a second.
+        from distributed.training.compilation import compile_blocks, compile_model
+
+        if self.config.compile == "model":
+            lever = compile_model(model, self.activation_checkpointing, self.config.deterministic)
+        else:
+            lever = compile_blocks(model, self.blocks(model), self.config.deterministic)
+        self._levers.append(lever)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The modules whose activations are recomputed, outermost ones."""
@@ -232,7 +249,9 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return total, count
 
     def _backward(self, loss: Tensor) -> None:
-        with nullcontext() if self._recomputed is None else explained(self.activation_checkpointing):
+        with ExitStack() as stack:
+            for lever in self._levers:
+                stack.enter_context(lever.explained())
             self.backward(loss)
 
     @property
@@ -426,9 +445,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._undo_levers()  # a run that failed was not released
 
     def _undo_levers(self) -> None:
-        if self._recomputed is not None:
-            self._recomputed.undo()
-            self._recomputed = None
+        while self._levers:
+            self._levers.pop().undo()
 
 
 def _on_host(number: Any) -> Any:

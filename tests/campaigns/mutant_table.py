@@ -93,6 +93,7 @@ MUTANTS = [
     Mutant(broken.ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
     Mutant(broken.RecomputesAnew, _RECOMPUTES),
     Mutant(broken.RecomputesNothing, _RECOMPUTES),
+    Mutant(broken.NarrowsWhatItCompiles, "test_claimed_compilation_changes_the_last_bits_at_most"),
 ]
 """Every mutant with its test."""
 

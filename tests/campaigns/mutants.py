@@ -375,3 +375,16 @@ class RecomputesNothing(Sound):
 
     def apply_levers(self, model: nn.Module) -> None:
         return None
+
+
+class NarrowsWhatItCompiles(Sound):
+    """claims: computes compiled blocks in float32"""
+
+    def apply_levers(self, model: nn.Module) -> None:
+        for block in find_blocks(model, ()) if self.config.compile != "none" else ():
+            block.forward = torch.compile(partial(_narrow, block.forward), backend="eager")
+
+
+def _narrow(forward: Any, x: Tensor) -> Tensor:
+    out: Tensor = forward(x.float().double())
+    return out.float().double()

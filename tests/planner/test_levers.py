@@ -20,7 +20,10 @@ def plan_of(gpus: int = 0, **fields: Any) -> RunPlan:
 
 @pytest.mark.parametrize(
     ("fields", "able"),
-    [({"activation_checkpointing": "full"}, "deepspeed, fsdp, horovod, pytorch-ddp, serial")],
+    [
+        ({"activation_checkpointing": "full"}, "deepspeed, fsdp, horovod, pytorch-ddp, serial"),
+        ({"compile": "model"}, "deepspeed, fsdp, horovod, pytorch-ddp, serial"),
+    ],
 )
 def test_tensorflow_refuses_them_and_names_the_backends_that_can(fields: dict[str, Any], able: str) -> None:
     (name,) = fields

@@ -75,6 +75,14 @@ def check_plan(plan: RunPlan) -> list[str]:
             )
     stage = stage_of(config)
     _check_offloading(config, stage)
+    if stage == 3 and config.compile != "none":
+        raise UserError(
+            "ZeRO 3 gathers parameters inside of modules, which leaves little to compile",
+            field="compile",
+            got=config.compile,
+            allowed="none with zero_stage 3; blocks, model up to zero_stage 2",
+            remedy="Use zero_stage=2, or backend='fsdp' with compile=blocks",
+        )
     section = ZeroSection.of(config)
     where = {"optimizer": section.offload_optimizer, "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]

@@ -22,19 +22,25 @@ _HALF_DIGITS = 0.02
 """Largest distance of ten steps in half precision from float32: bfloat16 keeps 8 bits."""
 
 
-_LEVERS = {"activation_checkpointing": "full"}
+_ROUNDING = 1e-12
+"""Largest distance of a few steps in float64 that are compiled from the plain ones."""
+
+_LEVERS = {"activation_checkpointing": "full", "compile": "blocks"}
 """Settings of memory and speed, each with a value that is not the default."""
 
 
-class _RunsTwice(Callback):
-    """Fail where a block ran another number of times than once in forward and once in backward."""
+class _Runs(Callback):
+    """Fail where Python ran the forward of a block another number of times in a step than `times`."""
 
     all_ranks = True
+
+    def __init__(self, times: int) -> None:
+        self.times = times
 
     def on_step_end(self, context: Context) -> None:
         for block in context.model.blocks:
             calls, block.calls = block.calls, 0
-            assert calls == 2, f"a block ran {calls} times in a step"
+            assert calls == self.times, f"Python ran a block {calls} times in a step"
 
 
 class ClaimContracts(Suite):
@@ -82,8 +88,22 @@ class ClaimContracts(Suite):
         ranks = self.sizes[-1]
         plain = self._train_deep(ranks, 0.3)
         for mode in ("full", "selective", "offload"):
-            found = self._train_deep(ranks, 0.3, _RunsTwice(), activation_checkpointing=mode)
+            found = self._train_deep(ranks, 0.3, _Runs(2), activation_checkpointing=mode)
             assert all(map(torch.equal, found, plain)), f"{ranks} ranks: {mode}"
+
+    def test_claimed_compilation_changes_the_last_bits_at_most(self) -> None:
+        """Compiled blocks give the same weights in float64 and do not run in Python; or they are refused."""
+        if "compile" not in self.capabilities.levers:
+            pytest.skip("does not claim to compile")
+        ranks = self.sizes[-1]
+        plain = self._train_deep(ranks, 0.0)
+        try:
+            found = self._train_deep(ranks, 0.0, _Runs(0), compile="blocks")
+        except UserError as error:
+            if error.field != "compile":
+                raise
+            return
+        assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) < _ROUNDING
 
     def _train_deep(
         self, ranks: int, dropout: float, *callbacks: Callback, **given: Any
