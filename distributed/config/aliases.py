@@ -66,6 +66,8 @@ FIELDS = {
     "max_grad_norm": "gradient_clipping",
     "clip_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
+    "gradient_checkpointing": "activation_checkpointing",
+    "torch_compile": "compile",
     "gradient_clip_val": "gradient_clipping",
     "seed_everything": "seed",
     "random_seed": "seed",
@@ -84,7 +86,6 @@ FIELDS = {
 """Name elsewhere -> our field, or several with the most likely first; ``=`` with the value to set."""
 
 NOT_FIELDS = {
-    "compile": "Pass a function that builds the model and returns torch.compile(model)",
     "num_workers": "Set it in the DataLoader",
     "pin_memory": "Set it in the DataLoader",
     "local_rank": "The launcher sets it in the environment",

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from distributed.config.consistency import check_elastic, check_ranks
 from distributed.config.parallel import ParallelSection
 from distributed.config.sections import (
     CheckpointSection,
@@ -156,6 +157,25 @@ class DistributedConfig(BaseModel):
         None, description="Maximum global L2 norm of the gradient; None disables clipping."
     )
 
+    # Memory and speed
+    activation_checkpointing: Literal["none", "full", "selective", "offload"] = Field(
+        "none",
+        description="Recompute the activations of the model's blocks in backward instead of storing them."
+        " full: all of them; selective: all but the results of matrix multiplications and attention; offload:"
+        " all, and store the inputs of the blocks in host memory.",
+    )
+    compile: Literal["none", "blocks", "model"] = Field(
+        "none",
+        description="Compile the forward pass of each of the model's blocks, or of the whole model, by"
+        " torch.compile.",
+    )
+    block_classes: tuple[str, ...] = Field(
+        (),
+        description="Class names of the model's blocks, for `activation_checkpointing` and `compile`. Empty:"
+        " the units of `fsdp`, else the model's `_no_split_modules`, else modules that have submodules and"
+        " are repeated (same class) in a ModuleList or Sequential.",
+    )
+
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
         "auto", description="Transport of the collectives; auto is nccl on CUDA and gloo on CPU."
@@ -283,7 +303,7 @@ class DistributedConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        _check_ranks(self)
+        check_ranks(self)
         if self.lr_scaling.rule != "none" and self.lr_scaling.base_batch_size is None:
             raise ValueError(
                 "lr_scaling.base_batch_size is missing: a rule needs the global batch size that"
@@ -293,7 +313,7 @@ class DistributedConfig(BaseModel):
             raise ValueError("rdzv_endpoint is missing: several nodes need host:port of node 0")
         if self.resume_from_checkpoint is True and self.checkpoint_dir is None:
             raise ValueError("resume_from_checkpoint=True needs checkpoint_dir: there is nowhere to look")
-        _check_elastic(self)
+        check_elastic(self)
         return self
 
     @property
@@ -360,45 +380,3 @@ class DistributedConfig(BaseModel):
         for part in name.split(".")[:-1]:
             owner = getattr(owner, part)
         return "argument" if name.split(".")[-1] in owner.model_fields_set else "default"
-
-
-def _check_ranks(config: DistributedConfig) -> None:
-    """Raise ValueError unless num_gpus, num_processes, num_nodes and gpus_per_node agree."""
-    total = config.num_ranks
-    if config.num_gpus is not None and config.num_processes not in (None, config.num_gpus):
-        raise ValueError(
-            f"num_gpus={config.num_gpus} and num_processes={config.num_processes} disagree:"
-            " both count the ranks over all nodes; give one of them"
-        )
-    if config.gpus_per_node is not None and total != config.gpus_per_node * config.num_nodes:
-        raise ValueError(
-            f"num_gpus={total} is not num_nodes={config.num_nodes} x gpus_per_node={config.gpus_per_node}"
-            f" = {config.num_nodes * config.gpus_per_node}: num_gpus counts the ranks over all nodes;"
-            f" set num_gpus={config.num_nodes * config.gpus_per_node} or leave it out"
-        )
-    if total is not None and total % config.num_nodes:
-        raise ValueError(
-            f"num_gpus={total} cannot be spread evenly over num_nodes={config.num_nodes}:"
-            f" use {total - total % config.num_nodes or config.num_nodes} or"
-            f" {total + config.num_nodes - total % config.num_nodes}"
-        )
-    if config.node_rank is not None and config.node_rank >= config.num_nodes:
-        raise ValueError(
-            f"node_rank={config.node_rank} is not below num_nodes={config.num_nodes}: nodes count from 0"
-        )
-
-
-def _check_elastic(config: DistributedConfig) -> None:
-    """Raise ValueError if a field that `elastic` needs is missing."""
-    section, ranks = config.elastic, config.num_ranks
-    if section.max_ranks is not None and ranks != section.max_ranks:
-        raise ValueError(
-            f"elastic.max_ranks={section.max_ranks} and num_gpus={ranks} disagree: a run starts with all the"
-            " ranks it may have; give one of them"
-        )
-    if section.min_ranks is not None and ranks is not None and section.min_ranks > ranks:
-        raise ValueError(f"elastic.min_ranks={section.min_ranks} is above the {ranks} ranks of the run")
-    if section.min_nodes is not None and section.min_nodes > config.num_nodes:
-        raise ValueError(f"elastic.min_nodes={section.min_nodes} is above num_nodes={config.num_nodes}")
-    if config.is_elastic and config.checkpoint_dir is None:
-        raise ValueError("elastic needs checkpoint_dir: without checkpoints there is nothing to resume from")

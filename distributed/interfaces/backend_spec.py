@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["BackendSpec", "Capabilities"]
+__all__ = ["LEVERS", "BackendSpec", "Capabilities"]
+
+LEVERS = frozenset({"activation_checkpointing", "compile"})
+"""Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
+configuration fields."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Capabilities:
         axes: axes of the mesh (`distributed.interfaces.parallel_dims`) along which it can have several ranks.
             The first takes the ranks that ``parallel`` leaves.
         schedules: orders of a pipeline that it implements; empty for none.
+        levers: of `LEVERS`: the settings of memory and speed that it applies.
     """
 
     multi_process: bool = True
@@ -42,6 +47,7 @@ class Capabilities:
     zero_stages: frozenset[int] = frozenset()
     axes: tuple[str, ...] = ("data",)
     schedules: frozenset[str] = frozenset()
+    levers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,7 @@ class MeshBackend(ProcessGroupBackend):
 
     @torch.no_grad()
     def release(self) -> None:
+        super().release()
         if self.original is None:
             return
         cut = dict(self.module.named_parameters())

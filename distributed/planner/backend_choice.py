@@ -125,6 +125,13 @@ _NEEDS: list[_Need] = [
     ),
     ("zero_stage", lambda c: c.wants_zero, lambda k: bool(k.zero_stages), "shard by ZeRO stages"),
     ("checkpoint_dir", lambda c: c.checkpoint_dir is not None, lambda k: k.checkpoint, "save checkpoints"),
+    (
+        "activation_checkpointing",
+        lambda c: c.activation_checkpointing != "none",
+        lambda k: "activation_checkpointing" in k.levers,
+        "recompute activations",
+    ),
+    ("compile", lambda c: c.compile != "none", lambda k: "compile" in k.levers, "compile the model"),
 ]
 
 

@@ -23,7 +23,7 @@ from distributed.planner.batch import rescale_batch, resolve_batch
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
 from distributed.planner.placement import place_ranks
-from distributed.planner.warnings import core_notes, sample_notes
+from distributed.planner.warnings import core_notes, lever_notes, sample_notes
 from distributed.registry.catalog import Catalog
 
 
@@ -72,6 +72,7 @@ def resolve(
         dims=dims,
     )
     ours = [*meeting_notes(config, spec, placement), *core_notes(spec, placement)]
+    ours += lever_notes(config, placement)
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()

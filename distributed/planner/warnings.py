@@ -10,7 +10,7 @@ from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.placement import RankPlacement
 from distributed.interfaces.plan import BatchPlan, Facts
 
-__all__ = ["core_notes", "sample_notes"]
+__all__ = ["core_notes", "lever_notes", "sample_notes"]
 
 RANKS_PER_CORE = 8
 """CPU ranks per core of a host above which a run gets a warning."""
@@ -28,6 +28,18 @@ def core_notes(spec: BackendSpec, placement: RankPlacement) -> list[str]:
         f" more than {RANKS_PER_CORE} are slow. Training continues. Use at most {RANKS_PER_CORE * cores}"
         " ranks per host"
     ]
+
+
+def lever_notes(config: DistributedConfig, placement: RankPlacement) -> list[str]:
+    """Settings of memory and speed that have no effect on these ranks."""
+    if placement.device != "cpu":
+        return []
+    if config.activation_checkpointing == "offload":
+        return [
+            "activation_checkpointing=offload saves no more memory than full on CPU ranks, whose activations"
+            " are in host memory"
+        ]
+    return []
 
 
 def sample_notes(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> list[str]:

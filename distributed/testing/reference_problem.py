@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 __all__ = [
     "OPTIMIZERS",
+    "Deep",
     "distance",
     "OwnLoss",
     "make_optimizer",
@@ -47,6 +48,43 @@ class OwnLoss(nn.Module):
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.body(inputs)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class _Block(nn.Module):
+    """x + tanh(linear(x)) with dropout; counts its calls."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner, self.drop, self.calls = nn.Linear(8, 8), nn.Dropout(dropout), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        out: Tensor = x + self.drop(torch.tanh(self.inner(x)))
+        return out
+
+
+class Deep(nn.Module):
+    """6 -> two blocks of width 8 -> 3 in float64, the same weights every time.
+
+    Args:
+        dropout: probability, in the blocks.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.blocks = nn.ModuleList(_Block(dropout) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.leave(x)
+        return out
 
 
 def problem(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

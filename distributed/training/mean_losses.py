@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from distributed.errors import UserError
 
-__all__ = ["Mean", "MeanLosses", "class_weight", "mixes_samples"]
+__all__ = ["Mean", "MeanLosses", "class_weight", "is_watching", "leave_uncompiled", "mixes_samples"]
 
 Count = Tensor | int
 
@@ -91,6 +91,11 @@ class MeanLosses:
             _RECORDER.reset(token)
             self.is_first = False
 
+    @property
+    def watches(self) -> bool:
+        """Whether `recording` enters the mode that all operations pass."""
+        return self._watch
+
     def of(self, loss: Tensor) -> Mean | None:
         """The recorded mean that `loss` is, in whatever dtype and shape, or None."""
         mean = next((m for m in self.found if m.is_value_of(loss)), None)
@@ -115,6 +120,12 @@ class MeanLosses:
                 if counted != num_samples:
                     return counted
         return None
+
+
+def is_watching() -> bool:
+    """Whether all operations pass a mode that records losses, because they may be called by any name."""
+    recorder = _RECORDER.get()
+    return recorder is not None and recorder.watches
 
 
 def mixes_samples(output: Any, target: Any) -> bool:
@@ -200,7 +211,7 @@ def _recorded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(function)
     def loss(*args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        if not torch.compiler.is_compiling() and not _WATCHED.get():
+        if not _WATCHED.get():
             _record(name, value, args, kwargs, called=True)
         return value
 
@@ -209,6 +220,17 @@ def _recorded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 _REPLACED = {name: _recorded(function, name) for function, name in _TORCH.items()}
 _LOCK = threading.Lock()
+
+
+def leave_uncompiled() -> None:
+    """Let the functions that record losses do so in a compiled model as well: its graph breaks there."""
+    for name, function in _REPLACED.items():
+        if not getattr(function, "_torchdynamo_disable", False):
+            disabled = torch.compiler.disable(function)
+            disabled.__wrapped__ = function.__wrapped__  # type: ignore[attr-defined]
+            _REPLACED[name] = disabled
+
+
 _users = 0
 
 

@@ -47,6 +47,10 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             work = dist.all_reduce(tensor, group=self.replica_group, async_op=True)
             self._reduction, self._seen = (work, tensor), None
 
+    def teardown(self) -> None:
+        self._undo_levers()
+        super().teardown()
+
     def _total_count(self) -> Any:
         if self._reduction is not None:
             (work, self._count), self._reduction = self._reduction, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -26,10 +26,13 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.training.activation_checkpointing import recompute
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
+from distributed.training.blocks import find_blocks
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
+from distributed.training.lever import Lever
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.model_traits import META, check_materialized, check_micro_batches, refuse
@@ -83,6 +86,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._modes: dict[nn.Module, bool] | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._levers: list[Lever] = []
 
     # -- who and where ---------------------------------------------------------------
 
@@ -144,7 +148,44 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         """Move, shard or cut the model, before the optimizer is built. All names must stay:
         what this rank does not hold (see `held`) goes to the meta device."""
         refuse(model, self.config.backend, {META: "it has no values"})
+        self.apply_levers(model)
         return model.to(self.world.device)
+
+    def apply_levers(self, model: nn.Module) -> None:
+        """Change how `model` computes as the configuration asks, in place and with all its names; `place`
+        calls it before the model is sharded. `release` undoes it.
+
+        Raises:
+            UserError: the model cannot be trained exactly so.
+        """
+        mode, compiles = self.activation_checkpointing, self.config.compile
+        # What torch stores by itself surrounds compiled blocks; what the compiler partitions is inside.
+        surrounds = mode in ("full", "offload") and compiles == "blocks"
+        if compiles != "none" and surrounds:
+            self._compile(model)
+        if mode != "none":
+            self._levers.append(recompute(model, self.blocks(model), mode))
+        if compiles != "none" and not surrounds:
+            self._compile(model)
+
+    def _compile(self, model: nn.Module) -> None:
+        # Imports the compiler, which takes a second.
+        from distributed.training.compilation import compile_blocks, compile_model
+
+        if self.config.compile == "model":
+            lever = compile_model(model, self.activation_checkpointing, self.config.deterministic)
+        else:
+            lever = compile_blocks(model, self.blocks(model), self.config.deterministic)
+        self._levers.append(lever)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules whose activations are recomputed, outermost ones."""
+        return find_blocks(model, self.config.block_classes)
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """``none``, or how activations are recomputed."""
+        return self.config.activation_checkpointing
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
@@ -194,7 +235,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
                     )
                 middle = perf_counter()
                 enter("backward")
-                self.backward(loss)
+                self._backward(loss)
             if kept is not None:
                 kept.restore()
             end = perf_counter()
@@ -207,6 +248,12 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             self._watches_buffers = False
             warn_of_changes(first.changed())
         return total, count
+
+    def _backward(self, loss: Tensor) -> None:
+        with ExitStack() as stack:
+            for lever in self._levers:
+                stack.enter_context(lever.explained())
+            self.backward(loss)
 
     @property
     def _gradient_share(self) -> int:
@@ -399,8 +446,15 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def scaler_state(self) -> dict[str, Any] | None:
         return self.scaler.state_dict() if self.scaler is not None else None
 
+    def release(self) -> None:
+        self._undo_levers()
+
     def teardown(self) -> None:
-        return None
+        self._undo_levers()  # a run that failed was not released
+
+    def _undo_levers(self) -> None:
+        while self._levers:
+            self._levers.pop().undo()
 
 
 def _on_host(number: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from distributed.interfaces.backend_spec import LEVERS
 from distributed.registry.catalog import get_catalog
 from docs.site.command_line import command_line_page
 from docs.site.import_figure import draw
@@ -58,6 +59,7 @@ def abilities() -> str:
         ("portable checkpoints", "checkpoint"),
     ):
         rows.append([label, *(mark[getattr(c, field)] for c in able)])
+    rows += [[f"`{field}`", *(mark[field in c.levers] for c in able)] for field in sorted(LEVERS)]
     rows.append(["`zero_stage`", *(" ".join(map(str, sorted(c.zero_stages))) for c in able)])
     return table(rows, "", *(f"`{name}`" for name in _BUILT_IN))
 

@@ -42,6 +42,7 @@ _CONTINUES = "test_c4_a_second_fit_continues_at_the_exact_sample"
 _SCHEDULES = "test_c7_schedules_count_optimizer_steps"
 _REFUSES = "test_c11_exact_or_refused"
 _PRECISION = "test_a_claimed_precision_is_used_and_stays_close"
+_RECOMPUTES = "test_claimed_activation_checkpointing_changes_no_bit"
 
 MUTANTS = [
     Mutant(broken.NeedsTheWholeBatch, "test_c1_global_batch_is_kept_on_any_number_of_ranks"),
@@ -90,6 +91,9 @@ MUTANTS = [
     Mutant(silent.LosesAttributes, _REFUSES, {"habit": "parameter-attributes-factory"}),
     Mutant(silent.ReadsMemoryInOrder, _REFUSES, {"habit": "transposed"}),
     Mutant(broken.ComputesInFullPrecision, _PRECISION, {"precision": "bf16"}),
+    Mutant(broken.RecomputesAnew, _RECOMPUTES),
+    Mutant(broken.RecomputesNothing, _RECOMPUTES),
+    Mutant(broken.NarrowsWhatItCompiles, "test_claimed_compilation_changes_the_last_bits_at_most"),
 ]
 """Every mutant with its test."""
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import MicroBatch, StepResult, Window
@@ -20,6 +22,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Task
+from distributed.training.blocks import find_blocks
 from distributed.training.mean_losses import MeanLosses
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
@@ -354,3 +357,34 @@ class ComputesInFullPrecision(Sound):
 
     def setup_precision(self, precision: str, *others: Any) -> None:
         super().setup_precision("fp32", *others)
+
+
+class RecomputesAnew(Sound):
+    """claims: recomputes the activations of blocks with other random numbers than in the forward pass"""
+
+    def apply_levers(self, model: nn.Module) -> None:
+        if self.config.activation_checkpointing == "none":
+            return
+        for block in find_blocks(model, ()):
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            block.forward = partial(checkpoint, block.forward, **options)
+
+
+class RecomputesNothing(Sound):
+    """claims: says that it recomputes activations, and stores them"""
+
+    def apply_levers(self, model: nn.Module) -> None:
+        return None
+
+
+class NarrowsWhatItCompiles(Sound):
+    """claims: computes compiled blocks in float32"""
+
+    def apply_levers(self, model: nn.Module) -> None:
+        for block in find_blocks(model, ()) if self.config.compile != "none" else ():
+            block.forward = torch.compile(partial(_narrow, block.forward), backend="eager")
+
+
+def _narrow(forward: Any, x: Tensor) -> Tensor:
+    out: Tensor = forward(x.float().double())
+    return out.float().double()

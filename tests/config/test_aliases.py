@@ -31,7 +31,9 @@ NAMES = [
     ("per_device_train_batch_size", "Did you mean 'batch_size'?"),
     ("ddp", "Did you mean 'backend=pytorch-ddp'?"),
     ("deepspeed", "Did you mean 'backend=deepspeed' or 'deepspeed_config'?"),
-    ("compile", "Pass a function that builds the model"),
+    ("gradient_checkpointing", "Did you mean 'activation_checkpointing'?"),
+    ("torch_compile", "Did you mean 'compile'?"),
+    ("num_workers", "Set it in the DataLoader"),
     # The name of one field in a section, and another spelling of an alias.
     ("drop_last", "Did you mean 'data.drop_last'?"),
     ("max_restarts", "Did you mean 'elastic.max_restarts'?"),

@@ -130,6 +130,15 @@ def test_the_evaluation_counts_each_sample_once(rank_pool: RankPool, tmp_path: P
     assert history.epochs[-1]["val_loss"] == pytest.approx(float(loss), abs=EXACT)
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp"])
+def test_activations_are_recomputed_across_the_ranks(backend: str, mode: str, rank_pool: RankPool) -> None:
+    model = ENTRIES["llama"].build()
+    trainer = trainer_of(model, backend, 4, rank_pool, {"tensor": 2}, activation_checkpointing=mode)
+    trainer.fit(DATA, max_steps=STEPS)
+    assert difference(model, reference("llama", ENTRIES["llama"].build).weights) < EXACT
+
+
 def test_a_second_fit_continues_with_whole_optimizer_state(rank_pool: RankPool) -> None:
     model = ENTRIES["llama"].build()
     trainer = trainer_of(model, "pytorch-ddp", 2, rank_pool, {"tensor": 2})

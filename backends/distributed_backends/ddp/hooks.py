@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 
@@ -24,6 +24,7 @@ def register_backends() -> list[BackendSpec]:
                 gradient_buckets=True,
                 checkpoint=True,
                 axes=("data", "tensor"),
+                levers=LEVERS,
             ),
         )
     ]

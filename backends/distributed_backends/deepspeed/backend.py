@@ -145,6 +145,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self._before = Before(model)
         if self.stage < 3:
             return super().place(model)
+        self.apply_levers(model)
         for module in model.modules():  # parameters move one by one, as they are cut
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -384,6 +385,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     @torch.no_grad()
     def release(self) -> None:
+        super().release()
         if self.engine is None:
             return
         self._used.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.deepspeed.section import ZeroSection, native_config
 
@@ -31,6 +31,7 @@ def register_backends() -> list[BackendSpec]:
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 checkpoint=True,
+                levers=LEVERS,
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
             blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
@@ -74,6 +75,14 @@ def check_plan(plan: RunPlan) -> list[str]:
             )
     stage = stage_of(config)
     _check_offloading(config, stage)
+    if stage == 3 and config.compile != "none":
+        raise UserError(
+            "ZeRO 3 gathers parameters inside of modules, which leaves little to compile",
+            field="compile",
+            got=config.compile,
+            allowed="none with zero_stage 3; blocks, model up to zero_stage 2",
+            remedy="Use zero_stage=2, or backend='fsdp' with compile=blocks",
+        )
     section = ZeroSection.of(config)
     where = {"optimizer": section.offload_optimizer, "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]

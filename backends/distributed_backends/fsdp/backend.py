@@ -19,6 +19,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.mesh_backend import MeshBackend
+from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
@@ -28,7 +29,7 @@ from distributed.training.torch_backend import StepModule
 from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
-from distributed_backends.fsdp.units import Recomputed, find_units, recompute, stop_recomputing
+from distributed_backends.fsdp.units import find_units
 
 __all__ = ["FSDPBackend"]
 
@@ -60,7 +61,6 @@ class FSDPBackend(MeshBackend):
     def __init__(self) -> None:
         super().__init__()
         self._sharded: ShardedModel | None = None
-        self._recomputed: Recomputed = []
         self._built_by_one = False
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
@@ -84,24 +84,34 @@ class FSDPBackend(MeshBackend):
         if self.config.sync_batchnorm and self.world.size > 1:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         units = find_units(model, section)
-        if self.world.size > 1:
-            refuse(model, "fsdp", _CANNOT)
-        if section.activation_checkpointing:
-            self._recomputed = recompute(model, units)
         if self.mesh is None:
             return super().place(model)
+        refuse(model, "fsdp", _CANNOT)
         if self._joined and not self._built_by_one:
             # Ranks that we started have the same weights; others built their own.
             broadcast_values([*model.parameters(), *model.buffers()])
         self.original = OriginalModel(model)
         built = {n: tensor.detach() for n, tensor in tensors_of(model)} if self._built_by_one else None
         self.cut(model, self._built_by_one)
-        if self.mesh.dims.data_parallel_size > 1:
-            mesh = self.mesh.submesh("data", "shard")
-            self._sharded = ShardedModel(model, units, section, self.world, mesh, self.original, built)
-            self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
-            self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
+        self.apply_levers(model)
+        if self.mesh.dims.data_parallel_size == 1:
+            model.to(self.world.device)
+            self.settle()
+            return model
+        mesh = self.mesh.submesh("data", "shard")
+        self._sharded = ShardedModel(model, units, section, self.world, mesh, self.original, built)
+        self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
+        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        units = [] if self.config.block_classes else find_units(model, FSDPSection.of(self.config))
+        return outermost(units[::-1]) or super().blocks(model)
+
+    @property
+    def activation_checkpointing(self) -> str:
+        asked = FSDPSection.of(self.config).activation_checkpointing
+        return "full" if asked else super().activation_checkpointing
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
@@ -191,8 +201,6 @@ class FSDPBackend(MeshBackend):
         return super().whole_model()
 
     def release(self) -> None:
-        stop_recomputing(self._recomputed)
-        self._recomputed = []
         self._reshard()
         self._sharded = self._use = self._order = None
         super().release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -40,6 +40,7 @@ def register_backends() -> list[BackendSpec]:
                 sync_batchnorm=True,
                 checkpoint=True,
                 axes=("shard", "data", "tensor"),
+                levers=LEVERS,
             ),
             axis_sizes=_axis_sizes,
         )
@@ -59,6 +60,7 @@ def check_plan(plan: RunPlan) -> list[str]:
     if plan.spec.target != _TARGET:
         idle = f"the section fsdp changes nothing under backend '{plan.spec.name}'"
         return [idle] if section.model_fields_set else []
+    _check_alias(plan.config, section)
     if section.cpu_offload and ranks == 1 and plan.device == "cuda":
         raise UserError(
             "a single rank has no other rank to shard with and keeps the whole model on its device",
@@ -68,3 +70,16 @@ def check_plan(plan: RunPlan) -> list[str]:
             remedy="Train on two ranks or more",
         )
     return []
+
+
+def _check_alias(config: DistributedConfig, section: FSDPSection) -> None:
+    """Raise a UserError if `fsdp.activation_checkpointing` and the flat field ask for different things."""
+    asked = "full" if section.activation_checkpointing else "none"
+    given = {"activation_checkpointing"} & section.model_fields_set
+    if given and config.is_explicit("activation_checkpointing") and asked != config.activation_checkpointing:
+        raise UserError(
+            f"activation_checkpointing={config.activation_checkpointing} contradicts it",
+            field="fsdp.activation_checkpointing",
+            got=section.activation_checkpointing,
+            remedy="Leave it out: true is activation_checkpointing=full",
+        )

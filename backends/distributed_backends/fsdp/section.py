@@ -48,7 +48,7 @@ class FSDPSection(Section):
         None, description="dtype of the gradient reduction; None: the dtype of the parameters."
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute the activations of the blocks in backward instead of storing them."
+        False, description="Older name of the flat field: true is activation_checkpointing=full."
     )
 
     @model_validator(mode="after")

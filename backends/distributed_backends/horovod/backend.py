@@ -171,6 +171,7 @@ class HorovodBackend(TorchBackend):
     # -- the end ---------------------------------------------------------------------
 
     def release(self) -> None:
+        super().release()
         if self._gradients is not None:
             self._gradients.remove()
 
@@ -179,6 +180,7 @@ class HorovodBackend(TorchBackend):
         if self._records:
             self._records = False
             hvd.stop_timeline()
+        super().teardown()
 
     def average_outside_fit(self, value: float, name: str) -> float:
         if not hvd.is_initialized():

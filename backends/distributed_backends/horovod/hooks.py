@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.horovod.section import HorovodSection
 
@@ -32,6 +32,7 @@ def register_backends() -> list[BackendSpec]:
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 find_unused_parameters=True,
                 checkpoint=True,
+                levers=LEVERS,
             ),
             deploy_form="mpi",
             blocking_modules=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 
@@ -22,6 +22,7 @@ def register_backends() -> list[BackendSpec]:
                 sync_batchnorm=True,
                 find_unused_parameters=True,
                 checkpoint=True,
+                levers=LEVERS,
             ),
         )
     ]

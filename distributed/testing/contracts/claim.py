@@ -10,16 +10,37 @@ import pytest
 import torch
 
 from distributed.errors import UserError
-from distributed.interfaces.callback import Callback
+from distributed.interfaces.callback import Callback, Context
 from distributed.interfaces.history import History
 from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
-from distributed.testing.reference_problem import problem
+from distributed.testing.reference_problem import Deep, problem
 from distributed.testing.suite import EXACT, Run, Suite
 
 __all__ = ["ClaimContracts"]
 
 _HALF_DIGITS = 0.02
 """Largest distance of ten steps in half precision from float32: bfloat16 keeps 8 bits."""
+
+
+_ROUNDING = 1e-12
+"""Largest distance of a few steps in float64 that are compiled from the plain ones."""
+
+_LEVERS = {"activation_checkpointing": "full", "compile": "blocks"}
+"""Settings of memory and speed, each with a value that is not the default."""
+
+
+class _Runs(Callback):
+    """Fail where Python ran the forward of a block another number of times in a step than `times`."""
+
+    all_ranks = True
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def on_step_end(self, context: Context) -> None:
+        for block in context.model.blocks:
+            calls, block.calls = block.calls, 0
+            assert calls == self.times, f"Python ran a block {calls} times in a step"
 
 
 class ClaimContracts(Suite):
@@ -36,6 +57,7 @@ class ClaimContracts(Suite):
             (claimed.find_unused_parameters, {"find_unused_parameters": True}),
             (bool(claimed.zero_stages), {"zero_stage": 1}),
             (claimed.checkpoint, {"checkpoint_dir": str(tmp_path)}),
+            *((field in claimed.levers, {field: value}) for field, value in _LEVERS.items()),
             # On the CPU: with too few GPUs the number of ranks would be refused first.
             (claimed.multi_process, {"num_processes": 2, "device": "cpu"}),
             *((name in claimed.precisions, {"mixed_precision": name}) for name in ("bf16", "fp16")),
@@ -58,6 +80,41 @@ class ClaimContracts(Suite):
             found = self.compare(ranks, problem(25, torch.float32), run)
             assert 1e-7 < found.distance < _HALF_DIGITS
             assert found.history.num_skipped_steps == 0
+
+    def test_claimed_activation_checkpointing_changes_no_bit(self) -> None:
+        """With dropout in the blocks, the weights are the same to the bit, and the blocks run twice."""
+        if "activation_checkpointing" not in self.capabilities.levers:
+            pytest.skip("does not claim activation checkpointing")
+        ranks = self.sizes[-1]
+        plain = self._train_deep(ranks, 0.3)
+        for mode in ("full", "selective", "offload"):
+            found = self._train_deep(ranks, 0.3, _Runs(2), activation_checkpointing=mode)
+            assert all(map(torch.equal, found, plain)), f"{ranks} ranks: {mode}"
+
+    def test_claimed_compilation_changes_the_last_bits_at_most(self) -> None:
+        """Compiled blocks give the same weights in float64 and do not run in Python; or they are refused."""
+        if "compile" not in self.capabilities.levers:
+            pytest.skip("does not claim to compile")
+        ranks = self.sizes[-1]
+        plain = self._train_deep(ranks, 0.0)
+        try:
+            found = self._train_deep(ranks, 0.0, _Runs(0), compile="blocks")
+        except UserError as error:
+            if error.field != "compile":
+                raise
+            return
+        assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) < _ROUNDING
+
+    def _train_deep(
+        self, ranks: int, dropout: float, *callbacks: Callback, **given: Any
+    ) -> list[torch.Tensor]:
+        """The weights of `Deep` after a few steps."""
+        model = Deep(dropout)
+        given |= {"optimizer": self.bench.optimizer("momentum"), "learning_rate": 0.1, "deterministic": True}
+        trainer = self.trainer(model, ranks, batch_size=2, **given)
+        trainer.callbacks = list(callbacks)
+        trainer.fit(problem(13), max_steps=6)
+        return self.bench.weights(model)
 
     def test_c9_checkpoints_resume_on_any_number_of_ranks(self, tmp_path: Path) -> None:
         """Saved in the middle of an epoch and resumed by more or fewer ranks, and (torch) by and
