@@ -57,6 +57,15 @@ def test_convnet(tmp_path: Path) -> None:
     assert figure(out, r"best validation accuracy (\S+) on 2 rank") > 0.95
 
 
+def test_a_llama_learns_the_same_when_ranks_divide_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    losses = []
+    for words in (["--num-processes", "1"], ["--num-processes", "2", "--set", "parallel.tensor=2"]):
+        out = run(tmp_path, *TRAIN, *script("llama.py"), "--max-steps", "8", *words)
+        losses.append(figure(out, r"validation loss (\S+) after 8 steps"))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
 def test_language_model_learns_the_same_on_one_and_two_ranks_and_backends(tmp_path: Path) -> None:
     bits = []
     for ranks, backend in (("1", "pytorch-ddp"), ("2", "pytorch-ddp"), ("2", "fsdp")):

@@ -38,6 +38,7 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
             field="parallel.schedule",
             got=schedule,
             allowed=", ".join(sorted(spec.capabilities.schedules)) or None,
+            remedy="Leave it out",
         )
 
 
@@ -145,4 +146,5 @@ def _check_experts(dims: ParallelDims) -> None:
             field="parallel.expert",
             got=dims.expert,
             allowed=", ".join(map(str, _divisors(dims.data_parallel_size))),
+            remedy="Choose one of these, or another parallel.data",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ class SKLinear(nn.Module):
         Raises:
             KernelError: it cannot be cut in that way.
         """
-        from distributed_kernels.sketching.tensor_parallel import style_of
-
-        return style_of(word)
+        # The styles are of this layer, and DTensors take a second to import.
+        return import_module("distributed_kernels.sketching.tensor_parallel").style_of(word)
 
     def __init__(
         self,
