@@ -116,4 +116,6 @@ class RunPlan(RankPlacement):
 
     def _elastic(self) -> str:
         fewer = f", and continue with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""
-        return f"failed ranks are restarted {self.config.max_restarts} times{fewer}"
+        axes = self.dims.model_axes
+        kept = f"; {axes} does not change" if axes and fewer else ""
+        return f"failed ranks are restarted {self.config.max_restarts} times{fewer}{kept}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import Trainer
+from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
@@ -36,7 +38,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def trainer_at(place: str, model: Any, pool: RankPool, folder: Path, **given: Any) -> Trainer:
+def trainer_at(place: str, model: Any, pool: RankPool | None, folder: Path, **given: Any) -> Trainer:
     ranks, fields = PLACES[place]
     if place == "fsdp 3":
         fields = {**fields, "global_batch_size": None}
@@ -121,3 +123,28 @@ def test_ranks_that_share_a_model_draw_the_same_masks_on_every_mesh(
     trainer_at("tensor 2", build(), rank_pool, tmp_path / "parts").fit(DATA, max_steps=3)
     trainer_at("tensor 2", parts, rank_pool, tmp_path / "parts").fit(DATA, max_steps=6)
     assert difference(parts, dict(whole.named_parameters())) == 0.0
+
+
+class DiesAmongFour(Callback):
+    """Kill rank 3 of four after the fifth step, however often it is started."""
+
+    all_ranks = True
+
+    def on_step_end(self, context: Any) -> None:
+        if (context.progress.step, context.world.rank, context.world.size) == (5, 3, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.starts_processes
+def test_fewer_ranks_divide_the_model_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of two pairs that divide the model one is left, and not three ranks."""
+    build = ENTRIES["dilated"].build
+    model = build()
+    given = {"elastic": {"min_ranks": 2, "max_restarts": 3}, "checkpoint": {"every_n_steps": 2}}
+    trainer = trainer_at("data 2 x tensor 2", model, None, tmp_path, callbacks=[DiesAmongFour()], **given)
+    history = trainer.fit(DATA, max_steps=8)
+    printed = "".join(capfd.readouterr())
+    assert "with as few as 2; tensor 2 does not change" in printed
+    assert "continuing with 2 ranks instead of 4" in printed
+    assert history.batch["data_parallel_size"] == 1
+    assert difference(model, train_plainly(build(), DATA, steps=8, **OPTIONS).weights) < EXACT
