@@ -18,6 +18,7 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
+from distributed.parallel.asynchronous import overlap_collectives
 from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.cut_check import CutCheck, refuse_difference
 from distributed.parallel.first_step import EqualOnTensorRanks
@@ -113,6 +114,8 @@ class MeshBackend(ProcessGroupBackend):
         self._fast_path = _MATHS.get_fastpath_enabled()
         _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
+        if self.config.compile != "none" and self.world.device.startswith("cuda"):
+            overlap_collectives(self._axis.group)
         check = None if built_by_one else self._cut_check(model)
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
         names = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
@@ -214,7 +217,8 @@ class MeshBackend(ProcessGroupBackend):
         return super().optimizer_step(max_norm, want_norm)
 
     def gradients(self) -> list[Tensor]:
-        return [local_part(gradient) for gradient in super().gradients()]
+        gradients = super().gradients()
+        return gradients if self.mesh is None else [local_part(gradient) for gradient in gradients]
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:

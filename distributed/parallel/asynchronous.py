@@ -1,0 +1,24 @@
+"""Asynchronous tensor parallelism: torch.compile overlaps the collectives of cut layers with their products.
+
+It applies to plans with ``_sequence``, whose layers gather slices before a matrix product and scatter them
+after one. torch offers it on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["overlap_collectives"]
+
+
+def overlap_collectives(group: Any) -> None:
+    """Let compiled code overlap collectives over `group` with matrix products. Collective.
+
+    Args:
+        group: process group over GPUs that can read each other's memory.
+    """
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group.group_name)
+    inductor._micro_pipeline_tp = True
