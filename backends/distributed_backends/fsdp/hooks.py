@@ -31,7 +31,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
-                levers=LEVERS,
+                levers=LEVERS - {"optimizer_bits"},
             ),
         )
     ]
@@ -58,6 +58,13 @@ def check_plan(plan: RunPlan) -> list[str]:
             allowed=", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
         )
     _check_alias(plan.config, section)
+    if plan.config.optimizer_offload and not section.cpu_offload and plan.device == "cuda":
+        raise UserError(
+            "FSDP2 keeps the optimizer where the shards of the parameters are",
+            field="optimizer_offload",
+            got=True,
+            allowed="true with fsdp.cpu_offload=true, which offloads both",
+        )
     if section.cpu_offload and ranks == 1 and plan.device == "cuda":
         raise UserError(
             "a single rank has no other rank to shard with and keeps the whole model on its device",
