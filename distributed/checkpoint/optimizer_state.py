@@ -62,7 +62,7 @@ def parameter_slots(
             name = _name(p, names, number)
             for slot, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and not _is_scalar(p, slot, value):
-                    yield name, slot, value
+                    yield name, slot, _dequantized(value)
                 else:
                     number_or_data = value.item() if isinstance(value, Tensor) else _copied(value)
                     scalars.setdefault(name, {})[slot] = number_or_data
@@ -197,6 +197,13 @@ def _scalar(
         return _placed(_copied(value), p.device)
     on_device = group.get("capturable") or group.get("fused")
     return torch.tensor(value, dtype=getattr(torch, dtype), device=p.device if on_device else "cpu")
+
+
+def _dequantized(value: Tensor) -> Tensor:
+    """State of fewer bits (torchao) as numbers of the dtype that it stands for; others as they are."""
+    if hasattr(value, "__tensor_flatten__") and hasattr(value, "qmap"):
+        return value.dequantize().to(value.dtype)
+    return value
 
 
 def _placed(value: Any, device: torch.device) -> Any:

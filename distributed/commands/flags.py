@@ -183,7 +183,7 @@ def _help(schema: dict[str, Any]) -> str:
 def _metavar(options: list[dict[str, Any]]) -> str:
     for option in options:
         if "enum" in option:
-            return "{" + ",".join(option["enum"]) + "}"
+            return "{" + ",".join(map(str, option["enum"])) + "}"
     kinds = {option.get("type") for option in options}
     return "N" if "integer" in kinds else "X" if "number" in kinds else "TEXT"
 

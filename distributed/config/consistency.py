@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_elastic", "check_ranks"]
+__all__ = ["check_elastic", "check_optimizer_bits", "check_ranks"]
 
 
 def check_ranks(config: Any) -> None:
@@ -47,3 +47,12 @@ def check_elastic(config: Any) -> None:
         raise ValueError(f"elastic.min_nodes={section.min_nodes} is above num_nodes={config.num_nodes}")
     if config.is_elastic and config.checkpoint_dir is None:
         raise ValueError("elastic needs checkpoint_dir: without checkpoints there is nothing to resume from")
+
+
+def check_optimizer_bits(config: Any) -> None:
+    """Raise ValueError if `optimizer_bits` is set for an optimizer without moments."""
+    if config.optimizer_bits != 32 and config.optimizer == "sgd":
+        raise ValueError(
+            f"optimizer_bits={config.optimizer_bits} is for adamw and adam, and optimizer=sgd: set one of"
+            " these, or leave optimizer_bits out"
+        )

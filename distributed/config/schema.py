@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from distributed.config.consistency import check_elastic, check_ranks
+from distributed.config.consistency import check_elastic, check_optimizer_bits, check_ranks
 from distributed.config.parallel import ParallelSection
 from distributed.config.sections import (
     CheckpointSection,
@@ -169,6 +169,20 @@ class DistributedConfig(BaseModel):
         description="Compile the forward pass of each of the model's blocks, or of the whole model, by"
         " torch.compile.",
     )
+    optimizer_offload: bool = Field(
+        False,
+        description="Keep the optimizer's state in host memory and step on the CPU; no effect on CPU ranks.",
+    )
+    optimizer_bits: Literal[32, 8, 4] = Field(
+        32,
+        description="Bits per number of the state of the adamw or adam that is built if no optimizer is"
+        " passed to the trainer. 8 and 4 need torchao.",
+    )
+    matmul_precision: Literal["default", "tf32", "fp8"] = Field(
+        "default",
+        description="Precision of matrix products. tf32: those in float32 use TF32 units of a GPU; fp8: those"
+        " of linear layers use fp8 units (needs torchao), emulated on CPU.",
+    )
     block_classes: tuple[str, ...] = Field(
         (),
         description="Class names of the model's blocks, for `activation_checkpointing` and `compile`. Empty:"
@@ -301,6 +315,11 @@ class DistributedConfig(BaseModel):
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if hasattr(value, "__fspath__") else value
 
+    @field_validator("optimizer_bits", mode="before")
+    @classmethod
+    def _text_to_number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value  # of a flag
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         check_ranks(self)
@@ -314,6 +333,7 @@ class DistributedConfig(BaseModel):
         if self.resume_from_checkpoint is True and self.checkpoint_dir is None:
             raise ValueError("resume_from_checkpoint=True needs checkpoint_dir: there is nowhere to look")
         check_elastic(self)
+        check_optimizer_bits(self)
         return self
 
     @property

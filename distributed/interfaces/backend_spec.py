@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVERS", "BackendSpec", "Capabilities"]
 
-LEVERS = frozenset({"activation_checkpointing", "compile"})
+LEVERS = frozenset(
+    {"activation_checkpointing", "compile", "optimizer_offload", "optimizer_bits", "tf32", "fp8"}
+)
 """Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
-configuration fields."""
+configuration fields, and values of `matmul_precision`."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from distributed.config import DistributedConfig
@@ -12,6 +13,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.registry.catalog import Catalog, require
 
+_LOW_BIT = "pip install 'distributed-trainer[lowbit]'"
 _Need = tuple[str, Callable[[DistributedConfig], bool], Callable[[Capabilities], bool], str]
 
 
@@ -108,6 +110,14 @@ def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
     )
 
 
+def _multiplies_in(value: str, config: DistributedConfig) -> bool:
+    return config.matmul_precision == value
+
+
+def _claims(lever: str, capabilities: Capabilities) -> bool:
+    return lever in capabilities.levers
+
+
 _NEEDS: list[_Need] = [
     (
         "gradient_accumulation_steps",
@@ -130,6 +140,27 @@ _NEEDS: list[_Need] = [
         lambda c: c.activation_checkpointing != "none",
         lambda k: "activation_checkpointing" in k.levers,
         "recompute activations",
+    ),
+    (
+        "optimizer_offload",
+        lambda c: c.optimizer_offload,
+        lambda k: "optimizer_offload" in k.levers,
+        "keep the optimizer in host memory",
+    ),
+    (
+        "optimizer_bits",
+        lambda c: c.optimizer_bits != 32,
+        lambda k: "optimizer_bits" in k.levers,
+        "keep the optimizer in fewer bits",
+    ),
+    *(
+        (
+            "matmul_precision",
+            partial(_multiplies_in, value),
+            partial(_claims, value),
+            f"multiply matrices in {value}",
+        )
+        for value in ("tf32", "fp8")
     ),
     ("compile", lambda c: c.compile != "none", lambda k: "compile" in k.levers, "compile the model"),
 ]
@@ -159,6 +190,10 @@ def check_capabilities(
         if wanted(config) and not able(spec.capabilities):
             got = config.num_ranks if name == ranks else getattr(config, name)
             raise _cannot(need, spec, catalog, got)
+    if config.optimizer_bits != 32:
+        require(("torchao",), f"optimizer_bits={config.optimizer_bits}", _LOW_BIT)
+    if config.matmul_precision == "fp8":
+        require(("torchao",), "matmul_precision=fp8", _LOW_BIT)
     if config.sync_batchnorm and device == "cpu" and world_size > 1:
         raise UserError(
             "torch synchronises BatchNorm on GPUs only",

@@ -34,12 +34,18 @@ def lever_notes(config: DistributedConfig, placement: RankPlacement) -> list[str
     """Settings of memory and speed that have no effect on these ranks."""
     if placement.device != "cpu":
         return []
-    if config.activation_checkpointing == "offload":
-        return [
-            "activation_checkpointing=offload saves no more memory than full on CPU ranks, whose activations"
-            " are in host memory"
-        ]
-    return []
+    notes = {
+        "activation_checkpointing=offload saves no more memory than full on CPU ranks, whose activations are"
+        " in host memory": config.activation_checkpointing == "offload",
+        "optimizer_offload changes nothing on CPU ranks, whose optimizer is in host memory": (
+            config.optimizer_offload
+        ),
+        "matmul_precision=tf32 changes nothing on CPU ranks": config.matmul_precision == "tf32",
+        "matmul_precision=fp8 is emulated on CPU ranks: the results are rounded to fp8, and slower": (
+            config.matmul_precision == "fp8"
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def sample_notes(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> list[str]:

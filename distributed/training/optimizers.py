@@ -91,6 +91,14 @@ def build_optimizer(
     Raises:
         UserError: it is no optimizer, or brings a learning rate that `lr_scaling` cannot rescale.
     """
+    if optimizer is not None and config.optimizer_bits != 32:
+        raise UserError(
+            "it applies to the optimizer that the configuration builds, and one was passed to the trainer",
+            field="optimizer_bits",
+            got=config.optimizer_bits,
+            allowed="32 with an optimizer of your own",
+            remedy="Leave the optimizer out and set optimizer=adamw or adam, or pass one of torchao.optim",
+        )
     if isinstance(optimizer, Optimizer):
         return optimizer
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -121,6 +129,10 @@ def build_optimizer(
 
 
 def _named(config: DistributedConfig) -> Callable[..., Optimizer]:
+    if config.optimizer_bits != 32:
+        from distributed.training.low_bit import low_bit_optimizer
+
+        return low_bit_optimizer(config)
     if config.optimizer == "sgd":
         return partial(torch.optim.SGD, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam

@@ -32,6 +32,7 @@ from distributed.training.batch_transfer import move
 from distributed.training.blocks import find_blocks
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
+from distributed.training.host_optimizer import HostStep
 from distributed.training.lever import Lever
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.precision import PrecisionMixin
@@ -116,6 +117,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             follow_parameters(task.optimizer, before, self.module)
         self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
         check_optimizer(self.optimizer, self.module)
+        if self.config.optimizer_offload:
+            self.offload_optimizer()
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.objective = Objective(
             task.loss_fn,
@@ -158,6 +161,8 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         Raises:
             UserError: the model cannot be trained exactly so.
         """
+        if self.config.matmul_precision != "default":
+            self._levers.append(self._multiply(model))
         mode, compiles = self.activation_checkpointing, self.config.compile
         # What torch stores by itself surrounds compiled blocks; what the compiler partitions is inside.
         surrounds = mode in ("full", "offload") and compiles == "blocks"
@@ -167,6 +172,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             self._levers.append(recompute(model, self.blocks(model), mode))
         if compiles != "none" and not surrounds:
             self._compile(model)
+
+    def _multiply(self, model: nn.Module) -> Lever:
+        from distributed.training.low_bit import TF32, Float8
+
+        return TF32() if self.config.matmul_precision == "tf32" else Float8(model, self.world.device)
 
     def _compile(self, model: nn.Module) -> None:
         # Imports the compiler, which takes a second.
@@ -186,6 +196,11 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     def activation_checkpointing(self) -> str:
         """``none``, or how activations are recomputed."""
         return self.config.activation_checkpointing
+
+    def offload_optimizer(self) -> None:
+        """Keep the optimizer's state in host memory, and step there."""
+        if self.world.device != "cpu":
+            self._levers.append(HostStep(self.optimizer))
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
@@ -440,6 +455,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
 
     def import_state(self, reader: StateReader) -> None:
         import_replicated(reader, self.module, self.optimizer, pieces=self.pieces, held=self.held)
+        if self.config.optimizer_bits != 32:
+            from distributed.training.low_bit import pack_state
+
+            pack_state(self.optimizer)
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
 

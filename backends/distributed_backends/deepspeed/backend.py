@@ -156,6 +156,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
         native = native_optimizer(self.config) if task.optimizer is None else None
         super().prepare(task if native is None else replace(task, optimizer=native))
 
+    def offload_optimizer(self) -> None:
+        return None  # the engine does so: see `engine_options`
+
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         from distributed_backends.deepspeed.engine import Root, build_engine, engine_options
 

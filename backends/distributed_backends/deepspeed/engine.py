@@ -28,7 +28,7 @@ from torch import nn
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
-from distributed_backends.deepspeed.section import ZeroSection, native_config
+from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _LARGEST_BUCKET = 500_000_000
@@ -105,7 +105,7 @@ def engine_options(
     zero["stage"] = stage
     zero.setdefault("reduce_bucket_size", max(1, min(_LARGEST_BUCKET, numel)))
     for key, where in (
-        ("offload_optimizer", section.offload_optimizer),
+        ("offload_optimizer", optimizer_place(config)),
         ("offload_param", section.offload_parameters),
     ):
         if where != "none":

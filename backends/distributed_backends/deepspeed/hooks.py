@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
-from distributed_backends.deepspeed.section import ZeroSection, native_config
+from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -31,7 +31,7 @@ def register_backends() -> list[BackendSpec]:
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 checkpoint=True,
-                levers=LEVERS,
+                levers=LEVERS - {"optimizer_bits", "fp8"},
                 zero_stages=frozenset({0, 1, 2, 3}),
             ),
             blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
@@ -84,7 +84,7 @@ def check_plan(plan: RunPlan) -> list[str]:
             remedy="Use zero_stage=2, or backend='fsdp' with compile=blocks",
         )
     section = ZeroSection.of(config)
-    where = {"optimizer": section.offload_optimizer, "parameters": section.offload_parameters}
+    where = {"optimizer": optimizer_place(config), "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]
     note = f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
     return [note, *_check_half_weights(plan, stage)]
@@ -98,6 +98,14 @@ def stage_of(config: DistributedConfig) -> int:
 def _check_offloading(config: DistributedConfig, stage: int) -> None:
     needs = {"offload_optimizer": (1, 2, 3), "offload_parameters": (3,)}
     section = ZeroSection.of(config)
+    if config.optimizer_offload and stage == 0:
+        raise UserError(
+            "ZeRO stage 0 steps the optimizer on the device",
+            field="optimizer_offload",
+            got=True,
+            allowed="false with zero_stage 0",
+            remedy="Set zero_stage=1 or higher",
+        )
     for name, stages in needs.items():
         if getattr(section, name) != "none" and stage not in stages:
             raise UserError(

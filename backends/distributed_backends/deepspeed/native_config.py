@@ -68,7 +68,20 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_master_weights_and_grads": ((False,), _CHANGES),
     "bf16.bf16_optimizer_states": ((False,), _CHANGES),
     "bf16.check_grad_overflow": ((True, False), "it is always checked"),
+    **{
+        f"activation_checkpointing.{name}": (
+            (False, None),
+            "DeepSpeed applies it only where the model calls deepspeed.checkpointing",
+        )
+        for name in (
+            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+            *("synchronize_checkpoint_boundary", "number_checkpoints", "profile"),
+        )
+    },
     "bf16.immediate_grad_update": ((True, False), "there is nothing to choose with ZeRO"),
+}
+_REPLACED = {
+    "activation_checkpointing": "Leave it out and set activation_checkpointing=full, selective or offload",
 }
 _NAMED_IN_FULL = ("fp16", "bf16")
 
@@ -147,7 +160,7 @@ def _check_names(native: Mapping[str, Any]) -> None:
                 field=f"{NATIVE}.{path}",
                 got=value,
                 allowed=" or ".join(map(repr, harmless)) or None,
-                remedy="Leave it out",
+                remedy=_REPLACED.get(path.partition(".")[0], "Leave it out"),
             )
     for section in _NAMED_IN_FULL:
         _check_section(native, section)

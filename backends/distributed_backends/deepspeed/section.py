@@ -33,6 +33,11 @@ class ZeroSection(Section):
     )
 
 
+def optimizer_place(config: DistributedConfig) -> str:
+    """Where the optimizer is kept, ``none`` for the device; the field `optimizer_offload` sets it, too."""
+    return "cpu" if config.optimizer_offload else ZeroSection.of(config).offload_optimizer
+
+
 def native_config(config: DistributedConfig) -> dict[str, Any]:
     """The field `deepspeed_config`; empty where it is not set."""
     return getattr(config, NATIVE) or {}

@@ -104,6 +104,9 @@ class FSDPBackend(MeshBackend):
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
 
+    def offload_optimizer(self) -> None:
+        return None  # it is where the shards are: see `check_plan`
+
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         units = [] if self.config.block_classes else find_units(model, FSDPSection.of(self.config))
         return outermost(units[::-1]) or super().blocks(model)

@@ -40,7 +40,7 @@ def register_backends() -> list[BackendSpec]:
                 sync_batchnorm=True,
                 checkpoint=True,
                 axes=("shard", "data", "tensor"),
-                levers=LEVERS,
+                levers=LEVERS - {"optimizer_bits"},
             ),
             axis_sizes=_axis_sizes,
         )
@@ -61,6 +61,13 @@ def check_plan(plan: RunPlan) -> list[str]:
         idle = f"the section fsdp changes nothing under backend '{plan.spec.name}'"
         return [idle] if section.model_fields_set else []
     _check_alias(plan.config, section)
+    if plan.config.optimizer_offload and not section.cpu_offload and plan.device == "cuda":
+        raise UserError(
+            "FSDP2 keeps the optimizer where the shards of the parameters are",
+            field="optimizer_offload",
+            got=True,
+            allowed="true with fsdp.cpu_offload=true, which offloads both",
+        )
     if section.cpu_offload and ranks == 1 and plan.device == "cuda":
         raise UserError(
             "a single rank has no other rank to shard with and keeps the whole model on its device",
