@@ -31,6 +31,7 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
                 allowed="1",
                 remedy=f"Backends that can: {', '.join(able) or 'none installed'}",
             )
+    _check_cut_layers(config)
     schedule = config.parallel.schedule
     if schedule is not None and schedule not in spec.capabilities.schedules:
         raise UserError(
@@ -40,6 +41,27 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
             allowed=", ".join(sorted(spec.capabilities.schedules)) or None,
             remedy="Leave it out",
         )
+
+
+_NOT_CUT = {
+    "optimizer_bits": (32, "its state is quantized in blocks of a whole parameter"),
+    "matmul_precision": (("default", "tf32"), "fp8 layers compute with a whole weight"),
+}
+"""Field -> values that layers which ranks divide can be trained with, and why not with others."""
+
+
+def _check_cut_layers(config: DistributedConfig) -> None:
+    for field, (allowed, why) in _NOT_CUT.items():
+        value = getattr(config, field)
+        values = allowed if isinstance(allowed, tuple) else (allowed,)
+        if config.parallel.tensor > 1 and value not in values:
+            raise UserError(
+                f"parallel.tensor={config.parallel.tensor} cuts layers: {why}",
+                field=field,
+                got=value,
+                allowed=", ".join(map(str, values)),
+                remedy="Choose one of these, or parallel.tensor=1",
+            )
 
 
 def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) -> ParallelDims:

@@ -109,3 +109,10 @@ def test_the_first_line_shows_the_mesh() -> None:
     assert (
         plan("pytorch-ddp", 4, tensor=2).summary().startswith("pytorch-ddp: 4 ranks (data 2 x tensor 2) on")
     )
+
+
+@pytest.mark.parametrize("fields", [{"optimizer_bits": 8}, {"matmul_precision": "fp8"}])
+def test_what_needs_whole_weights_is_refused_with_a_tensor_axis(fields: dict[str, Any]) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(UserError, match="cuts layers"):
+        plan("pytorch-ddp", 2, fields, tensor=2)
