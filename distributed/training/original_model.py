@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,13 +43,16 @@ class OriginalModel:
         ]
         self._added: list[tuple[nn.Module, set[str]]] = []
         self._changed: list[tuple[nn.Module, str, Any, Any]] = []
+        self._hooks: dict[nn.Module, set[int]] = {}
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Note which plain attributes of `module` and of the modules inside it the block changes."""
-        before = [(inner, dict(vars(inner))) for inner in module.modules()]
+        """Note which plain attributes of `module` and of the modules inside it the block changes, and which
+        hooks it adds."""
+        before = [(inner, dict(vars(inner)), _hook_keys(inner)) for inner in module.modules()]
         yield
-        for inner, values in before:
+        for inner, values, keys in before:
+            self._hooks.setdefault(inner, set()).update(_hook_keys(inner) - keys)
             for key, value in values.items():
                 now = vars(inner).get(key)
                 if isinstance(value, _PLAIN) and isinstance(now, _PLAIN) and now != value:
@@ -83,7 +86,7 @@ class OriginalModel:
             setattr(module, key, before)
         for module, kind, _ in self._modules:
             module.__class__ = kind
-            _remove_hooks(module, self._added_by)
+            _remove_hooks(module, self._added_by, self._hooks.get(module, ()))
         try:
             yield
         finally:
@@ -121,7 +124,7 @@ class OriginalModel:
         for module, kind, _ in self._modules:
             module.__class__ = kind
             _module_state_mapping.pop(module, None)
-            _remove_hooks(module, self._added_by)
+            _remove_hooks(module, self._added_by, self._hooks.get(module, ()))
         for module, added in self._added:
             for key in added:
                 vars(module).pop(key, None)
@@ -147,14 +150,20 @@ def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
-def _remove_hooks(module: nn.Module, added_by: tuple[str, ...]) -> None:
-    """Remove the hooks of a sharded model, recognized by their module."""
+def _hook_tables(module: nn.Module) -> dict[str, OrderedDict[int, Any]]:
     tables = {name: table for name, table in vars(module).items() if isinstance(table, OrderedDict)}
-    for name, table in tables.items():
-        if not name.endswith("_hooks"):
-            continue
+    return {name: table for name, table in tables.items() if name.endswith("_hooks")}
+
+
+def _hook_keys(module: nn.Module) -> set[int]:
+    return {key for table in _hook_tables(module).values() for key in table}
+
+
+def _remove_hooks(module: nn.Module, added_by: tuple[str, ...], keys: Collection[int]) -> None:
+    """Remove the hooks of a sharded model: those with `keys`, and those recognized by their module."""
+    for name, table in _hook_tables(module).items():
         for key, hook in list(table.items()):
             function = getattr(hook, "hook", hook)
-            if str(getattr(function, "__module__", "")).startswith(added_by):
+            if key in keys or str(getattr(function, "__module__", "")).startswith(added_by):
                 for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
                     getattr(module, same, {}).pop(key, None)
