@@ -23,6 +23,10 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
+_REMEDY = (
+    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave the others"
+    " whole"
+)
 
 
 class CutCheck:
@@ -38,16 +42,49 @@ class CutCheck:
         self._before = self._outputs()
         self._room = max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
 
-    def difference(self) -> float:
-        """Largest difference between the cut model's output and the whole one's, as a multiple of what
-        rounding explains. Collective along the axes that cut it."""
+    def compare(self, size: int, agree: Callable[[float], float]) -> None:
+        """Compare the output of the cut model. Collective.
+
+        Args:
+            size: ranks of the tensor axis.
+            agree: mean of a number over the ranks, so that all of them decide the same.
+
+        Raises:
+            UserError: it differs, or cannot be computed.
+        """
+        try:
+            after = self._outputs()
+        except Exception as error:
+            raise UserError(
+                f"the model cannot be computed when {size} ranks cut it: {type(error).__name__}: {error}",
+                field="parallel.tensor",
+                got=size,
+                allowed="models that take the number of heads or features from their inputs (-1), not from"
+                " their sizes",
+                remedy=_REMEDY,
+            ) from error
+        times = agree(self._difference(after))
+        if times > 1.0:
+            raise UserError(
+                f"the model computes something else when {size} ranks cut it: its output for the first"
+                f" samples differs by {times:.0e} times what rounding explains",
+                field="parallel.tensor",
+                got=size,
+                allowed="models of which every cut layer computes each part of its output from the same part"
+                " of its weights",
+                remedy=_REMEDY,
+            )
+
+    def _difference(self, outputs: list[Tensor]) -> float:
+        """Largest difference from the whole model's output, as a multiple of what rounding explains."""
         found = 0.0
-        for before, after in zip(self._before, self._outputs(), strict=True):
+        for before, after in zip(self._before, outputs, strict=True):
             if before.shape != after.shape:
                 return float("inf")
-            room = self._room * max(float(before.abs().max()), 1e-6) if before.numel() else 1.0
-            off = float((before - after).abs().max()) / room if before.numel() else 0.0
-            found = max(found, off if off == off else float("inf"))
+            if before.numel():
+                room = self._room * max(float(before.abs().max()), 1e-6)
+                off = float((before - after).abs().max()) / room
+                found = max(found, off if off == off else float("inf"))
         return found
 
     def _outputs(self) -> list[Tensor]:
@@ -55,17 +92,3 @@ class CutCheck:
             leaves = tree_leaves(self._forward())
         tensors = [whole(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
-
-
-def refuse_difference(times: float, size: int) -> None:
-    """Raise a UserError for a model whose output depends on the ranks that cut it."""
-    raise UserError(
-        f"the model computes something else when {size} ranks cut it: its output for the first samples"
-        f" differs by {times:.0e} times what rounding explains",
-        field="parallel.tensor",
-        got=size,
-        allowed="models of which every cut layer computes each part of its output from the same part of its"
-        " weights",
-        remedy="Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave"
-        " the others whole",
-    )

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import is_sharded
+from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
+from distributed.parallel.mesh import Mesh
 from distributed.parallel.tensor_layers import TensorAxis
 
 __all__ = ["EqualOnTensorRanks"]
@@ -29,10 +30,11 @@ class EqualOnTensorRanks:
     Args:
         axis: the ranks.
         module: the model.
+        mesh: all ranks.
     """
 
-    def __init__(self, axis: TensorAxis, module: nn.Module) -> None:
-        self._axis, self._module = axis, module
+    def __init__(self, axis: TensorAxis, module: nn.Module, mesh: Mesh) -> None:
+        self._axis, self._module, self._mesh = axis, module, mesh
 
     @contextmanager
     def inputs(self) -> Iterator[None]:
@@ -69,12 +71,12 @@ class EqualOnTensorRanks:
         named = [
             (name, p)
             for name, p in self._module.named_parameters()
-            if p.grad is not None and not is_sharded(p) and id(p) not in skipped
+            if p.grad is not None and "tensor" not in self._mesh.axes_of(p) and id(p) not in skipped
         ]
         if not named:
             return
         coarsest = max((p.dtype for _, p in named), key=lambda dtype: _ROUNDING.get(dtype, 1e-2))
-        equal = self._are_equal(_marks([p.grad for _, p in named if p.grad is not None]), coarsest)
+        equal = self._are_equal(_marks([local_part(p.grad) for _, p in named]), coarsest)
         wrong = [name for (name, _), same in zip(named, equal, strict=True) if not same]
         if wrong:
             raise UserError(

@@ -56,11 +56,11 @@ class Mesh:
 
     def copies(self, tensor: Tensor) -> tuple[int, int]:
         """Index of this rank among those that hold the same elements of `tensor`, and their number."""
-        cut = self._axes_of(tensor)
+        cut = self.axes_of(tensor)
         rest = [axis for axis in AXES if axis not in cut]
         return self.dims.index(self.rank, *rest), self.dims.size(*rest)
 
-    def _axes_of(self, tensor: Any) -> set[str]:
+    def axes_of(self, tensor: Any) -> set[str]:
         """Axes along which a tensor is cut."""
         if not is_sharded(tensor):
             return set()

@@ -20,11 +20,11 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.parallel.asynchronous import overlap_collectives
 from distributed.parallel.automatic_pairs import find_pairs
-from distributed.parallel.cut_check import CutCheck, refuse_difference
+from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh import Mesh
-from distributed.parallel.sample_batch import forward_of
+from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import check_optimizer, cut_model, report
 from distributed.training.optimizers import follow_parameters
@@ -91,7 +91,8 @@ class MeshBackend(ProcessGroupBackend):
             self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
             names = self._axis.partial
             self._partial = tuple(p for n, p in self.module.named_parameters() if n in names)
-            self._first = EqualOnTensorRanks(self._axis, self.module)
+            assert self.mesh is not None
+            self._first = EqualOnTensorRanks(self._axis, self.module, self.mesh)
         self._cut_optimizer_state()
         for group in self.optimizer.param_groups:
             # One kernel cannot take parameters of several meshes, or of one and of none, together.
@@ -123,23 +124,29 @@ class MeshBackend(ProcessGroupBackend):
             report(model, names)
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
-            times = self.all_reduce([check.difference()])[0] / self.world.size
-            if times > 1.0:
-                refuse_difference(times, self._axis.size)
+            check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)
 
     def _cut_check(self, model: nn.Module) -> CutCheck | None:
         """None for data and models with which no forward pass is possible here and now."""
         try:
-            return CutCheck(model, forward_of(self._task, model))
+            forward, batch = forward_of(self._task, model)
+            return CutCheck(model, forward) if is_short(model, batch) else None
         except Exception:  # noqa: BLE001 - what is wrong with the model or its data is raised in training
             return None
+
+    def with_shared_statistics(self, model: nn.Module) -> nn.Module:
+        """`model` with BatchNorm over the ranks with different samples, if `sync_batchnorm` asks for it."""
+        if not self.config.sync_batchnorm or self.world.data_parallel_size == 1:
+            return model
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, self.replica_group)
+        return converted
 
     def _pairs(self, model: nn.Module) -> Mapping[str, str]:
         """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""
         found: Any = None
         if self.world.rank == 0:
             try:
-                found = find_pairs(model, forward_of(self._task, model))
+                found = find_pairs(model, forward_of(self._task, model)[0])
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 found = error
         found = self.broadcast_object(found)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
@@ -15,13 +16,14 @@ from distributed.training.batch_transfer import move
 from distributed.training.forward_state import Buffers
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["forward_of", "undisturbed"]
+__all__ = ["forward_of", "is_short", "undisturbed"]
 
 _SAMPLES = 2
+_OPERATIONS = 1e13
 
 
-def forward_of(task: Task, model: nn.Module) -> Callable[[], Any]:
-    """What calls `model` with two samples as a training step does, and returns its output.
+def forward_of(task: Task, model: nn.Module) -> tuple[Callable[[], Any], Any]:
+    """(what calls `model` with two samples as a training step does and returns its output, these samples)
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -39,8 +41,15 @@ def forward_of(task: Task, model: nn.Module) -> Callable[[], Any]:
     number = min(_SAMPLES, source.length or _SAMPLES)
     with isolated_rng():
         batch = source.collate_fn([source.dataset[index] for index in range(number)])
-    where = str(next(model.parameters()).device)
-    return lambda: _call(task, model, move(batch, where))
+    batch = move(batch, str(next(model.parameters()).device))
+    return lambda: _call(task, model, batch), batch
+
+
+def is_short(model: nn.Module, batch: Any) -> bool:
+    """Whether a forward pass is a matter of seconds on a CPU: two operations for each parameter and element
+    of the batch, as in a transformer over tokens."""
+    elements = max((t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor)), default=0)
+    return 2 * elements * sum(p.numel() for p in model.parameters()) < _OPERATIONS
 
 
 def _call(task: Task, model: nn.Module, batch: Any) -> Any:

@@ -43,6 +43,15 @@ class OverTheWidth(ByNumber):
         return logits
 
 
+class FixedHeads(ByNumber):
+    """A view with a fixed number of heads."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.up(self.tokens(tokens))
+        logits: Tensor = self.down(hidden.view(*hidden.shape[:-1], 4, 4).tanh().flatten(-2))
+        return logits
+
+
 class OwnNoise(Perceptron):
     """Noise of a generator of its own, seeded by the process."""
 
@@ -77,6 +86,12 @@ def test_a_layer_that_needs_its_whole_width(kind: type[nn.Module], rank_pool: Ra
         trainer.fit(DATA, max_steps=1)
 
 
+def test_a_layer_that_counts_on_its_width(rank_pool: RankPool) -> None:
+    trainer = trainer_of(FixedHeads(), "pytorch-ddp", 2, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
+    with pytest.raises(UserError, match="cannot be computed when 2 ranks cut it: RuntimeError"):
+        trainer.fit(DATA, max_steps=1)
+
+
 def test_it_has_no_pair_of_layers_that_could_be_cut(rank_pool: RankPool) -> None:
     for kind in (ByNumber, OverTheWidth):
         trainer = trainer_of(kind(), "pytorch-ddp", 2, rank_pool, {"tensor": 2})
@@ -90,7 +105,10 @@ def test_random_numbers_that_differ(rank_pool: RankPool) -> None:
         trainer.fit(DATA, max_steps=1)
 
 
-def test_a_weight_between_the_layers_gets_a_part_of_its_gradient(rank_pool: RankPool) -> None:
-    trainer = trainer_of(Scaled(), "pytorch-ddp", 2, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
+@pytest.mark.parametrize(("backend", "ranks"), [("pytorch-ddp", 2), ("fsdp", 4)])
+def test_a_weight_between_the_layers_gets_a_part_of_its_gradient(
+    backend: str, ranks: int, rank_pool: RankPool
+) -> None:
+    trainer = trainer_of(Scaled(), backend, ranks, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
     with pytest.raises(UserError, match=r"the gradient of 'scale' differs .* The step was not taken"):
         trainer.fit(DATA, max_steps=1)

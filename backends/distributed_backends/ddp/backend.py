@@ -51,9 +51,7 @@ class DDPBackend(MeshBackend):
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
-        if self.config.sync_batchnorm:
-            group = self.replica_group
-            step.model = self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, group)
+        step.model = self.module = self.with_shared_statistics(self.module)
         if self.shares_model:
             self._reducer = self.reducer_of(step)
             return step

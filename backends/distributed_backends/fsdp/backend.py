@@ -81,8 +81,7 @@ class FSDPBackend(MeshBackend):
 
     def place(self, model: nn.Module) -> nn.Module:
         section = FSDPSection.of(self.config)
-        if self.config.sync_batchnorm and self.world.size > 1:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = self.with_shared_statistics(model)
         units = find_units(model, section)
         if self.mesh is None:
             return super().place(model)
