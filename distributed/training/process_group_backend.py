@@ -45,7 +45,7 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             self._reduction, self._seen = (dist.all_reduce(tensor, async_op=True), tensor), None
 
     def teardown(self) -> None:
-        self._undo_levers()
+        self.undo_levers()
         super().teardown()
 
     def _total_count(self) -> Any:
