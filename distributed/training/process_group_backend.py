@@ -48,7 +48,7 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             self._reduction, self._seen = (work, tensor), None
 
     def teardown(self) -> None:
-        self._undo_levers()
+        self.undo_levers()
         super().teardown()
 
     def _total_count(self) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -26,15 +26,12 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
-from distributed.training.activation_checkpointing import recompute
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
-from distributed.training.blocks import find_blocks
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
-from distributed.training.host_optimizer import HostStep
-from distributed.training.lever import Lever
 from distributed.training.mixins.accumulation import AccumulationMixin
+from distributed.training.mixins.levers import LeversMixin
 from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.model_traits import META, check_materialized, check_micro_batches, refuse
 from distributed.training.objective import Objective
@@ -52,7 +49,7 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
+class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
@@ -80,6 +77,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
     objective: Objective
 
     def __init__(self) -> None:
+        super().__init__()
         self.timers = PhaseTimers()
         self.pieces: dict[Tensor, tuple[str, int]] = {}
         self._count: Any = None
@@ -87,7 +85,6 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self._modes: dict[nn.Module, bool] | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
-        self._levers: list[Lever] = []
 
     # -- who and where ---------------------------------------------------------------
 
@@ -154,54 +151,6 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         self.apply_levers(model)
         return model.to(self.world.device)
 
-    def apply_levers(self, model: nn.Module) -> None:
-        """Change how `model` computes as the configuration asks, in place and with all its names; `place`
-        calls it before the model is sharded. `release` undoes it.
-
-        Raises:
-            UserError: the model cannot be trained exactly so.
-        """
-        if self.config.matmul_precision != "default":
-            self._levers.append(self._multiply(model))
-        mode, compiles = self.activation_checkpointing, self.config.compile
-        # What torch stores by itself surrounds compiled blocks; what the compiler partitions is inside.
-        surrounds = mode in ("full", "offload") and compiles == "blocks"
-        if compiles != "none" and surrounds:
-            self._compile(model)
-        if mode != "none":
-            self._levers.append(recompute(model, self.blocks(model), mode))
-        if compiles != "none" and not surrounds:
-            self._compile(model)
-
-    def _multiply(self, model: nn.Module) -> Lever:
-        from distributed.training.low_bit import TF32, Float8
-
-        return TF32() if self.config.matmul_precision == "tf32" else Float8(model, self.world.device)
-
-    def _compile(self, model: nn.Module) -> None:
-        # Imports the compiler, which takes a second.
-        from distributed.training.compilation import compile_blocks, compile_model
-
-        if self.config.compile == "model":
-            lever = compile_model(model, self.activation_checkpointing, self.config.deterministic)
-        else:
-            lever = compile_blocks(model, self.blocks(model), self.config.deterministic)
-        self._levers.append(lever)
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The modules whose activations are recomputed, outermost ones."""
-        return find_blocks(model, self.config.block_classes)
-
-    @property
-    def activation_checkpointing(self) -> str:
-        """``none``, or how activations are recomputed."""
-        return self.config.activation_checkpointing
-
-    def offload_optimizer(self) -> None:
-        """Keep the optimizer's state in host memory, and step there."""
-        if self.world.device != "cpu":
-            self._levers.append(HostStep(self.optimizer))
-
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         """Surround the step with what makes ranks cooperate. Alone there is nothing."""
         return step
@@ -250,7 +199,7 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
                     )
                 middle = perf_counter()
                 enter("backward")
-                self._backward(loss)
+                self.backward_explained(loss)
             if kept is not None:
                 kept.restore()
             end = perf_counter()
@@ -263,12 +212,6 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
             self._watches_buffers = False
             warn_of_changes(first.changed())
         return total, count
-
-    def _backward(self, loss: Tensor) -> None:
-        with ExitStack() as stack:
-            for lever in self._levers:
-                stack.enter_context(lever.explained())
-            self.backward(loss)
 
     @property
     def _gradient_share(self) -> int:
@@ -466,14 +409,10 @@ class TorchBackend(PrecisionMixin, AccumulationMixin, Backend):
         return self.scaler.state_dict() if self.scaler is not None else None
 
     def release(self) -> None:
-        self._undo_levers()
+        self.undo_levers()
 
     def teardown(self) -> None:
-        self._undo_levers()  # a run that failed was not released
-
-    def _undo_levers(self) -> None:
-        while self._levers:
-            self._levers.pop().undo()
+        self.undo_levers()  # a run that failed was not released
 
 
 def _on_host(number: Any) -> Any:
