@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.placement import World
     from distributed.interfaces.tracker import Tracker, TrackerSpec
     from distributed.operations.tuning.tuner import DistributedTuner
+    from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
     from distributed.registry.hookspecs import hookimpl
     from distributed.trainer import Trainer
     from distributed.trainers import (
@@ -50,6 +51,7 @@ _NAMES = {
     "distributed.interfaces.placement": ("World",),
     "distributed.interfaces.tracker": ("Tracker", "TrackerSpec"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
+    "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
     "distributed.registry.hookspecs": ("hookimpl",),
     "distributed.trainer": ("Trainer",),
     "distributed.trainers": (
@@ -71,6 +73,7 @@ __all__ = [
     "Band",
     "Callback",
     "Capabilities",
+    "ColumnParallelLinear",
     "DeepSpeedTrainer",
     "DistributedConfig",
     "DistributedTuner",
@@ -84,10 +87,12 @@ __all__ = [
     "ProcessGroupBackend",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "RowParallelLinear",
     "Section",
     "StepModule",
     "StepResult",
     "TensorFlowDistributedTrainer",
+    "TensorParallelModel",
     "TorchBackend",
     "Tracker",
     "TrackerSpec",
