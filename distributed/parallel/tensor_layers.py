@@ -93,7 +93,15 @@ def apply_word(cut: Cut, axis: TensorAxis) -> None:
     """Cut the parameters of one module, and compute its forward with them."""
     own = getattr(cut.module, "tensor_parallel_style", None)
     if own is not None and not isinstance(cut.module, nn.Linear | nn.Embedding):
-        own(cut.word)._apply(cut.module, axis.mesh)
+        word = cut.word + "_sequence" * cut.sequence + (f":{cut.parts}" if cut.parts > 1 else "")
+        try:
+            own(word)._apply(cut.module, axis.mesh)
+        except ValueError as error:
+            raise UserError(
+                f"the layer '{cut.name}' cannot be cut: {error}",
+                field="parallel.tensor_plan",
+                remedy="Or leave it out of the plan",
+            ) from error
         return
     WORDS[cut.word](cut, axis)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -89,6 +90,19 @@ class SKLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def tensor_parallel_style(self, word: str) -> Any:
+        """The `ParallelStyle` by which a tensor-parallel plan cuts this layer.
+
+        Args:
+            word: of the plan, such as ``colwise``.
+
+        Raises:
+            KernelError: sketched layers have no such word.
+        """
+        # torch.distributed.tensor is slow to import, and few use it.
+        module = import_module("distributed_kernels.sketching.tensor_parallel")
+        return module.style_of(word)
 
     @property
     def trained_ranks(self) -> tuple[int, int]:

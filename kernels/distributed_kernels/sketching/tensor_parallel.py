@@ -11,6 +11,7 @@ Either sum carries rows x rank elements, once; everything else is local.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -187,3 +188,27 @@ def _check_width(x: Tensor, features: int, layout: Placement, size: int) -> None
             allowed=str(expected),
             remedy="Pass the input in the layout of input_layouts, or use a group of the matching size",
         )
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": SKColwiseParallel,
+    "colwise_gather_output": partial(SKColwiseParallel, output_layouts=Replicate()),
+    "rowwise": SKRowwiseParallel,
+    "rowwise_split_input": partial(SKRowwiseParallel, input_layouts=Replicate()),
+}
+
+
+def style_of(word: str) -> ParallelStyle:
+    """The style of a sketched layer for a word of a tensor-parallel plan.
+
+    Raises:
+        KernelError: there is none.
+    """
+    if word not in _STYLES:
+        raise KernelError(
+            "the plan cuts a sketched layer by a word that it does not have",
+            got=word,
+            allowed=", ".join(_STYLES),
+            remedy="Choose one of these",
+        )
+    return _STYLES[word]()
