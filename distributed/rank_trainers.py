@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed.communication.environment import detect
 from distributed.config import Layer
-from distributed.config.load import all_fields
+from distributed.config.load import all_fields, check_agreement
 from distributed.errors import UserError, did_you_mean, hide_own_frames
 from distributed.interfaces.parallel_dims import AXES, DATA_AXES
 from distributed.registry.catalog import get_catalog
@@ -152,10 +152,13 @@ class HybridParallelTrainer(Trainer):
     ) -> None:
         self.model_config, self.parallelism_config = model_config, dict(parallelism_config or {})
         fields = _axes(self.parallelism_config)
-        plan = _plan_of_layers(model_config)
-        if plan and fields.get("parallel.tensor", 1) != 1:
-            fields.setdefault("parallel.tensor_plan", plan)
         super().__init__(self.create_hybrid_model(), config, **{**fields, **given})
+        check_agreement(self.config, fields, "parallelism_config")
+
+    def _defaults(self) -> list[Layer]:
+        plan = _plan_of_layers(self.model_config)
+        layer = Layer("tensor_parallel of model_config", {"parallel.tensor_plan": plan})
+        return [*super()._defaults(), *([layer] if plan else [])]
 
     @hide_own_frames
     def create_hybrid_model(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
-from distributed.config.load import top_fields, value_of
+from distributed.config.load import check_agreement, top_fields
 from distributed.errors import UserError, hide_own_frames
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -70,19 +70,7 @@ class FSDPTrainer(Trainer):
         fields = {} if strategy is None else _STRATEGIES[strategy]
         super().__init__(model, config, **{**fields, **given})
         if strategy is not None:
-            self._check(strategy, fields)
-
-    def _check(self, strategy: ShardingStrategy, fields: Mapping[str, Any]) -> None:
-        for name, value in fields.items():
-            found = value_of(self.config, name)
-            if found != value and self.config.origin(name) == "argument":
-                raise UserError(
-                    f"sharding_strategy={strategy.name} stands for {name}={value}",
-                    field=name,
-                    got=found,
-                    allowed=str(value),
-                    remedy="Leave one of them out",
-                )
+            check_agreement(self.config, fields, f"sharding_strategy={strategy.name}")
         copies = any(self.config.origin(name) != "default" for name in ("parallel.data", "fsdp.replicate"))
         if strategy is ShardingStrategy.HYBRID_SHARD and not copies:
             raise UserError(

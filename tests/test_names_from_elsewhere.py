@@ -189,7 +189,13 @@ def test_sizes_of_a_hybrid_trainer_are_fields_of_parallel() -> None:
         assert getattr(config.parallel, axis) == size
     plan = {"tensor": 2, "tensor_plan": {"0": "rowwise"}}
     assert HybridParallelTrainer({"layers": LAYERS}, plan).config.parallel.tensor_plan == {"0": "rowwise"}
-    assert HybridParallelTrainer({"layers": LAYERS}).config.parallel.tensor_plan == {}
+    for given in ({"parallel": {"tensor": 2}}, {}):
+        parallel = HybridParallelTrainer({"layers": LAYERS}, **given).config.parallel
+        assert parallel.tensor_plan == dict.fromkeys("02", "colwise_gather_output")
+    with pytest.raises(
+        UserError, match=r"parallel\.tensor: parallelism_config stands for.*Got 4\. Allowed: 2"
+    ):
+        HybridParallelTrainer(model, {"tensor_parallel_size": 2}, parallel={"tensor": 4})
     for given, text in (
         (
             (model, {"tensor_parallel": 2}),
