@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from distributed.interfaces.launcher import Launcher
     from distributed.interfaces.placement import World
     from distributed.interfaces.tracker import Tracker, TrackerSpec
+    from distributed.launch.own_loop import cleanup_distributed, setup_distributed, setup_horovod
     from distributed.operations.tuning.tuner import DistributedTuner
+    from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
+    from distributed.rank_trainers import (
+        AdvancedDistributedTrainer,
+        DistributedTrainer,
+        HybridParallelTrainer,
+    )
     from distributed.registry.hookspecs import hookimpl
     from distributed.trainer import Trainer
     from distributed.trainers import (
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
         HorovodTrainer,
         PyTorchDDPTrainer,
         RayTrainer,
+        ShardingStrategy,
         TensorFlowDistributedTrainer,
     )
     from distributed.training.process_group_backend import ProcessGroupBackend
@@ -49,7 +57,14 @@ _NAMES = {
     "distributed.interfaces.launcher": ("Launcher",),
     "distributed.interfaces.placement": ("World",),
     "distributed.interfaces.tracker": ("Tracker", "TrackerSpec"),
+    "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
+    "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
+    "distributed.rank_trainers": (
+        "AdvancedDistributedTrainer",
+        "DistributedTrainer",
+        "HybridParallelTrainer",
+    ),
     "distributed.registry.hookspecs": ("hookimpl",),
     "distributed.trainer": ("Trainer",),
     "distributed.trainers": (
@@ -58,6 +73,7 @@ _NAMES = {
         "HorovodTrainer",
         "PyTorchDDPTrainer",
         "RayTrainer",
+        "ShardingStrategy",
         "TensorFlowDistributedTrainer",
     ),
     "distributed.training.process_group_backend": ("ProcessGroupBackend",),
@@ -66,28 +82,35 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "AdvancedDistributedTrainer",
     "Backend",
     "BackendSpec",
     "Band",
     "Callback",
     "Capabilities",
+    "ColumnParallelLinear",
     "DeepSpeedTrainer",
     "DistributedConfig",
+    "DistributedTrainer",
     "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
     "History",
     "HorovodTrainer",
+    "HybridParallelTrainer",
     "Launcher",
     "MicroBatch",
     "Preempted",
     "ProcessGroupBackend",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "RowParallelLinear",
     "Section",
+    "ShardingStrategy",
     "StepModule",
     "StepResult",
     "TensorFlowDistributedTrainer",
+    "TensorParallelModel",
     "TorchBackend",
     "Tracker",
     "TrackerSpec",
@@ -97,7 +120,10 @@ __all__ = [
     "WorkerError",
     "World",
     "__version__",
+    "cleanup_distributed",
     "hookimpl",
+    "setup_distributed",
+    "setup_horovod",
 ]
 
 

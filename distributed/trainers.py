@@ -1,15 +1,16 @@
-"""Named trainers: a default backend each, and nothing else."""
+"""Named trainers: a default backend each, and arguments of other names for our fields."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
-from distributed.config.load import top_fields
+from distributed.config.load import check_agreement, top_fields
 from distributed.errors import UserError, hide_own_frames
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -26,10 +27,72 @@ class PyTorchDDPTrainer(Trainer):
     default_backend = "pytorch-ddp"
 
 
+class ShardingStrategy(Enum):
+    """The names that FSDP1 has for ways of sharding; `FSDPTrainer` sets the fields of each."""
+
+    NO_SHARD = "NO_SHARD"
+    """Every rank holds the whole model: ``backend=pytorch-ddp``."""
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    """Parameters stay gathered from forward to backward (ZeRO 2): ``fsdp.reshard_after_forward=false``."""
+    FULL_SHARD = "FULL_SHARD"
+    """Parameters are gathered one block at a time (ZeRO 3): ``fsdp.reshard_after_forward=true``."""
+    HYBRID_SHARD = "HYBRID_SHARD"
+    """As FULL_SHARD within each of ``parallel.data`` copies of the model."""
+
+
+_STRATEGIES: dict[ShardingStrategy, dict[str, Any]] = {
+    ShardingStrategy.NO_SHARD: {"backend": "pytorch-ddp"},
+    ShardingStrategy.SHARD_GRAD_OP: {"fsdp.reshard_after_forward": False},
+    ShardingStrategy.FULL_SHARD: {"fsdp.reshard_after_forward": True},
+    ShardingStrategy.HYBRID_SHARD: {"fsdp.reshard_after_forward": True},
+}
+
+
 class FSDPTrainer(Trainer):
-    """A `Trainer` whose backend is ``fsdp`` unless the config sets another."""
+    """A `Trainer` whose backend is ``fsdp`` unless the config sets another.
+
+    Args:
+        model: as for `Trainer`, and so is everything that is not named here.
+        sharding_strategy: a `ShardingStrategy`, torch's own, or its name. HYBRID_SHARD needs
+            ``parallel.data``, the number of copies of the model.
+
+    Raises:
+        UserError: an unknown strategy, fields that contradict it, or HYBRID_SHARD without ``parallel.data``.
+    """
 
     default_backend = "fsdp"
+
+    @hide_own_frames
+    def __init__(
+        self, model: Any, config: Any = None, *, sharding_strategy: Any = None, **given: Any
+    ) -> None:
+        strategy = None if sharding_strategy is None else _strategy(sharding_strategy)
+        fields = {} if strategy is None else _STRATEGIES[strategy]
+        super().__init__(model, config, **{**fields, **given})
+        if strategy is not None:
+            check_agreement(self.config, fields, f"sharding_strategy={strategy.name}")
+        copies = any(self.config.origin(name) != "default" for name in ("parallel.data", "fsdp.replicate"))
+        if strategy is ShardingStrategy.HYBRID_SHARD and not copies:
+            raise UserError(
+                "sharding_strategy=HYBRID_SHARD needs the number of copies of the model",
+                field="parallel.data",
+                allowed="2 and more, such as the number of hosts; the ranks of a copy shard it",
+                remedy="Set it, or use FULL_SHARD",
+            )
+
+
+def _strategy(given: Any) -> ShardingStrategy:
+    """Torch's strategies are other classes of the same names."""
+    name = str(getattr(given, "name", given)).rpartition(".")[2].upper()
+    if name not in ShardingStrategy.__members__:
+        raise UserError(
+            "unknown sharding strategy",
+            field="sharding_strategy",
+            got=name,
+            allowed=", ".join(ShardingStrategy.__members__),
+            remedy="Or set fsdp.reshard_after_forward and parallel.data",
+        )
+    return ShardingStrategy[name]
 
 
 class DeepSpeedTrainer(Trainer):
@@ -49,6 +112,7 @@ class HorovodTrainer(Trainer):
 
     Args:
         model: as for `Trainer`, and so is everything that is not named here.
+        config: as for `Trainer`, or the optimizer, as in ``HorovodTrainer(model, optimizer)``.
         verbose: False shows no progress bar. Only rank 0 shows one in any case.
         compression: ``none``, ``fp16`` or the class of ``hvd.Compression``: `horovod.compression`.
     """
@@ -63,6 +127,15 @@ class HorovodTrainer(Trainer):
             given = {"tracking.progress": "off", **given}
         if compression is not None:
             given["horovod.compression"] = compression
+        if callable(config) or hasattr(config, "param_groups"):
+            if given.get("optimizer") is not None:
+                raise UserError(
+                    "two optimizers are given, one by position and one by name",
+                    field="optimizer",
+                    got=type(given["optimizer"]).__name__,
+                    remedy="Leave one of them out",
+                )
+            given["optimizer"], config = config, None
         super().__init__(model, config, **given)
 
     @hide_own_frames

@@ -62,13 +62,16 @@ def move_behind(args: argparse.Namespace, moves: Callable[[argparse.Action | Non
 
 
 def _corrected(words: list[str], parser: argparse.ArgumentParser) -> list[str] | None:
-    """What an unknown flag with its values `words` most likely means to `parser`, None without a guess."""
+    """What an unknown flag with its values `words` most likely means to `parser`, None without a guess; empty
+    for one that has no equivalent."""
     flag, equals, value = words[0].partition("=")
     flags = flags_of(parser)
     if flag.endswith(".py") and "--script" in flags:
         return ["--script", *words]
     if not flag.startswith("--"):
         return None
+    if _advice(flag):
+        return []
     values = [value] if equals else words[1:]
     meant = _meant(flag, values, flags)
     if meant is not None:
@@ -94,8 +97,16 @@ def _guess(words: list[str], parser: argparse.ArgumentParser) -> str:
     near = _corrected(words, parser)
     if near is None:
         return ""
+    if not near:
+        return f" {_advice(words[0].partition('=')[0])}."
     shown = near[0].partition("=")[0] if near[1:] == words[1:] else " ".join(near)
     return f" Did you mean '{shown}'?"
+
+
+def _advice(flag: str) -> str:
+    from distributed.config.aliases import instead_of
+
+    return instead_of(flag.removeprefix("--"))
 
 
 def _meant(flag: str, values: list[str], flags: list[str]) -> list[str] | None:

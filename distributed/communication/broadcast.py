@@ -14,16 +14,17 @@ __all__ = ["broadcast_values"]
 
 
 @torch.no_grad()
-def broadcast_values(tensors: Iterable[Tensor]) -> None:
-    """Copy rank 0's values into each tensor, in place. Collective.
+def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Copy the first rank's values into each tensor, in place. Collective.
 
     Args:
         tensors: of equal shapes and dtypes on all ranks; strides may differ.
+        group: the ranks; None for all.
     """
     for tensor in tensors:
         wire = tensor.detach().contiguous()
         # As bytes, because gloo and NCCL lack some dtypes (int16, complex).
         if wire.numel():
-            dist.broadcast(wire.reshape(-1).view(torch.uint8), 0)
+            dist.broadcast(wire.reshape(-1).view(torch.uint8), group=group, group_src=0)
         if wire.data_ptr() != tensor.data_ptr():
             assign_values(tensor, wire)

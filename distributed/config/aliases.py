@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from distributed.errors import did_you_mean
 
-__all__ = ["guess_backend", "guess_field", "meant_fields"]
+__all__ = ["guess_backend", "guess_field", "instead_of", "meant_fields"]
 
 FIELDS = {
     # Ranks and hosts
@@ -29,6 +29,8 @@ FIELDS = {
     "strategy": "backend",
     "ddp": "backend=pytorch-ddp",
     "deepspeed": "backend=deepspeed deepspeed_config",
+    "use_deepspeed": "backend=deepspeed",
+    "use_fsdp": "backend=fsdp",
     "zero_optimization": "zero_stage",
     "stage": "zero_stage",
     "dist_backend": "communication_backend",
@@ -36,6 +38,16 @@ FIELDS = {
     "timeout": "collective_timeout",
     "ddp_timeout": "collective_timeout",
     "sync_bn": "sync_batchnorm",
+    # Mesh
+    **dict.fromkeys(("model_parallel", "use_model_parallel"), "parallel.tensor parallel.pipeline"),
+    **{f"{name}_size": "parallel.tensor" for name in ("tensor_parallel", "tensor_model_parallel", "tp")},
+    **{
+        f"{name}_size": "parallel.pipeline" for name in ("pipeline_parallel", "pipeline_model_parallel", "pp")
+    },
+    "data_parallel_size": "parallel.data",
+    **dict.fromkeys(("sequence_parallel", "use_sequence_parallel"), "parallel.context"),
+    **{f"{name}_parallel_size": "parallel.context" for name in ("sequence", "context")},
+    **{f"{name}_size": "parallel.expert" for name in ("expert_parallel", "expert_model_parallel")},
     # Batch
     "bs": "batch_size",
     "per_device_train_batch_size": "batch_size",
@@ -63,6 +75,9 @@ FIELDS = {
     "dtype": "mixed_precision",
     "fp16": "mixed_precision=fp16",
     "bf16": "mixed_precision=bf16",
+    "use_fp16": "mixed_precision=fp16",
+    "use_bf16": "mixed_precision=bf16",
+    "param_dtype": "mixed_precision",
     "max_grad_norm": "gradient_clipping",
     "clip_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
@@ -78,16 +93,24 @@ FIELDS = {
     "save_dir": "checkpoint_dir",
     "output_dir": "checkpoint_dir",
     "default_root_dir": "checkpoint_dir",
+    **dict.fromkeys(("async_checkpoint", "async_checkpointing", "async_save"), "checkpoint.asynchronous"),
     "save_steps": "checkpoint.every_n_steps",
     "save_total_limit": "checkpoint.keep_last",
     "logging_steps": "log_every_n_steps",
     "mlflow": "mlflow_tracking",
+    "profile_training_step": "profile.enabled",
 }
 """Name elsewhere -> our field, or several with the most likely first; ``=`` with the value to set."""
 
 NOT_FIELDS = {
     "num_workers": "Set it in the DataLoader",
     "pin_memory": "Set it in the DataLoader",
+    "rdzv_backend": "Leave it out: node 0 serves the rendezvous, at rdzv_endpoint. torchrun has such a flag",
+    "sharding_strategy": "FULL_SHARD is backend=fsdp, SHARD_GRAD_OP is fsdp.reshard_after_forward=false,"
+    " HYBRID_SHARD is backend=fsdp with parallel.data, NO_SHARD is backend=pytorch-ddp",
+    "buffer_dtype": "Leave it out: buffers keep their dtype, and mixed_precision casts inside operations",
+    "use_orig_params": "Leave it out: parameters keep their names and shapes under fsdp",
+    "use_gradient_checkpointing": "Set activation_checkpointing=full",
     "local_rank": "The launcher sets it in the environment",
     "rank": "The launcher sets it in the environment",
     "per_device_eval_batch_size": "The validation DataLoader's own batch size is used",
@@ -102,6 +125,7 @@ BACKENDS = {
     "torchrun": "pytorch-ddp",
     "fsdp1": "fsdp",
     "fsdp2": "fsdp",
+    "fairscale": "fsdp",
     "fully_sharded": "fsdp",
     "zero": "deepspeed",
     **{f"zero{stage}": f"deepspeed zero_stage={stage}" for stage in (1, 2, 3)},
@@ -132,11 +156,16 @@ def meant_fields(name: str, known: Iterable[str]) -> list[str]:
     return found or (ends if len(ends) == 1 else [])
 
 
+def instead_of(name: str) -> str:
+    """What to do instead of setting a field, for a name that is none; empty without advice."""
+    return NOT_FIELDS.get(_plain(name), "")
+
+
 def guess_field(name: str, known: Iterable[str]) -> str:
     """A sentence, after a space, about the field that `name` most likely means; empty without a guess."""
     fields = list(known)
-    instead = NOT_FIELDS.get(_plain(name))
-    if instead is not None:
+    instead = instead_of(name)
+    if instead:
         return f" {instead}."
     meant = meant_fields(name, fields)
     return f" Did you mean {_either(meant)}?" if meant else did_you_mean(name, fields)

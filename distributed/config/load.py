@@ -19,6 +19,7 @@ __all__ = [
     "Layer",
     "all_fields",
     "as_layers",
+    "check_agreement",
     "explain",
     "load",
     "load_layers",
@@ -272,6 +273,25 @@ def value_of(config: BaseModel, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def check_agreement(config: DistributedConfig, values: Mapping[str, Any], source: str) -> None:
+    """Raise a UserError if an argument beside `source` has set one of its fields to another value.
+
+    Args:
+        values: dotted name of a field -> what `source` sets it to.
+        source: argument and value, for the message.
+    """
+    for name, value in values.items():
+        found = value_of(config, name)
+        if found != value and config.origin(name) == "argument":
+            raise UserError(
+                f"{source} stands for {name}={value}",
+                field=name,
+                got=found,
+                allowed=str(value),
+                remedy="Leave one of them out",
+            )
 
 
 def _set_names(config: BaseModel, prefix: str = "") -> list[str]:

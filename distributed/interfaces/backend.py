@@ -237,6 +237,15 @@ class Backend(ABC):
     def teardown(self) -> None:
         """Leave the other ranks. Undoes only what `setup` did."""
 
+    def start_outside_fit(self, plan: RunPlan) -> World:
+        """`setup` for a loop of the user's own, which uses the framework's collectives: a single rank gets
+        what they need, too. Collective.
+
+        Raises:
+            UserError: as `setup`.
+        """
+        return self.setup(plan)
+
     def average_outside_fit(self, value: float, name: str) -> float:
         """The mean of `value` over the ranks that a launcher started, in code around `fit`. Collective;
         called without `setup`.

@@ -6,16 +6,15 @@ a rank has only a part of the gradient would otherwise train something else with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import local_part
+from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.errors import UserError
-from distributed.parallel.mesh import Mesh
 from distributed.parallel.tensor_layers import TensorAxis
 
 __all__ = ["EqualOnTensorRanks"]
@@ -30,11 +29,13 @@ class EqualOnTensorRanks:
     Args:
         axis: the ranks.
         module: the model.
-        mesh: all ranks.
+        is_cut: whether a parameter is cut over the tensor axis.
     """
 
-    def __init__(self, axis: TensorAxis, module: nn.Module, mesh: Mesh) -> None:
-        self._axis, self._module, self._mesh = axis, module, mesh
+    def __init__(
+        self, axis: TensorAxis, module: nn.Module, is_cut: Callable[[Tensor], bool] = is_sharded
+    ) -> None:
+        self._axis, self._module, self._is_cut = axis, module, is_cut
 
     @contextmanager
     def inputs(self) -> Iterator[None]:
@@ -71,7 +72,7 @@ class EqualOnTensorRanks:
         named = [
             (name, p)
             for name, p in self._module.named_parameters()
-            if p.grad is not None and "tensor" not in self._mesh.axes_of(p) and id(p) not in skipped
+            if p.grad is not None and not self._is_cut(p) and id(p) not in skipped
         ]
         if not named:
             return

@@ -91,8 +91,7 @@ class MeshBackend(ProcessGroupBackend):
             self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
             names = self._axis.partial
             self._partial = tuple(p for n, p in self.module.named_parameters() if n in names)
-            assert self.mesh is not None
-            self._first = EqualOnTensorRanks(self._axis, self.module, self.mesh)
+            self._first = EqualOnTensorRanks(self._axis, self.module, self._is_cut)
         self._cut_optimizer_state()
         for group in self.optimizer.param_groups:
             # One kernel cannot take parameters of several meshes, or of one and of none, together.
@@ -140,6 +139,10 @@ class MeshBackend(ProcessGroupBackend):
             return model
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, self.replica_group)
         return converted
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        """Whether the tensor axis cuts a parameter."""
+        return self.mesh is not None and "tensor" in self.mesh.axes_of(parameter)
 
     def _pairs(self, model: nn.Module) -> Mapping[str, str]:
         """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""

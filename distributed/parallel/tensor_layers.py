@@ -98,8 +98,16 @@ def apply_word(cut: Cut, axis: TensorAxis, original: OriginalModel) -> None:
     """
     own = getattr(cut.module, "tensor_parallel_style", None)
     if own is not None:  # a layer with a way of its own, as a torch ParallelStyle
-        with original.watched(cut.module):
-            own(cut.word)._apply(cut.module, axis.mesh)
+        word = cut.word + "_sequence" * cut.sequence + (f":{cut.parts}" if cut.parts > 1 else "")
+        try:
+            with original.watched(cut.module):
+                own(word)._apply(cut.module, axis.mesh)
+        except ValueError as error:
+            raise UserError(
+                f"the layer '{cut.name}' cannot be cut: {error}",
+                field="parallel.tensor_plan",
+                remedy="Or leave it out of the plan",
+            ) from error
         return
     WORDS[cut.word](cut, axis)
 

@@ -20,6 +20,7 @@ __all__ = [
     "Trait",
     "check_materialized",
     "check_micro_batches",
+    "check_whole",
     "refuse",
     "written_weights",
 ]
@@ -91,6 +92,24 @@ def check_materialized(model: nn.Module, backend: str, ranks: int) -> None:
     """
     if ranks > 1:
         refuse(model, backend, {_LAZY: "each rank would initialize it by itself"})
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise a UserError for parameters that are this rank's part of a larger one: Megatron-LM's layers, ours
+    of the same names, and DTensors. Backends start from whole models, and give all ranks rank 0's values."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_part = getattr(module, "is_part", False) is True or hasattr(parameter, "placements")
+            if is_part or getattr(parameter, "tensor_model_parallel", False):
+                raise UserError(
+                    f"'{f'{prefix}.{name}'.lstrip('.')}' is a part, held by this rank, of a larger parameter,"
+                    " and backends cut whole models by themselves",
+                    field="model",
+                    got=type(module).__name__,
+                    allowed="whole layers, such as torch.nn.Linear",
+                    remedy="Set parallel.tensor (and parallel.tensor_plan) with the whole model, or train the"
+                    " parts in a loop of your own without Trainer",
+                )
 
 
 def _lazy(model: nn.Module) -> Iterator[str]:

@@ -37,6 +37,12 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
         self.world = self.meet(plan, _group_kind(plan), device)
         return self.world
 
+    def start_outside_fit(self, plan: RunPlan) -> World:
+        if plan.world_size == 1 and not dist.is_initialized():
+            self._owns_group = True
+            self._open_group(plan, _group_kind(plan))
+        return self.setup(plan)
+
     def add_count(self, count: Any) -> None:
         """Add one micro-batch's count of tokens (C2). The ranks add theirs in a small collective of
         its own, under way while a window's last backward runs: for backends with gradients that

@@ -33,7 +33,13 @@ from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.mixins.precision import PrecisionMixin
-from distributed.training.model_traits import META, check_materialized, check_micro_batches, refuse
+from distributed.training.model_traits import (
+    META,
+    check_materialized,
+    check_micro_batches,
+    check_whole,
+    refuse,
+)
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -105,6 +111,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         built = self.build(task.model)
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
+        check_whole(built)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
         self._hooks = DeferredHooks(built.parameters())

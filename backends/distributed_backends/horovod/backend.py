@@ -182,6 +182,12 @@ class HorovodBackend(TorchBackend):
             hvd.stop_timeline()
         super().teardown()
 
+    def start_outside_fit(self, plan: RunPlan) -> World:
+        world = self.setup(plan)
+        if not hvd.is_initialized():
+            hvd.init()  # `setup` leaves a single rank without Horovod
+        return world
+
     def average_outside_fit(self, value: float, name: str) -> float:
         if not hvd.is_initialized():
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,40 @@ from torch import Tensor
 from distributed_kernels.errors import KernelError
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+IN_CONFIG = {
+    "use_deepspeed": "backend: deepspeed",
+    "zero_stage": "zero_stage: 1, 2 or 3",
+    "cpu_offload": "zero: {offload_optimizer: cpu}",
+    "model_parallel": "parallel: {tensor: N}",
+    "use_model_parallel": "parallel: {tensor: N}",
+    "use_gradient_checkpointing": "activation_checkpointing: full",
+}
+"""What configures a run, not a layer: name -> fields of the run's configuration."""
+
+
+def refuse_options(kind: str, unknown: Mapping[str, object]) -> None:
+    """Raise unless `unknown` is empty.
+
+    Args:
+        kind: name of the class that got these arguments.
+
+    Raises:
+        KernelError: an argument that configures a run; names the field of each.
+        TypeError: another one, as for every Python function.
+    """
+    for name in unknown:
+        if name not in IN_CONFIG:
+            raise TypeError(f"{kind}.__init__() got an unexpected keyword argument '{name}'")
+    if unknown:
+        fields = "; ".join(f"{name} -> {IN_CONFIG[name]}" for name in unknown)
+        raise KernelError(
+            f"{', '.join(unknown)}: {kind} computes attention, and how a model is trained is a matter of the"
+            " run's configuration",
+            got=", ".join(f"{name}={value}" for name, value in unknown.items()),
+            remedy=f"Leave it out, and set in the configuration: {fields}",
+        )
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:

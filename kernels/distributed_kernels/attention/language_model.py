@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from distributed_kernels.attention.input_checks import IN_CONFIG
 from distributed_kernels.attention.modules import DilatedTransformerBlock
 from distributed_kernels.errors import KernelError
 
@@ -209,11 +210,8 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
 
 
 _IN_CONFIG = {
-    "use_deepspeed": "backend: deepspeed",
-    "zero_stage": "zero_stage",
-    "cpu_offload": "zero.offload_optimizer",
-    "use_sequence_parallel": "group=... of the model",
-    "use_model_parallel": "backend: fsdp",
+    **IN_CONFIG,
+    "use_sequence_parallel": "parallel: {context: N}, or group=... of the model in a loop of your own",
 }
 
 

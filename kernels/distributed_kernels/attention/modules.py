@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.dilated import dilated_attention
-from distributed_kernels.attention.input_checks import check_segments
+from distributed_kernels.attention.input_checks import check_segments, refuse_options
 from distributed_kernels.attention.patterns import check_pattern
 from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
 from distributed_kernels.errors import KernelError
@@ -53,7 +53,8 @@ class MultiheadDilatedAttention(nn.Module):
         device, dtype: device and dtype of the parameters.
 
     Raises:
-        KernelError: heads that do not divide the width, or lists that do not agree.
+        KernelError: heads that do not divide the width, lists that do not agree, or an argument that is a
+            field of the run's configuration, such as ``model_parallel``.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class MultiheadDilatedAttention(nn.Module):
         group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_options(type(self).__name__, unknown)
         _check_heads(embed_dim, num_heads)
         check_segments(segment_lengths, dilation_rates)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal

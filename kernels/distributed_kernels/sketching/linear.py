@@ -55,16 +55,6 @@ class SKLinear(nn.Module):
 
     report: LayerReport | None = None
 
-    @staticmethod
-    def tensor_parallel_style(word: str) -> Any:
-        """The `ParallelStyle` by which a tensor-parallel plan cuts the layer.
-
-        Raises:
-            KernelError: it cannot be cut in that way.
-        """
-        # The styles are of this layer, and DTensors take a second to import.
-        return import_module("distributed_kernels.sketching.tensor_parallel").style_of(word)
-
     def __init__(
         self,
         in_features: int,
@@ -100,6 +90,19 @@ class SKLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def tensor_parallel_style(self, word: str) -> Any:
+        """The `ParallelStyle` by which a tensor-parallel plan cuts this layer.
+
+        Args:
+            word: of the plan, such as ``colwise``.
+
+        Raises:
+            KernelError: sketched layers have no such word.
+        """
+        # torch.distributed.tensor is slow to import, and few use it.
+        module = import_module("distributed_kernels.sketching.tensor_parallel")
+        return module.style_of(word)
 
     @property
     def trained_ranks(self) -> tuple[int, int]:

@@ -109,28 +109,6 @@ class SKRowwiseParallel(_SKParallel):
     _inner_input, _inner_output = Shard(-1), Replicate()
 
 
-def style_of(word: str) -> _SKParallel:
-    """The style of a word of a tensor-parallel plan, as Hugging Face's models have them.
-
-    Raises:
-        KernelError: a sketched layer cannot be cut in that way.
-    """
-    styles: dict[str, Callable[[], _SKParallel]] = {
-        "colwise": SKColwiseParallel,
-        "colwise_gather_output": partial(SKColwiseParallel, output_layouts=Replicate()),
-        "rowwise": SKRowwiseParallel,
-        "rowwise_split_input": partial(SKRowwiseParallel, input_layouts=Replicate()),
-    }
-    if word not in styles:
-        raise KernelError(
-            "SKLinear: it cannot be cut by this word",
-            got=word,
-            allowed=", ".join(styles),
-            remedy="Choose one of these, or leave the layer out of the plan",
-        )
-    return styles[word]()
-
-
 class TensorParallelSKLinear(SKLinear):
     """An `SKLinear` whose outputs are computed in parts by the ranks of a group.
 
@@ -210,3 +188,27 @@ def _check_width(x: Tensor, features: int, layout: Placement, size: int) -> None
             allowed=str(expected),
             remedy="Pass the input in the layout of input_layouts, or use a group of the matching size",
         )
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": SKColwiseParallel,
+    "colwise_gather_output": partial(SKColwiseParallel, output_layouts=Replicate()),
+    "rowwise": SKRowwiseParallel,
+    "rowwise_split_input": partial(SKRowwiseParallel, input_layouts=Replicate()),
+}
+
+
+def style_of(word: str) -> ParallelStyle:
+    """The style of a sketched layer for a word of a tensor-parallel plan.
+
+    Raises:
+        KernelError: there is none.
+    """
+    if word not in _STYLES:
+        raise KernelError(
+            "the plan cuts a sketched layer by a word that it does not have",
+            got=word,
+            allowed=", ".join(_STYLES),
+            remedy="Choose one of these",
+        )
+    return _STYLES[word]()
