@@ -63,6 +63,18 @@ def test_a_step_in_host_memory_is_the_same_step(kind: Callable[..., torch.optim.
     assert seen == memory
 
 
+def test_deepspeed_offloads_by_its_own_means(rank_pool: RankPool) -> None:
+    models = []
+    for offload in (False, True):
+        model = small_model()
+        make_trainer(
+            model, 2, rank_pool, backend="deepspeed", zero_stage=1, batch_size=3, learning_rate=0.01,
+            optimizer_offload=offload,
+        ).fit(problem(24), max_steps=6)  # fmt: skip
+        models.append(model)
+    assert distance(*models) < 1e-9
+
+
 # -- fewer bits -------------------------------------------------------------------------------------
 
 WIDTH = 64
