@@ -61,15 +61,22 @@ class _Trace(TorchDispatchMode):
     def pairs(self) -> dict[str, str]:
         """The layers that can be cut, in the order in which they were called."""
         found: dict[str, str] = {}
-        for first, readers in self._read_by.items():
-            together = {name for reader in readers for read in self._reads[reader] for name in read}
+        for first in self._read_by:
+            makers, readers = self._connected(first)
             mixed = any(not read for reader in readers for read in self._reads[reader])
-            if mixed or together & self._elsewhere or any(found.get(n) == "rowwise" for n in together):
+            if mixed or makers & (self._elsewhere | readers) or (makers | readers) & found.keys():
                 continue
-            if readers & together or any(found.get(n) == "colwise" for n in readers) or first in found:
-                continue
-            found |= dict.fromkeys(together, "colwise") | dict.fromkeys(readers, "rowwise")
+            found |= dict.fromkeys(makers, "colwise") | dict.fromkeys(readers, "rowwise")
         return found
+
+    def _connected(self, first: str) -> tuple[set[str], set[str]]:
+        """All layers whose outputs are read together with those of `first`, and all that read them."""
+        makers, readers, before = {first}, set[str](), 0
+        while before < len(makers):
+            before = len(makers)
+            readers = {reader for maker in makers for reader in self._read_by.get(maker, ())}
+            makers |= {name for reader in readers for read in self._reads[reader] for name in read}
+        return makers, readers
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Note whose output a layer reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed import BackendSpec, Capabilities, hookimpl
+from distributed.interfaces.backend_spec import LEVERS
 
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
@@ -24,7 +25,9 @@ def register_backends() -> list[BackendSpec]:
             summary="a replica per rank, gradients averaged around a ring of messages",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",
-            capabilities=Capabilities(precisions=frozenset({"fp32", "bf16", "fp16"}), checkpoint=True),
+            capabilities=Capabilities(
+                precisions=frozenset({"fp32", "bf16", "fp16"}), checkpoint=True, levers=LEVERS
+            ),
         )
     ]
 
