@@ -20,6 +20,7 @@ __all__ = ["forward_of", "is_short", "undisturbed"]
 
 _SAMPLES = 2
 _OPERATIONS = 1e13
+_PLAIN = (type(None), bool, int, float, str, tuple)
 
 
 def forward_of(task: Task, model: nn.Module) -> tuple[Callable[[], Any], Any]:
@@ -62,8 +63,9 @@ def _call(task: Task, model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients, after which modes, buffers and random numbers are as before."""
-    modes = {module: module.training for module in model.modules()}
+    """Evaluation without gradients, after which modes, buffers, plain attributes such as counters, and random
+    numbers are as before."""
+    plain = {m: {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in model.modules()}
     buffers, fast = Buffers(model), torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # it reads weights without calling the layers
@@ -72,6 +74,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, mode in modes.items():
-            module.training = mode
+        for module, values in plain.items():
+            vars(module).update(values)
         buffers.restore()
