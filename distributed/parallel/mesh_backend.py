@@ -118,9 +118,9 @@ class MeshBackend(ProcessGroupBackend):
             overlap_collectives(self._axis.group)
         check = None if built_by_one else self._cut_check(model)
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
-        names = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
+        names, found = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
         if self.world.rank == 0:
-            report(model, names)
+            report(model, names, found)
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
             check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)

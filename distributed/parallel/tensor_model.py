@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,12 +13,11 @@ from distributed.checkpoint.dtensor import is_sharded
 from distributed.errors import UserError
 from distributed.parallel.tensor_layers import TensorAxis, apply_word
 from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan, tied_places
+from distributed.system.output import print_line
 from distributed.training.model_traits import HOOKED, SPARSE, refuse
 from distributed.training.original_model import OriginalModel
 
 __all__ = ["check_optimizer", "cut_model", "report"]
-
-logger = logging.getLogger("distributed")
 
 _CANNOT = {
     HOOKED: "tensor parallelism would not call it, because it replaces parameters by parts",
@@ -33,7 +32,7 @@ def cut_model(
     backend: str,
     find_pairs: Callable[[], Mapping[str, str]],
     original: OriginalModel,
-) -> list[str]:
+) -> tuple[list[str], bool]:
     """Cut the modules that the plan names. All names stay; tied weights stay tied.
 
     Args:
@@ -44,14 +43,15 @@ def cut_model(
         original: the model before.
 
     Returns:
-        Names of the modules that are cut.
+        Names of the modules that are cut, and whether they are pairs that were found.
 
     Raises:
         UserError: the plan would train something else, or there is nothing that can be cut.
     """
     refuse(model, backend, _CANNOT)
-    plan = given or declared_plan(model) or find_pairs()
-    cuts = read_plan(model, plan, given=bool(given))
+    plan = given or declared_plan(model)
+    found = not plan
+    cuts = read_plan(model, plan or find_pairs(), given=bool(given))
     if not cuts:
         raise UserError(
             "no module of the model can be cut: it has no plan, and no pair of linear layers with elementwise"
@@ -71,16 +71,22 @@ def cut_model(
         cut_one = next(filter(is_sharded, held), held[0])
         for module, name, _ in places:
             module._parameters[name] = cut_one
-    return [cut.name for cut in cuts]
+    return [cut.name for cut in cuts], found
 
 
-def report(model: nn.Module, names: list[str]) -> None:
-    """Log which modules are cut, and how much of the model that is."""
+def report(model: nn.Module, names: list[str], found: bool) -> None:
+    """Print which modules are cut, and how much of the model that is.
+
+    Args:
+        found: they are pairs that were found, and not of a plan.
+    """
     generic = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
     total = sum(p.numel() for p in model.parameters())
     cut = sum(p.numel() for p in model.parameters() if is_sharded(p))
     shown = ", ".join(generic[:12]) + (f" and {len(generic) - 12} more" if len(generic) > 12 else "")
-    logger.info("tensor parallelism cuts %.0f %% of the parameters: %s", 100 * cut / max(total, 1), shown)
+    rest = "; the model has no plan, so that attention stays whole (parallel.tensor_plan)" if found else ""
+    share = 100 * cut / max(total, 1)
+    print_line(f"note: tensor parallelism cuts {share:.0f} % of the parameters: {shown}{rest}", sys.stdout)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, backend: str) -> None:
