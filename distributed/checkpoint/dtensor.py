@@ -14,6 +14,9 @@ from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 from distributed.system.boxes import first_element, is_one_range
 
+_BITS = {4: torch.int32, 8: torch.int64}
+"""Integers that gloo and NCCL add."""
+
 Run = tuple[int, int]
 """First index and number of indices along one dimension."""
 
@@ -177,8 +180,34 @@ def whole(tensor: Any) -> Tensor:
     """All of `tensor`, on every rank; collective where it is sharded."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
+    if _is_cut_in_parts_twice(tensor):
+        return _gathered(tensor)
     gathered: Tensor = tensor.detach().full_tensor()
     return gathered
+
+
+def _is_cut_in_parts_twice(tensor: Any) -> bool:
+    """Whether the last axis of the mesh has cut each part of a fused dimension, and another axis what was
+    left: torch puts these together in another order (torch 2.13)."""
+    *outer, last = tensor.placements
+    fused = getattr(last, "split_factor", 1) > 1
+    return fused and any(getattr(placement, "dim", None) == last.dim for placement in outer)
+
+
+@torch.no_grad()
+def _gathered(tensor: Any) -> Tensor:
+    import torch.distributed as dist
+
+    local, mesh = local_part(tensor), tensor.device_mesh
+    full = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
+    if own_copies(tensor)[0] == 0:
+        for piece in own_pieces(tensor):
+            full[piece.box] = piece.data
+    # As integers, so that each element keeps its bits.
+    bits = full.view(_BITS[full.element_size()]) if full.element_size() in _BITS else full
+    for axis in range(mesh.ndim):
+        dist.all_reduce(bits, group=mesh.get_group(axis))
+    return full
 
 
 def read_part(reader: StateReader, key: str, name: str, tensor: Any) -> Tensor:

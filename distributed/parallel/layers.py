@@ -19,10 +19,10 @@ from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.parallel.collectives import from_partial, from_parts, part_of, use_in_parts
 from distributed.parallel.first_step import EqualOnTensorRanks
+from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import cut_model
 from distributed.parallel.tensor_plan import declared_plan
-from distributed.training.original_model import OriginalModel
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel", "build_layer"]
 

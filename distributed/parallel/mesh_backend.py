@@ -24,11 +24,11 @@ from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh import Mesh
+from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import check_optimizer, cut_model, report
 from distributed.training.optimizers import follow_parameters
-from distributed.training.original_model import OriginalModel
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.sharded_scaler import ShardedScaler
 from distributed.training.step_module import StepModule

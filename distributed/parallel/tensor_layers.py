@@ -28,7 +28,7 @@ from distributed.parallel.collectives import (
     to_parts,
     use_in_parts,
 )
-from distributed.training.original_model import OriginalModel
+from distributed.parallel.original_model import OriginalModel
 
 __all__ = ["WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
 

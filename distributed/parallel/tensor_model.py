@@ -11,11 +11,11 @@ from torch import nn
 
 from distributed.checkpoint.dtensor import is_sharded
 from distributed.errors import UserError
+from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.tensor_layers import TensorAxis, apply_word
 from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan, tied_places
 from distributed.system.output import print_line
 from distributed.training.model_traits import HOOKED, SPARSE, refuse
-from distributed.training.original_model import OriginalModel
 
 __all__ = ["check_optimizer", "cut_model", "report"]
 

@@ -11,8 +11,12 @@ import distributed.training
 from distributed.training.loop import TrainingLoop
 
 TRAINING = Path(distributed.training.__file__ or "").parent
-# Backends are not parts of the loop; the others belong to one step or one forward pass.
-OTHERS = {"objective", "torch_backend", "process_group_backend", "torch_framework", "phase_timers"}
+# Backends and what they change about a model are not parts of the loop; the others belong to one step or one
+# forward pass.
+OTHERS = {
+    *("objective", "torch_backend", "process_group_backend", "torch_framework", "phase_timers"),
+    *("activation_checkpointing", "compilation", "host_optimizer", "lever", "levers", "low_bit"),
+}
 PARTS = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted([*TRAINING.glob("*.py"), *TRAINING.glob("mixins/*.py")])

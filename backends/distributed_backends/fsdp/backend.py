@@ -19,11 +19,11 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.mesh_backend import MeshBackend
+from distributed.parallel.original_model import OriginalModel
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
-from distributed.training.original_model import OriginalModel
 from distributed.training.sharded_scaler import ShardedScaler
 from distributed.training.torch_backend import StepModule
 from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
-from distributed.training.original_model import OriginalModel
+from distributed.parallel.original_model import OriginalModel
 from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 
