@@ -24,6 +24,7 @@ from distributed.config import (
 from distributed.config.load import all_fields, as_layers, override
 from distributed.config.validation_errors import allowed_values
 from distributed.errors import UserError
+from distributed.redaction import redact_text
 
 FIELDS = all_fields()
 
