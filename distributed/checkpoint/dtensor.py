@@ -218,7 +218,8 @@ def read_part(reader: StateReader, key: str, name: str, tensor: Any) -> Tensor:
     local, pieces = local_part(tensor), own_pieces(tensor)
     values = [reader.read_box(key, name, piece.offsets, tuple(piece.data.shape)) for piece in pieces]
     if len(values) == 1:
-        return values[0].reshape(local.shape)  # type: ignore[no-any-return]
+        only: Tensor = values[0].reshape(local.shape)
+        return only
     read = torch.empty(local.shape, dtype=reader.read(key, name, 0, 0).dtype)
     for piece, value in zip(pieces, values, strict=True):
         read[piece.place] = value

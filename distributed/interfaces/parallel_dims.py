@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["AXES", "DATA_AXES", "ParallelDims"]
+__all__ = ["AXES", "DATA_AXES", "MODEL_AXES", "ParallelDims"]
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 """Axes of the mesh, outermost first: ranks that are neighbours along ``tensor`` have consecutive numbers."""
 
 DATA_AXES = ("data", "shard")
 """Axes along which ranks have different samples."""
+
+MODEL_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
+"""Axes along which ranks have the same samples."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,12 @@ class ParallelDims:
     @property
     def model_parallel_size(self) -> int:
         """Number of ranks that have the same samples."""
-        return self.world_size // self.data_parallel_size
+        return self.size(*MODEL_AXES)
 
     @property
     def model_axes(self) -> str:
         """``pipeline 2 x tensor 4``: the axes along which ranks have the same samples; empty without one."""
-        return self._named(axis for axis in AXES if axis not in DATA_AXES)
+        return self._named(MODEL_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> index of `rank` along it."""

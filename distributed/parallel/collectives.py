@@ -36,7 +36,7 @@ def from_parts(x: Tensor, group: Any, dim: int) -> Tensor:
 
 def part_of(x: Tensor, group: Any, dim: int) -> Tensor:
     """This rank's part along `dim` of a whole tensor."""
-    return _apply(_Own, x, group, dim)
+    return _apply(_Part, x, group, dim, False)
 
 
 def to_parts(x: Tensor, group: Any, dim: int) -> Tensor:
@@ -47,7 +47,7 @@ def to_parts(x: Tensor, group: Any, dim: int) -> Tensor:
 
 def parts_from_partial(x: Tensor, group: Any, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of a partial tensor."""
-    return _apply(_SumParts, x, group, dim)
+    return _apply(_Part, x, group, dim, True)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -88,26 +88,15 @@ class _Together(torch.autograd.Function):
         return part(grads[0], ctx.group, ctx.dim), None, None, None
 
 
-class _Own(torch.autograd.Function):
+class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any, dim: int, sums: bool) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _own(x, group, dim)
+        return (_scatter if sums else _own)(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gather(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gather(grads[0], ctx.group, ctx.dim), None, None
+        return _gather(grads[0], ctx.group, ctx.dim), None, None, None
 
 
 # torch's functional collectives, which torch.compile reads.

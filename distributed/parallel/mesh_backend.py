@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
 from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import StepResult, Window
-from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.parallel_dims import MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -59,11 +59,12 @@ class MeshBackend(ProcessGroupBackend):
     _partial: tuple[nn.Parameter, ...] = ()
 
     def setup(self, plan: RunPlan) -> World:
-        if plan.dims.model_parallel_size > 1:
+        several = self.needs_mesh(plan.dims)
+        if several:
             self.scaler_class = ShardedScaler
         world = super().setup(plan)
         self._joined = plan.joined is not None
-        if self.needs_mesh(plan.dims):
+        if several:
             self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
         return world
 
@@ -106,11 +107,9 @@ class MeshBackend(ProcessGroupBackend):
         """
         if self.mesh is None or self.mesh.dims.tensor == 1:
             return
-        if self._joined and not built_by_one:
-            # Ranks that we started have the same weights; others built their own.
-            broadcast_values([*model.parameters(), *model.buffers()])
         if self.original is None:
-            self.original = OriginalModel(model)
+            self.remember(model, built_by_one)
+        assert self.original is not None
         self._fast_path = _MATHS.get_fastpath_enabled()
         _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
@@ -124,6 +123,13 @@ class MeshBackend(ProcessGroupBackend):
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
             check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)
+
+    def remember(self, model: nn.Module, built_by_one: bool) -> None:
+        """Keep what `release` restores of `model`, which is equal on all ranks from here on. Collective."""
+        if self._joined and not built_by_one:
+            # Ranks that we started have the same weights; others built their own.
+            broadcast_values([*model.parameters(), *model.buffers()])
+        self.original = OriginalModel(model)
 
     def _cut_check(self, model: nn.Module) -> CutCheck | None:
         """None for data and models with which no forward pass is possible here and now."""
@@ -155,7 +161,8 @@ class MeshBackend(ProcessGroupBackend):
         found = self.broadcast_object(found)
         if isinstance(found, BaseException):
             raise found
-        return found  # type: ignore[no-any-return]
+        pairs: Mapping[str, str] = found
+        return pairs
 
     def place(self, model: nn.Module) -> nn.Module:
         self.cut(model)
@@ -207,9 +214,7 @@ class MeshBackend(ProcessGroupBackend):
     @property
     def _reports(self) -> bool:
         """Whether this rank is the one, of those with the same samples, that reports what it sees."""
-        return (
-            self.mesh is None or self.mesh.dims.index(self.world.rank, "pipeline", "context", "tensor") == 0
-        )
+        return self.replica_set[0] == 0
 
     @torch.no_grad()
     def _sum_partial(self, axis: TensorAxis) -> None:
@@ -236,9 +241,11 @@ class MeshBackend(ProcessGroupBackend):
             return super().gradient_norm()
         # An element that several ranks hold counts on each by its share: the ranks add up to the norm.
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        held = [p for p in self._parameters if p.grad is not None]
-        for copies in {self.mesh.copies(p)[1] for p in held}:
-            parts = [local_part(p.grad) for p in held if self.mesh.copies(p)[1] == copies]
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                by_copies.setdefault(self.mesh.copies(parameter)[1], []).append(local_part(parameter.grad))
+        for copies, parts in by_copies.items():
             for norm in torch._foreach_norm(parts):
                 square += norm.to(square).square() / copies
         dist.all_reduce(square)
@@ -266,8 +273,7 @@ class MeshBackend(ProcessGroupBackend):
     def replica_set(self) -> tuple[int, int]:
         if self.mesh is None:
             return 0, 1
-        axes = ("pipeline", "context", "tensor")
-        return self.mesh.dims.index(self.world.rank, *axes), self.mesh.dims.size(*axes)
+        return self.mesh.dims.index(self.world.rank, *MODEL_AXES), self.mesh.dims.size(*MODEL_AXES)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         return super().whole_model() if self.original is None else read_only(self.original.whole_copy())

@@ -17,7 +17,8 @@ from distributed.training.whole_model import copy_with
 __all__ = ["OriginalModel"]
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
-ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
+_ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
+"""Modules of the hooks that a cut model has more than the whole one."""
 
 
 class OriginalModel:
@@ -25,11 +26,10 @@ class OriginalModel:
 
     Args:
         model: whole.
-        added_by: prefixes of the modules whose hooks a sharded model has more than the whole one.
     """
 
-    def __init__(self, model: nn.Module, added_by: tuple[str, ...] = ADDED_BY) -> None:
-        self._model, self._added_by = model, added_by
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._modules = [(module, type(module), set(vars(module))) for module in model.modules()]
         self._parameters = [
             (module, name, p, _real(p.device))
@@ -86,7 +86,7 @@ class OriginalModel:
             setattr(module, key, before)
         for module, kind, _ in self._modules:
             module.__class__ = kind
-            _remove_hooks(module, self._added_by, self._hooks.get(module, ()))
+            _remove_hooks(module, self._hooks.get(module, ()))
         try:
             yield
         finally:
@@ -124,7 +124,7 @@ class OriginalModel:
         for module, kind, _ in self._modules:
             module.__class__ = kind
             _module_state_mapping.pop(module, None)
-            _remove_hooks(module, self._added_by, self._hooks.get(module, ()))
+            _remove_hooks(module, self._hooks.get(module, ()))
         for module, added in self._added:
             for key in added:
                 vars(module).pop(key, None)
@@ -159,11 +159,11 @@ def _hook_keys(module: nn.Module) -> set[int]:
     return {key for table in _hook_tables(module).values() for key in table}
 
 
-def _remove_hooks(module: nn.Module, added_by: tuple[str, ...], keys: Collection[int]) -> None:
+def _remove_hooks(module: nn.Module, keys: Collection[int]) -> None:
     """Remove the hooks of a sharded model: those with `keys`, and those recognized by their module."""
     for name, table in _hook_tables(module).items():
         for key, hook in list(table.items()):
             function = getattr(hook, "hook", hook)
-            if key in keys or str(getattr(function, "__module__", "")).startswith(added_by):
+            if key in keys or str(getattr(function, "__module__", "")).startswith(_ADDED_BY):
                 for same in (name, f"{name}_with_kwargs", f"{name}_always_called"):
                     getattr(module, same, {}).pop(key, None)

@@ -30,7 +30,7 @@ from distributed.parallel.collectives import (
 )
 from distributed.parallel.original_model import OriginalModel
 
-__all__ = ["WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
+__all__ = ["DIVIDED", "WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
 
 _SEQUENCE_DIM = -2
 """Of activations (batch, length, width)."""
@@ -259,9 +259,9 @@ def check_word(cut: Cut, size: int) -> None:
     Raises:
         UserError: it is another kind of module, or the ranks do not divide it.
     """
-    if cut.word not in _DIVIDED or hasattr(cut.module, "tensor_parallel_style"):
+    if cut.word not in DIVIDED or hasattr(cut.module, "tensor_parallel_style"):
         return
-    kind, what = _DIVIDED[cut.word]
+    kind, what = DIVIDED[cut.word]
     module: Any = cut.module
     plain = isinstance(module, kind) and type(module).forward is kind.forward
     if not plain or "weight" not in module._parameters:
@@ -272,7 +272,7 @@ def check_word(cut: Cut, size: int) -> None:
             allowed=f"torch.nn.{kind.__name__}",
             remedy="Leave it out of the plan, or cut the module inside it",
         )
-    total = int(getattr(module, what)) if what else size * cut.parts
+    total = int(getattr(module, what)) if what else 0
     width = total // cut.parts
     if total % cut.parts or width % size:
         parts = f" in each of its {cut.parts} parts" if cut.parts > 1 else ""
@@ -305,13 +305,13 @@ def _replace(module: nn.Module, name: str, axis: TensorAxis, dim: int, parts: in
 
 
 _OUT, _IN = (nn.Linear, "out_features"), (nn.Linear, "in_features")
-_DIVIDED: dict[str, tuple[type[nn.Module], str]] = {
+DIVIDED: dict[str, tuple[type[nn.Module], str]] = {
     **dict.fromkeys(("colwise", "packed_colwise", "colwise_gather_output", "colwise_loss_parallel"), _OUT),
     **dict.fromkeys(("rowwise", "rowwise_split_input"), _IN),
     "embedding_rowwise": (nn.Embedding, "num_embeddings"),
     "embedding": (nn.Embedding, ""),
 }
-"""Word -> kind of module, and what the ranks divide."""
+"""Word -> kind of module, and what the ranks divide; empty for nothing."""
 
 WORDS: dict[str, Callable[[Cut, TensorAxis], None]] = {
     "colwise": _colwise,

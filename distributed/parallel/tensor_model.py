@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 
@@ -13,7 +12,7 @@ from distributed.checkpoint.dtensor import is_sharded
 from distributed.errors import UserError
 from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.tensor_layers import TensorAxis, apply_word
-from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan, tied_places
+from distributed.parallel.tensor_plan import check_cuts, declared_plan, generic_name, read_plan, tied_places
 from distributed.system.output import print_line
 from distributed.training.model_traits import HOOKED, SPARSE, refuse
 
@@ -80,7 +79,7 @@ def report(model: nn.Module, names: list[str], found: bool) -> None:
     Args:
         found: they are pairs that were found, and not of a plan.
     """
-    generic = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
+    generic = sorted(set(map(generic_name, names)))
     total = sum(p.numel() for p in model.parameters())
     cut = sum(p.numel() for p in model.parameters() if is_sharded(p))
     shown = ", ".join(generic[:12]) + (f" and {len(generic) - 12} more" if len(generic) > 12 else "")

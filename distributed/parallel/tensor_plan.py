@@ -13,15 +13,13 @@ from typing import Any
 from torch import nn
 
 from distributed.errors import UserError, did_you_mean
-from distributed.parallel.tensor_layers import WORDS, Cut, check_word
+from distributed.parallel.tensor_layers import DIVIDED, WORDS, Cut, check_word
 
-__all__ = ["check_cuts", "declared_plan", "read_plan", "tied_places"]
+__all__ = ["check_cuts", "declared_plan", "generic_name", "read_plan", "tied_places"]
 
 _SUFFIX = "_sequence"
 _PARTS = {"packed_colwise": 2}
 """Equal parts of a fused projection, where the word does not state their number."""
-_DIMS = {"colwise": 0, "packed_colwise": 0, "colwise_gather_output": 0, "colwise_loss_parallel": 0}
-_ROWS = ("rowwise", "rowwise_split_input")
 _HEADS = (
     *("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead"),
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
@@ -59,7 +57,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], given: bool) -> list[Cu
                 field="parallel.tensor_plan",
                 got=pattern,
                 remedy="Use names as in model.named_modules(), with * for one part."
-                + did_you_mean(pattern, _generic_names(modules)),
+                + did_you_mean(pattern, {generic_name(name) for name in modules if name}),
             )
         for name in names:
             cut = _cut(name, modules[name], text)
@@ -100,9 +98,9 @@ def _translated(pattern: str) -> str:
     return "".join({r"\*\*": ".*", r"\*": "[^.]+"}.get(part, part) for part in parts)
 
 
-def _generic_names(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Names with ``*`` for numbers."""
-    return {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in modules if name}
+def generic_name(name: str) -> str:
+    """The name of a module with ``*`` for numbers."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
@@ -137,11 +135,10 @@ def check_cuts(model: nn.Module, cuts: list[Cut], size: int) -> None:
 
 def _layout(cut: Cut, name: str) -> tuple[int, int] | None:
     """(dimension, parts) of the cut of a parameter of the module; None if it stays whole."""
-    if cut.word in _DIMS:
-        return _DIMS[cut.word], cut.parts
-    if cut.word == "embedding_rowwise":
-        return 0, 1
-    return (1, 1) if cut.word in _ROWS and name == "weight" else None
+    _, what = DIVIDED.get(cut.word, (None, ""))
+    if what == "in_features":
+        return (1, 1) if name == "weight" else None
+    return (0, cut.parts) if what else None
 
 
 def _check_tied(model: nn.Module, cuts: list[Cut]) -> None:
@@ -161,7 +158,7 @@ def _check_tied(model: nn.Module, cuts: list[Cut]) -> None:
                 got=", ".join(words),
                 allowed="embedding_rowwise with colwise, colwise_gather_output or colwise_loss_parallel; or"
                 " none of them",
-                remedy="Cut them alike, or build the model without tied weights",
+                remedy="Cut them in the same way, or build the model without tied weights",
             )
 
 

@@ -43,8 +43,8 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
         )
 
 
-_NOT_CUT = {
-    "optimizer_bits": (32, "its state is quantized in blocks of a whole parameter"),
+_NOT_CUT: dict[str, tuple[tuple[object, ...], str]] = {
+    "optimizer_bits": ((32,), "its state is quantized in blocks of a whole parameter"),
     "matmul_precision": (("default", "tf32"), "fp8 layers compute with a whole weight"),
 }
 """Field -> values that layers which ranks divide can be trained with, and why not with others."""
@@ -53,13 +53,12 @@ _NOT_CUT = {
 def _check_cut_layers(config: DistributedConfig) -> None:
     for field, (allowed, why) in _NOT_CUT.items():
         value = getattr(config, field)
-        values = allowed if isinstance(allowed, tuple) else (allowed,)
-        if config.parallel.tensor > 1 and value not in values:
+        if config.parallel.tensor > 1 and value not in allowed:
             raise UserError(
                 f"parallel.tensor={config.parallel.tensor} cuts layers: {why}",
                 field=field,
                 got=value,
-                allowed=", ".join(map(str, values)),
+                allowed=", ".join(map(str, allowed)),
                 remedy="Choose one of these, or parallel.tensor=1",
             )
 
@@ -77,11 +76,11 @@ def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) 
     for axis, size in sizes.items():
         if axis == "expert":
             continue
-        others = ParallelDims(**{a: s for a, s in sizes.items() if a not in (axis, "expert")}).world_size
+        others = ParallelDims(**{a: s for a, s in sizes.items() if a != axis}).world_size
         if world_size % (size * others):
             raise _does_not_divide(axis, given, others, world_size, exact=rest in sizes)
     if rest not in sizes:
-        sizes[rest] = world_size // ParallelDims(**{**sizes, "expert": 1}).world_size
+        sizes[rest] = world_size // ParallelDims(**sizes).world_size
     dims = ParallelDims(**sizes)
     if dims.world_size != world_size:
         axis = next((a for a in (*DATA_AXES, *AXES) if a in given), rest)

@@ -18,6 +18,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES, tokens, train_plainly
+from tests.parallel.test_tensor_parallel import difference
 from tests.support.training import make_trainer
 
 pytest.importorskip("transformers")
@@ -27,7 +28,6 @@ OPTIONS: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.5}
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "serial": (1, {"backend": "serial"}),
     "ddp 2": (2, {"backend": "pytorch-ddp"}),
-    "fsdp 3": (3, {"backend": "fsdp", "batch_size": None}),
     "zero 1": (2, {"backend": "deepspeed", "zero_stage": 1}),
     "zero 3": (2, {"backend": "deepspeed", "zero_stage": 3}),
     "horovod 2": (2, {"backend": "horovod"}),
@@ -40,8 +40,6 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def trainer_at(place: str, model: Any, pool: RankPool | None, folder: Path, **given: Any) -> Trainer:
     ranks, fields = PLACES[place]
-    if place == "fsdp 3":
-        fields = {**fields, "global_batch_size": None}
     for module in ("deepspeed", "horovod"):
         if fields["backend"] == module and importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
@@ -54,11 +52,6 @@ def trainer_at(place: str, model: Any, pool: RankPool | None, folder: Path, **gi
         "resume_from_checkpoint": True,
     }
     return make_trainer(model, ranks, pool, **{**common, **fields, **given})
-
-
-def difference(model: nn.Module, weights: dict[str, torch.Tensor]) -> float:
-    own = dict(model.named_parameters())
-    return max(float((own[name] - weight).detach().abs().max()) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def reference(name: str, build: Any) -> Reference:
 def difference(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> float:
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys()
-    return max(float((own[name].detach() - weight).abs().max()) for name, weight in weights.items())
+    return max(float((own[name] - weight).detach().abs().max()) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("name", [*ENTRIES, "dilated, sequences cut"])

@@ -14,17 +14,13 @@ from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
-from distributed.interfaces.placement import World
-from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.mesh_backend import MeshBackend
-from distributed.parallel.original_model import OriginalModel
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
-from distributed.training.sharded_scaler import ShardedScaler
 from distributed.training.torch_backend import StepModule
 from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
@@ -65,11 +61,6 @@ class FSDPBackend(MeshBackend):
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
 
-    def setup(self, plan: RunPlan) -> World:
-        if plan.world_size > 1:
-            self.scaler_class = ShardedScaler
-        return super().setup(plan)
-
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
 
@@ -86,10 +77,8 @@ class FSDPBackend(MeshBackend):
         if self.mesh is None:
             return super().place(model)
         refuse(model, "fsdp", _CANNOT)
-        if self._joined and not self._built_by_one:
-            # Ranks that we started have the same weights; others built their own.
-            broadcast_values([*model.parameters(), *model.buffers()])
-        self.original = OriginalModel(model)
+        self.remember(model, self._built_by_one)
+        assert self.original is not None
         built = {n: tensor.detach() for n, tensor in tensors_of(model)} if self._built_by_one else None
         self.cut(model, self._built_by_one)
         self.apply_levers(model)
