@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import check_optimizer, cut_model, report
+from distributed.system.output import print_line
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.sharded_scaler import ShardedScaler
@@ -37,6 +39,10 @@ from distributed.training.whole_model import read_only
 __all__ = ["MeshBackend"]
 
 _MATHS = torch.backends.mha
+_NOT_COMPARED = (
+    "note: the output of the cut model was not compared with that of the whole model, because there was no"
+    " forward pass of the first samples to compare (docs/tensor-parallelism.md)"
+)
 
 
 class MeshBackend(ProcessGroupBackend):
@@ -123,6 +129,8 @@ class MeshBackend(ProcessGroupBackend):
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
             check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)
+        elif self.world.rank == 0:
+            print_line(_NOT_COMPARED, sys.stdout)
 
     def remember(self, model: nn.Module, built_by_one: bool) -> None:
         """Keep what `release` restores of `model`, which is equal on all ranks from here on. Collective."""

@@ -34,7 +34,7 @@ _references: dict[str, Reference] = {}
 
 
 def trainer_of(
-    model: Any, backend: str, ranks: int, pool: Launcher, parallel: Mapping[str, Any], **given: Any
+    model: Any, backend: str, ranks: int, pool: Launcher | None, parallel: Mapping[str, Any], **given: Any
 ) -> Trainer:
     fields = {
         "backend": backend,

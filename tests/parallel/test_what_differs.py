@@ -112,3 +112,21 @@ def test_a_weight_between_the_layers_gets_a_part_of_its_gradient(
     trainer = trainer_of(Scaled(), backend, ranks, rank_pool, {"tensor": 2, "tensor_plan": PAIR})
     with pytest.raises(UserError, match=r"the gradient of 'scale' differs .* The step was not taken"):
         trainer.fit(DATA, max_steps=1)
+
+
+class OnlyInTraining(Perceptron):
+    """Cannot be computed before the run, as a kernel for GPUs on a CPU."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError("no kernel")
+        return super().forward(tokens)
+
+
+@pytest.mark.starts_processes
+def test_a_model_that_was_not_compared_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = {"layers.0": "colwise", "layers.2": "rowwise"}
+    for model, expected in ((OnlyInTraining(), True), (Perceptron(), False)):
+        parallel = {"tensor": 2, "tensor_plan": plan}
+        trainer_of(model.double(), "pytorch-ddp", 2, None, parallel).fit(DATA, max_steps=1)
+        assert ("was not compared" in capfd.readouterr().out) == expected
