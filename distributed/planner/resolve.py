@@ -51,12 +51,12 @@ def resolve(
     check_axes(config, spec, catalog)
     placement = place_ranks(config, spec, resources, joined)
     num_devices = placement.world_size * placement.num_replicas
-    dims = resolve_dims(config, spec, num_devices)
+    dims = resolve_dims(config, spec, placement.world_size)
     batch = resolve_batch(
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
-        data_parallel_size=data_parallel_size(config, spec, dims),
+        data_parallel_size=data_parallel_size(config, spec, dims) * placement.num_replicas,
         loader_batch_size=facts.train_batch_size,
     )
     check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
@@ -88,8 +88,8 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
     world_size = num_nodes * local_size
     if world_size == plan.world_size:
         return replace(plan, num_nodes=num_nodes, local_size=local_size, node_rank=node_rank)
-    dims = resolve_dims(plan.config, plan.spec, world_size * plan.num_replicas)
-    size = data_parallel_size(plan.config, plan.spec, dims)
+    dims = resolve_dims(plan.config, plan.spec, world_size)
+    size = data_parallel_size(plan.config, plan.spec, dims) * plan.num_replicas
     return replace(
         plan,
         world_size=world_size,
