@@ -46,7 +46,7 @@ __all__ = [
 MODEL = "model"
 Pieces = Mapping[Tensor, tuple[str, int]]
 Parts = Mapping[Tensor, "Part"]
-Copies = Callable[[Tensor], tuple[int, int]]
+Copies = Callable[[str, Tensor], tuple[int, int]]
 # Components that a wrapper adds and no user wrote: DDP, torch.compile, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -114,6 +114,7 @@ def export_replicated(
     parts: Parts | None = None,
     held: Callable[[str], bool] = _everything,
     copies: Copies | None = None,
+    leads: Callable[[str], bool] | None = None,
 ) -> BackendState:
     """The share of one of `size` ranks that hold the same, cloned to the CPU.
 
@@ -132,8 +133,10 @@ def export_replicated(
         parts: parameters of which each rank holds a range of its own -> that range.
         held: whether this rank holds the tensor or module of that canonical name; ranks that
             share a model between them (pipeline stages) each hold a part.
-        copies: of a DTensor, index of this rank among those that hold the same elements, and their number.
-            None: as its own mesh states.
+        copies: name, tensor -> index of this rank among those that hold the same elements of it, and their
+            number. None: as the tensor's own mesh states; `rank` and `size` if it is not sharded.
+        leads: whether this rank, of those that hold the tensor or module of a name, gives what is not cut:
+            buffers, extra state, numbers of the optimizer. None: rank 0.
 
     Raises:
         UserError: the optimizer holds a parameter that is not the model's.
@@ -143,11 +146,13 @@ def export_replicated(
     parts = parts or {}
 
     def cut(name: str, key: str, tensor: Tensor, at_once: bool = False) -> list[Chunk]:
-        if is_sharded(tensor):
-            copy, number = (copies or own_copies)(tensor)
-        else:
-            copy, number = (int(rank > 0), 1) if at_once else (rank, size)
-        return _cut(name, key, tensor, copy, number)
+        if at_once and not is_sharded(tensor):
+            return _cut(name, key, tensor, 0, 1) if first(name) else []
+        if copies is not None:
+            return _cut(name, key, tensor, *copies(name, tensor))
+        return _cut(name, key, tensor, *(own_copies(tensor) if is_sharded(tensor) else (rank, size)))
+
+    first = leads or (lambda _: rank == 0)
 
     for name, tensor in tensors.items():
         if not held(name):
@@ -171,7 +176,7 @@ def export_replicated(
                 state.chunks += _range(name, key, Part(shape, starts[name], tensor))
             else:
                 state.chunks += cut(name, key, tensor)
-        state.scalars = {} if rank else {name: s for name, s in state.scalars.items() if held(name)}
+        state.scalars = {name: s for name, s in state.scalars.items() if held(name) and first(name)}
     return state
 
 

@@ -25,7 +25,7 @@ def weight_digests(
     rank: int,
     size: int,
     parts: Mapping[Tensor, Any] | None = None,
-    copies: Callable[[Tensor], tuple[int, int]] | None = None,
+    copies: Callable[[str, Tensor], tuple[int, int]] | None = None,
 ) -> dict[str, int]:
     """The share of one of `size` ranks in the digests of tensors, from its elements in memory.
 
@@ -41,7 +41,10 @@ def weight_digests(
         if part is not None:
             found[name] = _digest(part.data, part.start)
             continue
-        copy, number = (copies or own_copies)(tensor) if is_sharded(tensor) else (rank, size)
+        if copies is not None:
+            copy, number = copies(name, tensor)
+        else:
+            copy, number = own_copies(tensor) if is_sharded(tensor) else (rank, size)
         shares = own_shares(tensor, copy, number)
         found[name] = sum(_share_digest(share, tuple(tensor.shape)) for share in shares) % 2**64
     return found

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["LEVERS", "BackendSpec", "Capabilities"]
+__all__ = ["LEVERS", "SCHEDULES", "BackendSpec", "Capabilities"]
 
 LEVERS = frozenset(
     {"activation_checkpointing", "compile", "optimizer_offload", "optimizer_bits", "tf32", "fp8"}
 )
 """Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
 configuration fields, and values of `matmul_precision`."""
+
+SCHEDULES = frozenset(
+    {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"}
+)
+"""Orders of forward and backward that `distributed.parallel.pipeline.Pipeline` has."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ class ParallelDims:
             number = number * self.size(axis) + place[axis]
         return number
 
+    def moved(self, rank: int, axis: str, index: int) -> int:
+        """The rank that differs from `rank` along `axis` alone, where it has `index`."""
+        place, number = {**self.coordinates(rank), axis: index}, 0
+        for name in AXES:
+            number = number * self.size(name) + place[name]
+        return number
+
     def __str__(self) -> str:
         """``data 2 x tensor 4``: the axes with several ranks."""
         return self._named(AXES) or "1 rank"

@@ -17,16 +17,33 @@ from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
-__all__ = ["CutCheck"]
+__all__ = ["CutCheck", "equal_outputs"]
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
-_REMEDY = (
-    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave the others"
-    " whole"
-)
+_COMPUTABLE = {
+    "tensor": "models that take the number of heads or features from their inputs (-1), not from their sizes",
+    "pipeline": "models that use the parameters of a module by calling it",
+}
+_EQUAL = {
+    "tensor": "models of which every cut layer computes each part of its output from the same part of its"
+    " weights",
+    "pipeline": "models that use what a block returns in the next block alone",
+}
+_REMEDY = {
+    "tensor": "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave"
+    " the others whole",
+    "pipeline": "Name stages that begin elsewhere in parallel.stages, or use parallel.tensor or"
+    " parallel.data",
+}
+"""By axis along which ranks cut a model."""
+
+
+def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
+    """Whether two outputs of `model` differ by no more than rounding explains."""
+    return _difference(_floats(before), _floats(after), _rounding(model)) <= 1.0
 
 
 class CutCheck:
@@ -39,58 +56,78 @@ class CutCheck:
 
     def __init__(self, model: nn.Module, forward: Callable[[], Any]) -> None:
         self._model, self._forward = model, forward
-        self._before = self._outputs()
-        self._room = max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+        self._before = self._outputs(forward)
+        self._rounding = _rounding(model)
 
-    def compare(self, size: int, agree: Callable[[float], float]) -> None:
+    def compare(
+        self,
+        axis: str,
+        size: int,
+        agree: Callable[[float], float],
+        forward: Callable[[], Any] | None = None,
+        sees_output: bool = True,
+    ) -> None:
         """Compare the output of the cut model. Collective.
 
         Args:
-            size: ranks of the tensor axis.
-            agree: mean of a number over the ranks, so that all of them decide the same.
+            axis: of the mesh, along which it is cut.
+            size: ranks along it.
+            agree: mean of a number over the ranks that see the output, so that all of them decide the same.
+            forward: calls the cut model; None as before.
+            sees_output: whether this rank does.
 
         Raises:
             UserError: it differs, or cannot be computed.
         """
         try:
-            after = self._outputs()
+            after = self._outputs(forward or self._forward)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(
                 f"the model cannot be computed when {size} ranks cut it: {type(error).__name__}: {error}",
-                field="parallel.tensor",
+                field=f"parallel.{axis}",
                 got=size,
-                allowed="models that take the number of heads or features from their inputs (-1), not from"
-                " their sizes",
-                remedy=_REMEDY,
+                allowed=_COMPUTABLE[axis],
+                remedy=_REMEDY[axis],
             ) from error
-        times = agree(self._difference(after))
+        times = agree(_difference(self._before, after, self._rounding) if sees_output else 0.0)
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
                 f" samples differs by {times:.0e} times what rounding explains",
-                field="parallel.tensor",
+                field=f"parallel.{axis}",
                 got=size,
-                allowed="models of which every cut layer computes each part of its output from the same part"
-                " of its weights",
-                remedy=_REMEDY,
+                allowed=_EQUAL[axis],
+                remedy=_REMEDY[axis],
             )
 
-    def _difference(self, outputs: list[Tensor]) -> float:
-        """Largest difference from the whole model's output, as a multiple of what rounding explains."""
-        found = 0.0
-        for before, after in zip(self._before, outputs, strict=True):
-            if before.shape != after.shape:
-                return float("inf")
-            if not torch.equal(before.isfinite(), after.isfinite()):
-                return float("inf")  # but the mean over no targets is not a number in either
-            before, after = before[before.isfinite()], after[after.isfinite()]
-            if before.numel():
-                room = self._room * max(float(before.abs().max()), 1e-6)
-                found = max(found, float((before - after).abs().max()) / room)
-        return found
-
-    def _outputs(self) -> list[Tensor]:
+    def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
         with undisturbed(self._model):
-            leaves = tree_leaves(self._forward())
-        tensors = [whole(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+            return _floats(forward())
+
+
+def _rounding(model: nn.Module) -> float:
+    return max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    tensors = [whole(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+
+
+def _difference(befores: list[Tensor], afters: list[Tensor], rounding: float) -> float:
+    """Largest difference between two lists of outputs, as a multiple of what rounding explains."""
+    found = 0.0
+    if len(befores) != len(afters):
+        return float("inf")
+    for before, after in zip(befores, afters, strict=True):
+        if before.shape != after.shape:
+            return float("inf")
+        if not torch.equal(before.isfinite(), after.isfinite()):
+            return float("inf")  # but the mean over no targets is not a number in either
+        before, after = before[before.isfinite()], after[after.isfinite()]
+        if before.numel():
+            room = rounding * max(float(before.abs().max()), 1e-6)
+            found = max(found, float((before - after).abs().max()) / room)
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.errors import UserError
 from distributed.parallel.tensor_layers import TensorAxis
 
-__all__ = ["EqualOnTensorRanks"]
+__all__ = ["EqualOnTensorRanks", "differ"]
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Relative difference that the order of additions explains, by dtype."""
@@ -97,6 +98,14 @@ class EqualOnTensorRanks:
             bool(abs(most[0] - least[0]) <= room * most[1] + 1e-30)
             for least, most in zip(low.tolist(), high.tolist(), strict=True)
         ]
+
+
+def differ(tensors: Sequence[Tensor], group: Any) -> bool:
+    """Whether the ranks of `group` have different values of `tensors`. Collective."""
+    own = _marks(tensors)
+    most = torch.stack([own, -own])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return not torch.equal(most[0], -most[1])
 
 
 @torch.no_grad()

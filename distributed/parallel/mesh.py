@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +27,12 @@ class Mesh:
 
     Attributes:
         device_mesh: torch's mesh, with the axes that have several ranks.
+        coordinates: axis -> index of this rank along it.
     """
 
     def __init__(self, dims: ParallelDims, rank: int, device: str, timeout: float) -> None:
         self.dims, self.rank, self._timeout = dims, rank, timedelta(seconds=timeout)
+        self.coordinates = dims.coordinates(rank)
         self._axes = tuple(axis for axis in AXES if dims.size(axis) > 1)
         sizes = tuple(dims.size(axis) for axis in self._axes)
         self.device_mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=self._axes)
@@ -54,9 +57,22 @@ class Mesh:
             self._groups[found] = group
         return self._groups[found]
 
+    def part_of_group(self, axis: str, indices: Sequence[int]) -> Any:
+        """Process group of those of the ranks along `axis` that have one of `indices` there; None on ranks
+        that have another. Collective over all ranks."""
+        found = None
+        for rank in range(self.dims.world_size):
+            if self.dims.coordinates(rank)[axis]:
+                continue  # each line of ranks once: from its first
+            line = [self.dims.moved(rank, axis, index) for index in indices]
+            group = dist.new_group(line, timeout=self._timeout)
+            found = group if self.rank in line else found
+        return found
+
     def copies(self, tensor: Tensor) -> tuple[int, int]:
-        """Index of this rank among those that hold the same elements of `tensor`, and their number."""
-        cut = self.axes_of(tensor)
+        """Index of this rank among those of its stage that hold the same elements of `tensor`, and their
+        number."""
+        cut = {"pipeline", *self.axes_of(tensor)}
         rest = [axis for axis in AXES if axis not in cut]
         return self.dims.index(self.rank, *rest), self.dims.size(*rest)
 

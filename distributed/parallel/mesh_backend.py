@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
+from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import StepResult, Window
-from distributed.interfaces.parallel_dims import MODEL_AXES, ParallelDims
+from distributed.interfaces.parallel_dims import AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -29,12 +30,16 @@ from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import check_optimizer, cut_model, report
+from distributed.planner.pipeline import PipelineShape, pipeline_shape
 from distributed.system.output import print_line
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.sharded_scaler import ShardedScaler
 from distributed.training.step_module import StepModule
 from distributed.training.whole_model import read_only
+
+if TYPE_CHECKING:
+    from distributed.parallel.pipeline import Pipeline
 
 __all__ = ["MeshBackend"]
 
@@ -55,14 +60,17 @@ class MeshBackend(ProcessGroupBackend):
     Attributes:
         mesh: the ranks, None if all of them only have different samples.
         original: the model before anything was cut, None if nothing was.
+        pipeline: the stages of this rank, None without several.
     """
 
     mesh: Mesh | None = None
     original: OriginalModel | None = None
+    pipeline: Pipeline | None = None
     _axis: TensorAxis | None = None
     _first: EqualOnTensorRanks | None = None
     _fast_path: bool | None = None
     _partial: tuple[nn.Parameter, ...] = ()
+    _shape: PipelineShape | None = None
 
     def setup(self, plan: RunPlan) -> World:
         several = self.needs_mesh(plan.dims)
@@ -72,6 +80,9 @@ class MeshBackend(ProcessGroupBackend):
         self._joined = plan.joined is not None
         if several:
             self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
+        if plan.dims.pipeline > 1:
+            self._shape = pipeline_shape(plan.config, plan.dims, plan.batch)
+            self.counts_with_gradients = False  # a stage that sees no loss has no count
         return world
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
@@ -88,11 +99,20 @@ class MeshBackend(ProcessGroupBackend):
         """Process group of the ranks with different samples; None for all."""
         return self.mesh.group("data", "shard") if self.mesh is not None and self.shares_model else None
 
+    @property
+    def count_group(self) -> Any:
+        """Process group over which counts are added: as `replica_group`, with all stages; None for all."""
+        if self.mesh is None or not self.shares_model:
+            return None
+        return self.mesh.group("pipeline", "data", "shard")
+
     # -- the model --------------------------------------------------------------------
 
     def prepare(self, task: Task) -> None:
         self._task = task
         super().prepare(task)
+        if self._shape is not None:
+            self.objective.pieces = self._shape.pieces
         if self._axis is not None:
             check_optimizer(self.optimizer, self.config.backend)
             self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
@@ -128,7 +148,8 @@ class MeshBackend(ProcessGroupBackend):
             report(model, names, found)
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
-            check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)
+            mean = lambda times: self.all_reduce([times])[0] / self.world.size  # noqa: E731
+            check.compare("tensor", self._axis.size, mean)
         elif self.world.rank == 0:
             print_line(_NOT_COMPARED, sys.stdout)
 
@@ -173,10 +194,27 @@ class MeshBackend(ProcessGroupBackend):
         return pairs
 
     def place(self, model: nn.Module) -> nn.Module:
+        self.read_stages(model)
         self.cut(model)
-        placed = super().place(model)
+        if self.pipeline is None:
+            model = super().place(model)
+        else:
+            self.pipeline.drop(model)
+            self.apply_levers(model)
+            self.pipeline.begin(model)
         self.settle()
-        return placed
+        return model
+
+    def read_stages(self, model: nn.Module, built_by_one: bool = False) -> None:
+        """Divide `model` into the stages of a pipeline, if there is one. Collective."""
+        if self._shape is None or self.mesh is None:
+            return
+        if self.original is None:
+            self.remember(model, built_by_one)
+        # Imported only where it is needed.
+        from distributed.parallel.pipeline import Pipeline
+
+        self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task)
 
     def settle(self) -> None:
         """Once the model is cut: give the parameters in their places the attributes of the original ones."""
@@ -187,6 +225,8 @@ class MeshBackend(ProcessGroupBackend):
     def _cut_optimizer_state(self) -> None:
         """Cut the state of an optimizer that an earlier fit used, which is of whole parameters."""
         for parameter, state in self.optimizer.state.items():
+            if parameter.is_meta:
+                state.clear()  # another stage has it
             for slot, value in state.items():
                 if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[slot] = cut_like(parameter, value)
@@ -195,7 +235,7 @@ class MeshBackend(ProcessGroupBackend):
 
     def reducer_of(self, step: StepModule) -> GradientReducer:
         """Adds the gradients of `step` over the ranks with different samples."""
-        names = {p: name for name, p in step.named_parameters() if p.requires_grad}
+        names = {p: name for name, p in step.named_parameters() if p.requires_grad and not p.is_meta}
         limit = self.config.bucket_cap_mb * 2**20
         return GradientReducer(names, self.replica_group, limit, self.config.find_unused_parameters)
 
@@ -204,13 +244,26 @@ class MeshBackend(ProcessGroupBackend):
         Collective. Nothing to do where backward has done it."""
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        if self._axis is None:
+        if not self.shares_model:
             return super().run_window(window)
         with self._first.inputs() if self._first is not None else nullcontext(), self._loss_of_parts():
             seen = super().run_window(window)
+        if self.pipeline is not None:
+            if self._count is not None:
+                self.add_count(self._count)
+            self.pipeline.add_shared()
         self.reduce_gradients()
-        self._sum_partial(self._axis)
+        if self._axis is not None:
+            self._sum_partial(self._axis)
         return seen if self._reports else (0.0, 0)
+
+    def run_micro_batches(
+        self, window: Window, scale: float, known: Sequence[float | None]
+    ) -> tuple[Any, Any]:
+        if self.pipeline is None:
+            return super().run_micro_batches(window, scale, known)
+        with self._hooks.held_back():
+            return self.pipeline.run_window(window, scale)
 
     def _loss_of_parts(self) -> AbstractContextManager[Any]:
         if self._axis is None or not self._axis.joins_vocabulary:
@@ -222,7 +275,11 @@ class MeshBackend(ProcessGroupBackend):
     @property
     def _reports(self) -> bool:
         """Whether this rank is the one, of those with the same samples, that reports what it sees."""
-        return self.replica_set[0] == 0
+        if self.mesh is None or not self.shares_model:
+            return True
+        if self.pipeline is not None and not self.pipeline.sees_loss:
+            return False
+        return self.mesh.coordinates["tensor"] == 0
 
     @torch.no_grad()
     def _sum_partial(self, axis: TensorAxis) -> None:
@@ -250,9 +307,11 @@ class MeshBackend(ProcessGroupBackend):
         # An element that several ranks hold counts on each by its share: the ranks add up to the norm.
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         by_copies: dict[int, list[Tensor]] = {}
+        names = {p: name for name, p in self.module.named_parameters()}
         for parameter in self._parameters:
             if parameter.grad is not None:
-                by_copies.setdefault(self.mesh.copies(parameter)[1], []).append(local_part(parameter.grad))
+                number = self.copies(names[parameter], parameter)[1]
+                by_copies.setdefault(number, []).append(local_part(parameter.grad))
         for copies, parts in by_copies.items():
             for norm in torch._foreach_norm(parts):
                 square += norm.to(square).square() / copies
@@ -263,19 +322,43 @@ class MeshBackend(ProcessGroupBackend):
         found = super().evaluate_window(window)
         return found if self._reports else {}
 
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        if self.pipeline is None:
+            return super().evaluate(batch, num_samples)
+        return self.pipeline.evaluate(batch, partial(super().evaluate, batch, num_samples)) or {}
+
+    def share_buffers(self) -> None:
+        """Give all ranks that hold the same the buffers of the first of them. Collective."""
+        broadcast_values(self.module.buffers(), self.replica_group)
+
     # -- state ------------------------------------------------------------------------
 
     @property
     def holders(self) -> tuple[int, int]:
         return (self.world.rank, self.world.size) if self.shares_model else super().holders
 
-    def copies(self, tensor: Tensor) -> tuple[int, int]:
-        return super().copies(tensor) if self.mesh is None else self.mesh.copies(tensor)
+    def held(self, name: str) -> bool:
+        return self.pipeline is None or self.pipeline.holds(name)
+
+    def copies(self, name: str, tensor: Tensor) -> tuple[int, int]:
+        if self.mesh is None:
+            return super().copies(name, tensor)
+        copy, number = self.mesh.copies(tensor)
+        if self.pipeline is None:
+            return copy, number
+        stage, stages = self.pipeline.copy_of(canonical_name(name))
+        return stage * number + copy, stages * number
+
+    def leads(self, name: str) -> bool:
+        if self.pipeline is None or self.mesh is None:
+            return super().leads(name)
+        inner = self.mesh.dims.index(self.world.rank, *(axis for axis in AXES if axis != "pipeline"))
+        return inner == 0 and self.pipeline.copy_of(name)[0] == 0
 
     def replicated(self) -> Mapping[str, Any] | None:
         """Trained parameters, of which a rank may hold a part."""
         trained = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
-        return {name: local_part(p).detach() for name, p in trained}
+        return {name: local_part(p).detach() for name, p in trained if not p.is_meta}
 
     @property
     def replica_set(self) -> tuple[int, int]:
@@ -284,7 +367,17 @@ class MeshBackend(ProcessGroupBackend):
         return self.mesh.dims.index(self.world.rank, *MODEL_AXES), self.mesh.dims.size(*MODEL_AXES)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
-        return super().whole_model() if self.original is None else read_only(self.original.whole_copy())
+        if self.original is None:
+            return super().whole_model()
+        return read_only(self.original.whole_copy(self._gatherer()))
+
+    def _gatherer(self) -> Callable[[Tensor], Tensor]:
+        """What makes a parameter of the model whole."""
+        if self.pipeline is None:
+            return whole
+        self.pipeline.gather_buffers(self.module)
+        names = {id(p): canonical_name(name) for name, p in self.module.named_parameters()}
+        return partial(self.pipeline.gather, names=names)
 
     @torch.no_grad()
     def release(self) -> None:
@@ -292,18 +385,31 @@ class MeshBackend(ProcessGroupBackend):
         if self.original is None:
             return
         cut = dict(self.module.named_parameters())
-        self.original.restore()
-        self.original = self._axis = None
+        if self.pipeline is not None:
+            self.pipeline.remove()
+        self.original.restore(self._gatherer())
         follow_parameters(self.optimizer, cut, self.module)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state.get(parameter, {})
-                for slot, value in state.items():
-                    if is_sharded(value):
-                        state[slot] = whole(value).to(parameter.device)
+        for name, parameter in self.module.named_parameters():
+            self._restore_state(name, parameter)
+        self.original = self._axis = self.pipeline = None
+
+    def _restore_state(self, name: str, parameter: nn.Parameter) -> None:
+        """Give the optimizer the whole state of a parameter. Collective."""
+        state = self.optimizer.state.get(parameter, {})
+        if self.pipeline is not None:
+            state = self.pipeline.gather_state(canonical_name(name), state)
+        whole_state = {slot: _whole(value, parameter.device) for slot, value in state.items()}
+        if whole_state:
+            self.optimizer.state[parameter] = whole_state
 
     def teardown(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.remove()  # a run that failed was not released
         if self._fast_path is not None:
             _MATHS.set_fastpath_enabled(self._fast_path)
             self._fast_path = None
         super().teardown()
+
+
+def _whole(value: Any, device: torch.device) -> Any:
+    return whole(value).to(device) if is_sharded(value) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,22 +101,30 @@ class OriginalModel:
                 setattr(module, key, now)
 
     @contextmanager
-    def whole_copy(self) -> Iterator[nn.Module]:
-        """A copy of the whole model. Collective."""
-        values = {p: whole(p) for p in self._model.parameters()}
+    def whole_copy(self, gather: Callable[[Tensor], Tensor] = whole) -> Iterator[nn.Module]:
+        """A copy of the whole model. Collective.
+
+        Args:
+            gather: a parameter in its place -> the whole of it.
+        """
+        values = {p: gather(p) for p in self._model.parameters()}
         with self.undone():
             unsharded = copy_with(self._model, values)
         values.clear()
         yield unsharded
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """The same parameter objects, filled; the same classes and hooks. Collective."""
+    def restore(self, gather: Callable[[Tensor], Tensor] = whole) -> None:
+        """The same parameter objects, filled; the same classes and hooks. Collective.
+
+        Args:
+            gather: a parameter in its place -> the whole of it.
+        """
         full: dict[int, nn.Parameter] = {}
         for module, name, parameter, device in self._parameters:
             current: Any = module._parameters[name]
             if id(parameter) not in full:
-                full[id(parameter)] = _filled(parameter, whole(current).detach().to(device))
+                full[id(parameter)] = _filled(parameter, gather(current).detach().to(device))
             module._parameters[name] = full[id(parameter)]
         for module, name, device in self._buffers:
             buffer = module._buffers[name]

@@ -18,13 +18,19 @@ from distributed.training.seeding import isolated_rng
 
 __all__ = ["forward_of", "is_short", "undisturbed"]
 
-_SAMPLES = 2
 _OPERATIONS = 1e13
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
 
-def forward_of(task: Task, model: nn.Module) -> tuple[Callable[[], Any], Any]:
-    """(what calls `model` with two samples as a training step does and returns its output, these samples)
+def forward_of(
+    task: Task, model: nn.Module, number: int = 2, device: str | None = None
+) -> tuple[Callable[[], Any], Any]:
+    """(what calls `model` with the first samples as a training step does and returns its output, these
+    samples)
+
+    Args:
+        number: of samples; fewer if there are no more.
+        device: of the samples; None for that of the first parameter.
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -39,10 +45,10 @@ def forward_of(task: Task, model: nn.Module) -> tuple[Callable[[], Any], Any]:
             remedy="Name modules in parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down':"
             " rowwise}",
         )
-    number = min(_SAMPLES, source.length or _SAMPLES)
+    number = min(number, source.length or number)
     with isolated_rng():
         batch = source.collate_fn([source.dataset[index] for index in range(number)])
-    batch = move(batch, str(next(model.parameters()).device))
+    batch = move(batch, device or str(next(model.parameters()).device))
     return lambda: _call(task, model, batch), batch
 
 

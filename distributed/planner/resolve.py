@@ -22,6 +22,7 @@ from distributed.planner.backend_choice import (
 from distributed.planner.batch import rescale_batch, resolve_batch
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
+from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
 from distributed.planner.warnings import core_notes, lever_notes, sample_notes
 from distributed.registry.catalog import Catalog
@@ -59,6 +60,8 @@ def resolve(
         data_parallel_size=data_parallel_size(config, spec, dims) * placement.num_replicas,
         loader_batch_size=facts.train_batch_size,
     )
+    if dims.pipeline > 1:
+        pipeline_shape(config, dims, batch)
     check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
     check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
     check_nodes(config, spec, placement)

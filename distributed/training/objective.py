@@ -72,6 +72,7 @@ class Objective:
         metrics: name -> ``(output, target) -> (sum, count)``.
         averaged_over: what the losses of the last window are means of; None before its first micro-batch.
         averages: digest of these over all micro-batches of the run, which is equal on all ranks.
+        pieces: into how many pieces a micro-batch is cut before the loss sees it.
 
     Raises:
         UserError: `loss_fn` is not a function or module that returns a mean.
@@ -100,6 +101,7 @@ class Objective:
         self._means, self._warns = MeanLosses(), warns
         self.averaged_over: str | None = None
         self.averages = 0
+        self.pieces = 1
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
         self._elementwise = isinstance(loss_fn, _ELEMENTWISE)
@@ -124,6 +126,10 @@ class Objective:
         if isinstance(self._sum_loss, partial):
             smoothing = self._sum_loss.keywords.get("label_smoothing", 0.0)
         return self._logits and self._class_weights is None and not smoothing
+
+    def weighs_means(self, batch: Any) -> bool:
+        """Whether the loss of `batch` is a mean over something that only the forward pass shows."""
+        return self._training_step is not None or self._sum_loss is None or isinstance(batch, Mapping)
 
     def begin_window(self) -> None:
         """The next micro-batch is the first of a global batch."""
@@ -262,6 +268,15 @@ class Objective:
 
     def _warn_of_pairs(self, field: str) -> None:
         num_pairs = self._means.take_pairs()
+        if num_pairs and self.pieces > 1:
+            raise UserError(
+                f"the loss compares the samples of a micro-batch with each other ({num_pairs} x {num_pairs}"
+                f" scores), and a pipeline has {self.pieces} pieces of it at a time",
+                field="parallel.num_microbatches",
+                got=self.pieces,
+                allowed="1",
+                remedy="Set parallel.num_microbatches=1 and raise gradient_accumulation_steps",
+            )
         if self._warns and num_pairs:
             logger.warning(
                 "the loss of %s compares the samples of a micro-batch with each other (%d x %d scores whose"

@@ -24,10 +24,12 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
         store: where they met, None with a group that was there or without one.
         counting_ends: with `add_count`: the next count is a window's last.
         replica_group: process group of the ranks with different samples; None for all.
+        count_group: process group over which counts are added; None for all.
     """
 
     counting_ends = True
     replica_group: Any = None
+    count_group: Any = None
     _seen: Any = None
     _reduction: tuple[Any, Tensor] | None = None
 
@@ -50,7 +52,7 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
         self._seen = count if self._seen is None else self._seen + count
         if self.counting_ends:
             tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
-            work = dist.all_reduce(tensor, group=self.replica_group, async_op=True)
+            work = dist.all_reduce(tensor, group=self.count_group, async_op=True)
             self._reduction, self._seen = (work, tensor), None
 
     def teardown(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import own_copies
+from distributed.checkpoint.dtensor import is_sharded, own_copies
 from distributed.checkpoint.torch_state import export_replicated, import_replicated, named_tensors
 from distributed.checkpoint.weight_digests import weight_digests
 from distributed.config import DistributedConfig
@@ -187,11 +187,27 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             self._check_trainable()
         self.objective.begin_window()
         first = Buffers(self.module) if self._watches_buffers else None
-        micro_batches, scale = window.micro_batches, self._gradient_share / window.num_samples
-        counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
-        known = self._known_counts(window) if counted else [n for _, n in micro_batches]
+        counted, known = self.objective.counted, self.known_counts(window)
+        scale = self._gradient_share / window.num_samples
         if counted and self.world.data_parallel_size == 1 and None not in known:
             scale, counted = 1.0 / sum(known), False  # type: ignore[arg-type]
+        total, count = self.run_micro_batches(window, scale, known)
+        self._count, self._num_samples = count if counted else None, window.num_samples
+        if first is not None:
+            self._watches_buffers = False
+            warn_of_changes(first.changed())
+        return total, count
+
+    def run_micro_batches(
+        self, window: Window, scale: float, known: Sequence[float | None]
+    ) -> tuple[Any, Any]:
+        """Forward and backward of each micro-batch: (sum of losses, count) of this rank.
+
+        Args:
+            scale: what sums of losses are multiplied by.
+            known: count of each micro-batch, where it is known before.
+        """
+        micro_batches, add, enter = window.micro_batches, self.timers.add, self.timers.enter
         total: Any = None
         count: Any = None
         for position, (batch, num_samples) in enumerate(micro_batches):
@@ -214,10 +230,6 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             add("backward", end - middle)
             total = part if total is None else total + part
             count = number if count is None else count + number
-        self._count, self._num_samples = count if counted else None, window.num_samples
-        if first is not None:
-            self._watches_buffers = False
-            warn_of_changes(first.changed())
         return total, count
 
     @property
@@ -225,9 +237,11 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         """What a rank's gradient is divided by when it is reduced."""
         return 1 if self.sums_gradients else self.world.data_parallel_size
 
-    def _known_counts(self, window: Window) -> list[float | None]:
-        """Counts of this rank's micro-batches, where their targets determine them. One without an unmasked
-        token is left to the general way, which takes no mean."""
+    def known_counts(self, window: Window) -> list[float | None]:
+        """Counts of this rank's micro-batches: of their samples, or of what their targets determine. One
+        without an unmasked token is left to the general way, which takes no mean."""
+        if not self.objective.counted:
+            return [n for _, n in window.micro_batches]
         known_count = self.objective.known_count
         return [known_count(batch) or None if n else None for batch, n in window.micro_batches]
 
@@ -384,9 +398,14 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         """Index of this rank among those that hold a tensor that is not sharded, and their number."""
         return self.world.data_parallel_rank, self.world.data_parallel_size
 
-    def copies(self, tensor: Tensor) -> tuple[int, int]:
-        """The same of a DTensor: among the ranks that hold the same elements of it."""
-        return own_copies(tensor)
+    def copies(self, name: str, tensor: Tensor) -> tuple[int, int]:
+        """The same of the tensor of a canonical name: among the ranks that hold the same elements of it."""
+        return own_copies(tensor) if is_sharded(tensor) else self.holders
+
+    def leads(self, name: str) -> bool:
+        """Whether this rank, of those that hold the tensor or module of a canonical name, saves what is not
+        cut."""
+        return self.holders[0] == 0
 
     def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
         tensors = {n: t for n, t in named_tensors(self.module)[0].items() if n in names and self.held(n)}
@@ -401,6 +420,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             pieces=self.pieces,
             held=self.exports,
             copies=self.copies,
+            leads=self.leads,
         )
 
     def import_state(self, reader: StateReader) -> None:

@@ -121,7 +121,7 @@ class DDPBackend(MeshBackend):
     def set_training(self, training: bool) -> None:
         super().set_training(training)
         if not training and self.world.size > 1:
-            broadcast_values(self.module.buffers())
+            self.share_buffers()
 
     def communication_seconds(self) -> float:
         if self.world.size == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, SCHEDULES, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 
@@ -23,7 +23,8 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
-                axes=("data", "tensor"),
+                axes=("data", "pipeline", "tensor"),
+                schedules=SCHEDULES,
                 levers=LEVERS,
             ),
         )

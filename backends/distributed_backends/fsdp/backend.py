@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -164,7 +163,7 @@ class FSDPBackend(MeshBackend):
             return
         self._sharded.reshard()
         if not training:
-            broadcast_values(self.module.buffers())
+            self.share_buffers()
 
     # -- state -----------------------------------------------------------------------
 

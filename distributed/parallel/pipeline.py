@@ -1,0 +1,457 @@
+"""Pipeline: the stages of this rank, their schedule, and what they share with the other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from distributed.checkpoint.dtensor import local_part, whole
+from distributed.checkpoint.torch_state import canonical_name
+from distributed.errors import UserError
+from distributed.interfaces.backend import MicroBatch, Window
+from distributed.interfaces.task import Task
+from distributed.parallel.cut_check import CutCheck, equal_outputs
+from distributed.parallel.gradient_reducer import align_gradient
+from distributed.parallel.mesh import Mesh
+from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
+from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_of
+from distributed.parallel.sample_batch import forward_of, is_short, undisturbed
+from distributed.parallel.staged_model import StagedModel
+from distributed.planner.pipeline import PipelineShape
+from distributed.training.forward_state import Buffers
+from distributed.training.model_traits import META, SPARSE, refuse
+
+if TYPE_CHECKING:
+    from distributed.parallel.mesh_backend import MeshBackend
+    from distributed.parallel.pipeline_schedule import Schedule
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """One rank of a pipeline.
+
+    Args:
+        backend: whose model the ranks divide.
+        shape: of the pipeline.
+        mesh: the ranks.
+        model: whole.
+        task: the training, whose first samples show how the model is called.
+
+    Raises:
+        UserError: the model cannot be divided exactly.
+    """
+
+    def __init__(
+        self, backend: MeshBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+    ) -> None:
+        self._backend, self._shape, self._mesh = backend, shape, mesh
+        self._group = mesh.group("pipeline")
+        self._rank = mesh.dims.coordinates(mesh.rank)["pipeline"]
+        self.stages = shape.stages_of(self._rank)
+        self._device = backend.world.device
+        self._task = task
+        _check_model(model, shape, backend.config.backend)
+        self._layout = self._read(model, task)
+        self._check = self._whole_output(model)
+        self._names = {canonical_name(name): found for name, found in self._layout.stages.items()}
+        self._staged = StagedModel(self._layout, self._device)
+        self._schedule: Schedule | None = None
+        self._groups = {
+            ranks: self._group_of(ranks) for ranks in sorted(set(map(self.ranks_of, self._names)))
+        }
+        self._window = Window((), 0)
+        self._scale = 1.0
+        self._known: Sequence[float | None] = ()
+        self._total: Any = 0.0
+        self._count: Any = 0
+        self._forward_seconds = 0.0
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._compared = False
+
+    def _read(self, model: nn.Module, task: Task) -> Layout:
+        source = task.train_data
+        if source is None or not source.is_map:
+            raise UserError(
+                "the stages of a pipeline are read from a forward pass with the first samples, and the data"
+                " is a stream, of which they would be missing afterwards",
+                field="parallel.pipeline",
+                got="an iterable dataset",
+                allowed="datasets with __getitem__ and __len__",
+                remedy="Give such a dataset, or use parallel.tensor or parallel.data",
+            )
+        one, two = (forward_of(task, model, number) for number in (1, 2))
+        names, number = self._backend.config.parallel.stages, self._shape.num_stages
+        with undisturbed(model), self._backend.autocast():
+            whole_output = two[0]()
+            for layout in read_layouts(model, (one[0], two[0]), one[1], number, names):
+                if equal_outputs(whole_output, _in_stages(layout, *two), model):
+                    return layout
+        raise no_equal_layout(number, bool(names))
+
+    def _whole_output(self, model: nn.Module) -> CutCheck | None:
+        forward, batch = forward_of(self._task, model)
+        return CutCheck(model, forward) if is_short(model, batch) else None
+
+    # -- who holds what ---------------------------------------------------------------
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Indices, along the axis, of the ranks that hold the tensor or module of a canonical name."""
+        stages = self._names.get(name)
+        if stages is None:  # a module with state of its own: where its tensors are
+            inside = [s for other, s in self._names.items() if other.startswith(f"{name}.")]
+            stages = tuple(sorted({s for found in inside for s in found})) or tuple(
+                range(self._shape.num_stages)
+            )
+        return tuple(sorted({self._shape.rank_of(stage) for stage in stages}))
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank does."""
+        return self._rank in self.ranks_of(name)
+
+    def copy_of(self, name: str) -> tuple[int, int]:
+        """Index of this rank among those that hold it, and their number."""
+        ranks = self.ranks_of(name)
+        return ranks.index(self._rank), len(ranks)
+
+    @property
+    def sees_loss(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self._shape.num_stages - 1 in self.stages
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Process group of the ranks with these indices along the axis. Collective over all ranks."""
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self._shape.num_ranks:
+            return self._group
+        return self._mesh.part_of_group("pipeline", ranks)
+
+    # -- the model --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def drop(self, model: nn.Module) -> None:
+        """Put parameters without data in the place of those that other ranks hold. Tied ones stay tied."""
+        placeholders: dict[int, nn.Parameter] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in list(module._parameters.items()):
+                full = canonical_name(f"{prefix}.{name}".lstrip("."))
+                if parameter is None or parameter.is_meta or self.holds(full):
+                    continue
+                if id(parameter) not in placeholders:
+                    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    placeholders[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+                module._parameters[name] = placeholders[id(parameter)]
+
+    def begin(self, model: nn.Module) -> None:
+        """Move what this rank holds to its device, and let the forward pass compute one stage at a time.
+        Collective.
+
+        Raises:
+            UserError: the stages compute something else than the whole model.
+        """
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._device))
+        self._staged.install()
+        if self._check is not None:
+            forward, batch = forward_of(self._task, model, device=self._device)
+            ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
+            self._check.compare(
+                "pipeline",
+                stage_ranks,
+                lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
+                lambda: self.evaluate(batch, forward),
+                self.sees_loss,
+            )
+        self._check = None
+
+    def remove(self) -> None:
+        """Let the model compute as a whole again."""
+        self._staged.remove()
+
+    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
+        return [
+            p
+            for name, p in self._backend.module.named_parameters()
+            if p.requires_grad and stage in self._names[canonical_name(name)]
+        ]
+
+    # -- one step ---------------------------------------------------------------------
+
+    def run_window(self, window: Window, scale: float) -> tuple[Any, Any]:
+        """Forward and backward of a window: (sum of losses, count) of this rank, zeros without the last
+        stage. Collective along the pipeline.
+
+        Args:
+            scale: what sums of losses are multiplied by.
+
+        Raises:
+            UserError: the window cannot be trained exactly.
+        """
+        self._window = cut_window(window, self._shape)
+        for batch, _ in self._window.micro_batches:
+            check_inputs(batch, self._layout.inputs)
+        if not self._compared:
+            self._compare(window)
+        self._scale, self._known = scale, self._backend.known_counts(self._window)
+        self._total, self._count, self._forward_seconds = 0.0, 0, 0.0
+        start = perf_counter()
+        self._steps().run()
+        timers = self._backend.timers
+        timers.add("forward", self._forward_seconds)
+        timers.add("backward", perf_counter() - start - self._forward_seconds)
+        self._share_averages()
+        return self._total, self._count
+
+    def _share_averages(self) -> None:
+        """Give all stages what the last has seen of the loss, which ranks compare. Collective."""
+        objective = self._backend.objective
+        if objective.weighs_means(self._window.micro_batches[0].batch):
+            box = [(objective.averaged_over, objective.averages)]
+            last = self._shape.rank_of(self._shape.num_stages - 1)
+            dist.broadcast_object_list(box, group=self._group, group_src=last)
+            objective.averaged_over, objective.averages = box[0]
+
+    def _steps(self) -> Schedule:
+        if self._schedule is None:
+            # Imports torch.export, which takes a second.
+            from distributed.parallel.pipeline_schedule import Schedule
+
+            forms = [self._staged.form_after(stage) for stage in range(self._shape.num_stages - 1)]
+            self._schedule = Schedule(
+                self._shape,
+                self._rank,
+                self._group,
+                self._device,
+                forms,
+                self._compute,
+                self._parameters_of,
+                self._note,
+            )
+        return self._schedule
+
+    def _note(self, action: str, micro_batch: int, stage: int, peer: int) -> None:
+        self._backend.timers.enter(action if action in ("forward", "backward") else "communication")
+
+    def _compute(self, stage: int, position: int, received: Tensor | None) -> Tensor:
+        """A stage's part of a micro-batch: its loss, or what the next stage receives."""
+        start = perf_counter()
+        backend, micro = self._backend, self._window.micro_batches[position]
+        batch, rows = backend.to_device(micro.batch), rows_of(micro.batch)
+        kept = None if micro.num_samples else Buffers(backend.module)
+        with backend.autocast():
+            step = (batch, micro.num_samples, self._scale, self._known[position])
+            found = self._staged.run(
+                stage, self._cut(stage, received, rows), rows, lambda: backend.model(*step)
+            )
+        if kept is not None:
+            kept.restore()
+        if stage == self._shape.num_stages - 1:
+            loss, part, number = found
+            self._total, self._count = self._total + part, self._count + number
+            result: Tensor = loss if backend.scaler is None else backend.scaler.scale(loss)
+        else:
+            result = _padded(found, self._staged.form_after(stage), self._shape.piece_rows)
+        self._forward_seconds += perf_counter() - start
+        # Schedules that split backward detach it in place, which a view does not allow (torch 2.13).
+        return result.clone() if self._shape.splits_backward and result._is_view() else result
+
+    def _cut(self, stage: int, received: Tensor | None, rows: int) -> Tensor | None:
+        if received is None:
+            return None
+        form: TensorForm = self._staged.form_after(stage - 1)
+        return (
+            received.narrow(form.axis, 0, form.sized(rows)[form.axis]) if form.axis is not None else received
+        )
+
+    def _compare(self, window: Window) -> None:
+        """Raise a UserError if the ranks of the pipeline have different samples. Collective."""
+        from distributed.parallel.first_step import differ
+
+        self._compared = True
+        tensors = [t for micro in window.micro_batches for t in _floats(micro)]
+        if tensors and differ(tensors, self._group):
+            raise UserError(
+                "the ranks of a pipeline, which share each sample, have different samples. The step was not"
+                " taken",
+                field="parallel.pipeline",
+                got=self._shape.num_ranks,
+                allowed="data that is the same on the ranks that share a model",
+                remedy="Let no sample depend on the rank (data.per_sample_rng=true for augmentation)",
+            )
+
+    @torch.no_grad()
+    def add_shared(self) -> None:
+        """Add up the gradients of parameters that several ranks of the pipeline hold. Collective."""
+        named = [(n, p) for n, p in self._backend.module.named_parameters() if p.requires_grad]
+        for ranks, group in self._groups.items():
+            held = [p for n, p in named if self.ranks_of(canonical_name(n)) == ranks]
+            if group is not None and self._rank in ranks and held:
+                _add_up(held, group)
+
+    # -- evaluation -------------------------------------------------------------------
+
+    def evaluate(self, batch: Any, forward: Callable[[], Any]) -> Any:
+        """What `forward` returns, on the rank that has the last stage; None elsewhere. Collective along the
+        pipeline.
+
+        Args:
+            batch: what `forward` gives to the model.
+        """
+        check_inputs(batch, self._layout.inputs)
+        rows, found = rows_of(batch), None
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+        for stage in self.stages:
+            found = self._staged.run(stage, self._receive(stage, rows, found), rows, forward)
+            if stage == self._shape.num_stages - 1:
+                return found
+            self._send(stage, found)
+        return None
+
+    def _receive(self, stage: int, rows: int, own: Tensor | None) -> Tensor | None:
+        if stage == 0:
+            return None
+        source, form = self._shape.rank_of(stage - 1), self._staged.form_after(stage - 1)
+        if source == self._rank:
+            return own
+        buffer = torch.empty(form.sized(rows), dtype=form.dtype, device=self._device)
+        dist.recv(buffer, group=self._group, group_src=source)
+        return buffer
+
+    def _send(self, stage: int, output: Tensor) -> None:
+        target = self._shape.rank_of(stage + 1)
+        if target != self._rank:
+            wire = output.detach().contiguous()
+            self._sent.append((dist.isend(wire, group=self._group, group_dst=target), wire))
+
+    # -- the whole model --------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, tensor: Tensor, names: Mapping[int, str]) -> Tensor:
+        """The whole of a parameter on all ranks. Collective.
+
+        Args:
+            names: id of a parameter -> its canonical name.
+        """
+        return self._from_holder(names[id(tensor)], tensor)
+
+    def _from_holder(self, name: str, tensor: Tensor) -> Tensor:
+        ranks = self.ranks_of(name)
+        held = self._rank in ranks
+        value = (
+            whole(tensor).detach()
+            if held
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        )
+        if len(ranks) < self._shape.num_ranks:
+            value = value.contiguous()
+            dist.broadcast(_bytes(value), group=self._group, group_src=ranks[0])
+        return value
+
+    @torch.no_grad()
+    def gather_buffers(self, model: nn.Module) -> None:
+        """Give each rank the buffers of the stages that hold them. Collective."""
+        for raw, buffer in model.named_buffers():
+            ranks = self.ranks_of(canonical_name(raw))
+            if len(ranks) < self._shape.num_ranks and buffer.numel():
+                wire = buffer.detach().contiguous()
+                dist.broadcast(_bytes(wire), group=self._group, group_src=ranks[0])
+                if wire.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(wire)
+
+    @torch.no_grad()
+    def gather_state(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state of a parameter, whole, on all ranks. Collective."""
+        ranks = self.ranks_of(name)
+        full = {k: whole(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+        if len(ranks) == self._shape.num_ranks:
+            return full
+        box: list[Any] = [full if self._rank == ranks[0] else None]
+        dist.broadcast_object_list(box, group=self._group, group_src=ranks[0])
+        received: dict[str, Any] = full if self._rank in ranks else box[0]
+        return received
+
+
+_CANNOT = {
+    META: "it has no values",
+    SPARSE: "a pipeline adds up dense gradients",
+}
+
+
+def _in_stages(layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
+    """What the stages of `layout` compute one after the other; None if they cannot."""
+    staged, rows, found = StagedModel(layout, _device_of(batch)), rows_of(batch), None
+    staged.install()
+    try:
+        for stage in range(layout.num_stages):
+            found = staged.run(stage, found, rows, forward)
+        return found
+    except Exception:  # noqa: BLE001 - a model that is called with other values may raise anything
+        return None
+    finally:
+        staged.remove()
+
+
+def _check_model(model: nn.Module, shape: PipelineShape, backend: str) -> None:
+    refuse(model, backend, _CANNOT)
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise UserError(
+            "the model recomputes activations by itself, in backward, when another stage may be computing",
+            field="parallel.pipeline",
+            got="model.gradient_checkpointing_enable()",
+            remedy="Call model.gradient_checkpointing_disable(), and set activation_checkpointing=full",
+        )
+    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm)), None)
+    if shape.pieces > 1 and norm is not None:
+        raise UserError(
+            f"'{norm}' normalizes over the samples of a micro-batch, of which a pipeline has"
+            f" {shape.pieces} pieces at a time",
+            field="parallel.num_microbatches",
+            got=shape.pieces,
+            allowed="1",
+            remedy="Set parallel.num_microbatches=1 and raise gradient_accumulation_steps, or use another"
+            " normalization",
+        )
+
+
+def _padded(tensor: Tensor, form: TensorForm, rows: int) -> Tensor:
+    """`tensor` in the shape for `rows` samples, filled up with zeros."""
+    full = form.sized(rows)
+    if form.axis is not None and tensor.shape[form.axis] < full[form.axis]:
+        missing = list(full)
+        missing[form.axis] -= tensor.shape[form.axis]
+        tensor = torch.cat([tensor, tensor.new_zeros(missing)], form.axis)
+    return tensor.contiguous()
+
+
+def _add_up(parameters: Sequence[nn.Parameter], group: Any) -> None:
+    for p in parameters:
+        align_gradient(p)
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+    dist.all_reduce(used, group=group)
+    for p, count in zip(parameters, used.tolist(), strict=True):
+        if not count:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(local_part(p.grad), group=group)
+
+
+def _floats(micro: MicroBatch) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(micro.batch) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _device_of(batch: Any) -> str:
+    return str(next(leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
