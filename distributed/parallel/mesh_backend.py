@@ -100,6 +100,18 @@ class MeshBackend(ProcessGroupBackend):
         return self.mesh.group("data", "shard") if self.mesh is not None and self.shares_model else None
 
     @property
+    def has_stages(self) -> bool:
+        """Whether ranks have different stages of a pipeline."""
+        return self._shape is not None
+
+    @property
+    def stage_group(self) -> Any:
+        """Process group of the ranks that have the same stages; None for all."""
+        if self.mesh is None or self._shape is None:
+            return None
+        return self.mesh.group(*(axis for axis in AXES if axis != "pipeline"))
+
+    @property
     def count_group(self) -> Any:
         """Process group over which counts are added: as `replica_group`, with all stages; None for all."""
         if self.mesh is None or not self.shares_model:
@@ -201,6 +213,7 @@ class MeshBackend(ProcessGroupBackend):
         else:
             self.pipeline.drop(model)
             self.apply_levers(model)
+            self.pipeline.move(model)
             self.pipeline.begin(model)
         self.settle()
         return model
@@ -251,11 +264,23 @@ class MeshBackend(ProcessGroupBackend):
         if self.pipeline is not None:
             if self._count is not None:
                 self.add_count(self._count)
-            self.pipeline.add_shared()
+            self.add_shared(self.pipeline)
         self.reduce_gradients()
         if self._axis is not None:
             self._sum_partial(self._axis)
         return seen if self._reports else (0.0, 0)
+
+    def add_shared(self, pipeline: Pipeline) -> None:
+        """Add up the gradients of parameters that several stages use. Collective."""
+        pipeline.add_shared(lambda name, parameter: parameter.grad is not None)
+
+    def through(self, kind: str, function: Callable[[], Any]) -> Any:
+        """Call a function that uses the model.
+
+        Args:
+            kind: of forward pass, in each of which a rank calls the same modules.
+        """
+        return function()
 
     def run_micro_batches(
         self, window: Window, scale: float, known: Sequence[float | None]

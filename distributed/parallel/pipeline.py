@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -150,14 +151,16 @@ class Pipeline:
                     placeholders[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
                 module._parameters[name] = placeholders[id(parameter)]
 
+    def move(self, model: nn.Module) -> None:
+        """Move what this rank holds to its device."""
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._device))
+
     def begin(self, model: nn.Module) -> None:
-        """Move what this rank holds to its device, and let the forward pass compute one stage at a time.
-        Collective.
+        """Let the forward pass compute one stage at a time. Collective.
 
         Raises:
             UserError: the stages compute something else than the whole model.
         """
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._device))
         self._staged.install()
         if self._check is not None:
             forward, batch = forward_of(self._task, model, device=self._device)
@@ -247,8 +250,10 @@ class Pipeline:
         kept = None if micro.num_samples else Buffers(backend.module)
         with backend.autocast():
             step = (batch, micro.num_samples, self._scale, self._known[position])
-            found = self._staged.run(
-                stage, self._cut(stage, received, rows), rows, lambda: backend.model(*step)
+            given = self._cut(stage, received, rows)
+            found = backend.through(
+                f"training of stage {stage}",
+                lambda: self._staged.run(stage, given, rows, lambda: backend.step_module.forward(*step)),
             )
         if kept is not None:
             kept.restore()
@@ -287,13 +292,22 @@ class Pipeline:
             )
 
     @torch.no_grad()
-    def add_shared(self) -> None:
-        """Add up the gradients of parameters that several ranks of the pipeline hold. Collective."""
+    def add_shared(self, used: Callable[[str, nn.Parameter], bool]) -> set[str]:
+        """Add up the gradients of parameters that several ranks of the pipeline hold. Collective.
+
+        Args:
+            used: whether this rank has computed a gradient of a parameter.
+
+        Returns:
+            Names of those that some rank has used.
+        """
+        found: set[str] = set()
         named = [(n, p) for n, p in self._backend.module.named_parameters() if p.requires_grad]
         for ranks, group in self._groups.items():
-            held = [p for n, p in named if self.ranks_of(canonical_name(n)) == ranks]
+            held = {n: p for n, p in named if self.ranks_of(canonical_name(n)) == ranks}
             if group is not None and self._rank in ranks and held:
-                _add_up(held, group)
+                found |= _add_up(held, used, group)
+        return found
 
     # -- evaluation -------------------------------------------------------------------
 
@@ -310,7 +324,10 @@ class Pipeline:
             work.wait()
         self._sent.clear()
         for stage in self.stages:
-            found = self._staged.run(stage, self._receive(stage, rows, found), rows, forward)
+            given = self._receive(stage, rows, found)
+            found = self._backend.through(
+                f"evaluation of stage {stage}", partial(self._staged.run, stage, given, rows, forward)
+            )
             if stage == self._shape.num_stages - 1:
                 return found
             self._send(stage, found)
@@ -432,17 +449,19 @@ def _padded(tensor: Tensor, form: TensorForm, rows: int) -> Tensor:
     return tensor.contiguous()
 
 
-def _add_up(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    for p in parameters:
+def _add_up(
+    parameters: Mapping[str, nn.Parameter], used: Callable[[str, nn.Parameter], bool], group: Any
+) -> set[str]:
+    device = local_part(next(iter(parameters.values()))).device
+    users = torch.tensor([float(used(name, p)) for name, p in parameters.items()], device=device)
+    dist.all_reduce(users, group=group)
+    found = {name for name, count in zip(parameters, users.tolist(), strict=True) if count}
+    for p in (parameters[name] for name in parameters if name in found):
         align_gradient(p)
-    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    dist.all_reduce(used, group=group)
-    for p, count in zip(parameters, used.tolist(), strict=True):
-        if not count:
-            continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         dist.all_reduce(local_part(p.grad), group=group)
+    return found
 
 
 def _floats(micro: MicroBatch) -> list[Tensor]:

@@ -35,12 +35,20 @@ class GatherOrder:
         modules: those that gather parameters, the same on all ranks.
         hang_timeout: seconds after which a run without progress ends; a rank waits for half of them, or for
             30 seconds.
+        group: the ranks that have these modules; None for all.
     """
 
-    def __init__(self, backend: Backend, modules: Sequence[nn.Module], hang_timeout: float | None) -> None:
-        self.backend, self._end = backend, len(modules)
+    def __init__(
+        self,
+        backend: Backend,
+        modules: Sequence[nn.Module],
+        hang_timeout: float | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.backend, self._end, self._group = backend, len(modules), group
         self._limit = min(_LONGEST_WAIT, (hang_timeout or float("inf")) / 2)
-        self._key = f"gather_order/{backend.broadcast_object(token_hex(4))}"
+        first = dist.get_global_rank(group, 0) if group is not None else 0
+        self._key = f"gather_order/{backend.broadcast_object(token_hex(4))}/{first}"
         self._known: dict[str, list[int]] = {}
         self._varies: set[str] = set()
         self._calls: list[int] = []
@@ -88,7 +96,7 @@ class GatherOrder:
 
     def _compare_now(self, number: int) -> None:
         both = torch.tensor([number, -number])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         if int(both[0]) != -int(both[1]):
             raise self._refusal()
 
@@ -98,7 +106,7 @@ class GatherOrder:
         key, call = f"{self._key}/{self._forwards}", f"{len(self._calls)}: {number}"
         if store.compare_set(f"{key}/first", "", call).decode() != call:
             store.set(f"{key}/verdict", "different")
-        elif store.add(f"{key}/count", 1) == self.backend.world.size:
+        elif store.add(f"{key}/count", 1) == dist.get_world_size(self._group):
             store.set(f"{key}/verdict", "equal")
         try:
             store.wait([f"{key}/verdict"], timedelta(seconds=self._limit))

@@ -28,12 +28,18 @@ class GradientUse:
     Args:
         parameters: name -> parameter, the same on all ranks.
         may_differ: ranks may use different parameters; `finish` returns those that none has used.
+        group: the ranks that have these parameters; None for all.
     """
 
     def __init__(
-        self, backend: Backend, parameters: dict[str, nn.Parameter], may_differ: bool = False
+        self,
+        backend: Backend,
+        parameters: dict[str, nn.Parameter],
+        may_differ: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._backend, self._names, self._may_differ = backend, list(parameters), may_differ
+        self._group = group
         self._seen: list[bytes] = []
         self._sum: torch.Tensor | None = None
         self._work: Any = None
@@ -78,14 +84,13 @@ class GradientUse:
             if not equal and not self._may_differ:
                 raise self._difference(seen)
             if not equal:
-                dist.all_reduce(used, dist.ReduceOp.MAX)
+                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         return [name for name, mark in zip(self._names, used.tolist(), strict=True) if not mark]
 
-    @staticmethod
-    def _reduce(seen: list[bytes]) -> tuple[torch.Tensor, Any]:
+    def _reduce(self, seen: list[bytes]) -> tuple[torch.Tensor, Any]:
         digest = zlib.crc32(b"|".join(seen))
         both = torch.tensor([digest, -digest])
-        return both, dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True)
+        return both, dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     @staticmethod
     def _are_equal(both: torch.Tensor, work: Any) -> bool:

@@ -90,7 +90,7 @@ class LayoutIsNotTheParameters(DDPBackend):
 class CountsTokensTwice(FSDPBackend):
     """Ranks that share a model each add their count of the same tokens."""
 
-    replica_group = None  # type: ignore[assignment]
+    count_group = None  # type: ignore[assignment]
 
 
 MUTANTS: dict[str, type[Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,9 @@ from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.mesh import Mesh
 from distributed.parallel.mesh_backend import MeshBackend
+from distributed.parallel.original_model import OriginalModel
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
@@ -25,6 +27,9 @@ from distributed_backends.fsdp.deferred_build import build_without_data, tensors
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import find_units
+
+if TYPE_CHECKING:
+    from distributed.parallel.pipeline import Pipeline
 
 __all__ = ["FSDPBackend"]
 
@@ -64,7 +69,9 @@ class FSDPBackend(MeshBackend):
         return dims.world_size > 1
 
     def build(self, model: Any) -> nn.Module:
-        self._built_by_one = self.world.size > 1 and not isinstance(model, nn.Module)
+        # Of a pipeline, each rank reads its stages from the whole model.
+        several = self.world.size > 1 and not self.has_stages
+        self._built_by_one = several and not isinstance(model, nn.Module)
         if self._built_by_one and self.world.rank > 0:
             return build_without_data(model, self.config.seed)
         return super().build(model)
@@ -79,17 +86,37 @@ class FSDPBackend(MeshBackend):
         self.remember(model, self._built_by_one)
         assert self.original is not None
         built = {n: tensor.detach() for n, tensor in tensors_of(model)} if self._built_by_one else None
+        self.read_stages(model)
         self.cut(model, self._built_by_one)
+        if self.pipeline is not None:
+            self.pipeline.drop(model)
         self.apply_levers(model)
-        if self.mesh.dims.data_parallel_size == 1:
+        if self.mesh.dims.data_parallel_size > 1:
+            self._shard(self.mesh, model, units, section, self.original, built)
+        elif self.pipeline is None:
             model.to(self.world.device)
+        else:
+            self.pipeline.move(model)
+        if self.pipeline is not None:
+            self.pipeline.begin(model)
+            self._reshard()
+        if self._sharded is None:
             self.settle()
-            return model
-        mesh = self.mesh.submesh("data", "shard")
-        self._sharded = ShardedModel(model, units, section, self.world, mesh, self.original, built)
-        self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
-        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
+
+    def _shard(
+        self,
+        mesh: Mesh,
+        model: nn.Module,
+        units: list[nn.Module],
+        section: FSDPSection,
+        original: OriginalModel,
+        built: dict[str, torch.Tensor] | None,
+    ) -> None:
+        group, across = self.stage_group, mesh.submesh("data", "shard")
+        self._sharded = ShardedModel(model, units, section, self.world, across, original, built, group)
+        self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
+        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
 
     def offload_optimizer(self) -> None:
         return None  # it is where the shards are: see `check_plan`
@@ -111,7 +138,7 @@ class FSDPBackend(MeshBackend):
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
             return step
-        return partial(self._forward, self._sharded, self._order, step)
+        return partial(self._forward, step)
 
     # -- one step --------------------------------------------------------------------
 
@@ -123,24 +150,40 @@ class FSDPBackend(MeshBackend):
             self.counting_ends = last
         return nullcontext()
 
-    def _forward(self, sharded: ShardedModel, order: GatherOrder, step: StepModule, *args: Any) -> Any:
-        with order.checked("training"):
-            loss, total, count = sharded.root(step.forward, *args)
-        written = sharded.written()
-        if written is not None:
-            raise written_weights(written, "fsdp")
+    def _forward(self, step: StepModule, *args: Any) -> Any:
+        loss, total, count = self.through("training", partial(step.forward, *args))
         if self.objective.counted:
             self.add_count(count)
         return loss, total, count
+
+    def through(self, kind: str, function: Callable[[], Any]) -> Any:
+        if self._sharded is None or self._order is None:
+            return function()
+        with self._order.checked(kind):
+            found = self._sharded.root(function)
+        written = self._sharded.written() if torch.is_grad_enabled() else None
+        if written is not None:
+            raise written_weights(written, "fsdp")
+        return found
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if self._sharded is None or self._use is None:
             return super().run_window(window)
         seen = super().run_window(window)
-        self._use.add(self._sharded.take_used())
+        if self.pipeline is None:
+            self._use.add(self._sharded.take_used())
         self._use.begin()
         self._sharded.average_replicated()
         return seen
+
+    def add_shared(self, pipeline: Pipeline) -> None:
+        if self._sharded is None or self._use is None:
+            super().add_shared(pipeline)
+            return
+        names = self._sharded.parameters
+        used = dict(zip(names, self._sharded.take_used(), strict=True))
+        shared = pipeline.add_shared(lambda name, parameter: used.get(name, parameter.grad is not None))
+        self._use.add([used[name] or name in shared for name in names])
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         if self._sharded is not None and self._use is not None:
@@ -151,10 +194,9 @@ class FSDPBackend(MeshBackend):
     # -- evaluation ------------------------------------------------------------------
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        if self._sharded is None or self._order is None:
+        if self.pipeline is not None:
             return super().evaluate(batch, num_samples)
-        with self._order.checked("evaluation"):
-            found: dict[str, Any] = self._sharded.root(super().evaluate, batch, num_samples)
+        found: dict[str, Any] = self.through("evaluation", partial(super().evaluate, batch, num_samples))
         return found
 
     def set_training(self, training: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import LEVERS, SCHEDULES, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -39,7 +39,8 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
-                axes=("shard", "data", "tensor"),
+                axes=("shard", "data", "pipeline", "tensor"),
+                schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},
             ),
             axis_sizes=_axis_sizes,

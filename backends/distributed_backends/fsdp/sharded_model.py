@@ -50,6 +50,7 @@ class ShardedModel:
         before: the model before anything was cut.
         built: rank 0's whole tensors by name, if only rank 0 has the model's data and the others may hold
             meta tensors; None if all have it.
+        group: the ranks that have the same stages of a pipeline; None without stages.
 
     Attributes:
         root: root module, through which the model is used.
@@ -70,21 +71,26 @@ class ShardedModel:
         mesh: DeviceMesh,
         before: OriginalModel,
         built: dict[str, Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        if built is None or world.rank == 0:
+        # What other stages of a pipeline hold has no data here.
+        absent = {p for p in model.parameters() if p.is_meta} if group is not None else set()
+        units = [unit for unit in units if not absent.issuperset(unit.parameters())]
+        if group is None and (built is None or world.rank == 0):
             _check_data(model)
         _check_dtypes(model, units)
         for parameter in model.parameters():  # fully_shard takes row-major ones only (torch 2.13)
-            parameter.data = parameter.data.contiguous()
+            if parameter not in absent:
+                parameter.data = parameter.data.contiguous()
         self._device = world.device
-        self._before, self._num_ranks = before, world.size
-        self.replicated = _replicated(model)
+        self._before, self._group = before, group
+        self.replicated = _replicated(model) - absent
         self.root: Any = Root(model)
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
             "offload_policy": _offload(section, world.device),
-            "ignored_params": self.replicated,
+            "ignored_params": self.replicated | absent,
         }
         for unit in units:
             fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
@@ -98,7 +104,8 @@ class ShardedModel:
             deal_out(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
-        self.parameters = {n: p for n, p in model.named_parameters() if p not in self.replicated}
+        left = self.replicated | absent
+        self.parameters = {n: p for n, p in model.named_parameters() if p not in left}
         self._before.copy_attributes()
         self.units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
         self._used = [False] * len(self.parameters)
@@ -169,8 +176,8 @@ class ShardedModel:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
             used = [torch.full_like(p, float(p.grad is not None)) for p in found]
             flat = torch.stack([*gradients, *used])
-            dist.all_reduce(flat)
-            flat /= self._num_ranks
+            dist.all_reduce(flat, group=self._group)
+            flat /= dist.get_world_size(self._group)
             for parameter, gradient, share in zip(found, *flat.chunk(2), strict=True):
                 parameter.grad = gradient.clone() if share else None
 
