@@ -274,14 +274,6 @@ class MeshBackend(ProcessGroupBackend):
         """Add up the gradients of parameters that several stages use. Collective."""
         pipeline.add_shared(lambda name, parameter: parameter.grad is not None)
 
-    def through(self, kind: str, function: Callable[[], Any]) -> Any:
-        """Call a function that uses the model.
-
-        Args:
-            kind: of forward pass, in each of which a rank calls the same modules.
-        """
-        return function()
-
     def run_micro_batches(
         self, window: Window, scale: float, known: Sequence[float | None]
     ) -> tuple[Any, Any]:

@@ -28,9 +28,9 @@ from distributed.parallel.staged_model import StagedModel
 from distributed.planner.pipeline import PipelineShape
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
+from distributed.training.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from distributed.parallel.mesh_backend import MeshBackend
     from distributed.parallel.pipeline_schedule import Schedule
 
 __all__ = ["Pipeline"]
@@ -51,7 +51,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, backend: MeshBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+        self, backend: TorchBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
     ) -> None:
         self._backend, self._shape, self._mesh = backend, shape, mesh
         self._group = mesh.group("pipeline")

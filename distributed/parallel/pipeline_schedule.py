@@ -18,9 +18,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from distributed.parallel.pipeline_layout import TensorForm
 from distributed.planner.pipeline import PipelineShape
 
-__all__ = ["BACKWARD", "FORWARD", "RECEIVE_ACTIVATION", "RECEIVE_GRADIENT", "Schedule", "StageModule"]
+__all__ = ["CLASSES", "Schedule", "StageModule"]
 
-_CLASSES: dict[str, Any] = {
+CLASSES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
@@ -133,7 +133,7 @@ class Schedule:
             stage.note = note
             self._stages.append(stage)
         several = len(self._stages) > 1
-        self._schedule: Any = _CLASSES[shape.schedule](
+        self._schedule: Any = CLASSES[shape.schedule](
             self._stages if several else self._stages[0], self._count, loss_fn=_as_it_is, scale_grads=False
         )
 

@@ -10,10 +10,13 @@ from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["ZERO_BUBBLE", "PipelineShape", "pipeline_shape"]
+__all__ = ["MEASURABLE", "ZERO_BUBBLE", "PipelineShape", "check_settings", "pipeline_shape", "plain_shape"]
 
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of weights apart from those of activations."""
+
+MEASURABLE = ("gpipe", "1f1b")
+"""Schedules of one stage a rank, whose waiting is longer than what the program itself takes."""
 
 _DEFAULT = "1f1b"
 
@@ -44,13 +47,15 @@ def _in_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 
 _RULES: dict[str, _Rule] = {
-    "gpipe": _Rule((1, 1), _any, "any number"),
-    "1f1b": _Rule((1, 1), lambda m, w: m >= w, "as many as ranks or more"),
-    "interleaved-1f1b": _Rule((2, None), _in_rounds, "a multiple of the rounds of the ranks"),
-    "looped-bfs": _Rule((2, None), _any, "any number"),
-    "interleaved-zero-bubble": _Rule((2, None), _in_rounds, "a multiple of the rounds of the ranks"),
-    "zbv": _Rule((2, 2), _any, "any number", folded=True),
-    "dualpipev": _Rule((2, 2), lambda m, w: m >= 2 * w, "twice as many as ranks or more", folded=True),
+    "gpipe": _Rule((1, 1), _any, "any number of micro-batches"),
+    "1f1b": _Rule((1, 1), lambda m, w: m >= w, "a micro-batch or more for each rank"),
+    "interleaved-1f1b": _Rule((2, None), _in_rounds, "M micro-batches, a multiple of M // ranks"),
+    "looped-bfs": _Rule((2, None), _any, "any number of micro-batches"),
+    "interleaved-zero-bubble": _Rule((2, None), _in_rounds, "M micro-batches, a multiple of M // ranks"),
+    "zbv": _Rule((2, 2), _any, "any number of micro-batches", folded=True),
+    "dualpipev": _Rule(
+        (2, 2), lambda m, w: m >= 2 * w, "two micro-batches or more for each rank", folded=True
+    ),
 }
 
 
@@ -145,6 +150,25 @@ def check_settings(config: DistributedConfig, schedule: str, shards: int) -> Non
         )
 
 
+def plain_shape(schedule: str, num_ranks: int, num_microbatches: int) -> PipelineShape:
+    """The shape with the fewest stages, for the flags of ``bench pipeline``.
+
+    Raises:
+        UserError: the schedule does not accept the numbers.
+    """
+    rule = _RULES[schedule]
+    if num_ranks < 2 or not rule.accepts(num_microbatches, num_ranks):
+        fits = [m for m in range(1, 4 * num_ranks + 1) if rule.accepts(m, num_ranks)]
+        raise UserError(
+            f"{schedule} on {num_ranks} ranks needs {rule.text}",
+            field="--ranks" if num_ranks < 2 else "--microbatches",
+            got=num_ranks if num_ranks < 2 else num_microbatches,
+            allowed="2 or more" if num_ranks < 2 else f"{', '.join(map(str, fits[:8]))}, ...",
+        )
+    stages = num_ranks * rule.stages[0]
+    return PipelineShape(schedule, num_ranks, stages, num_microbatches, num_microbatches, 1)
+
+
 def pipeline_shape(config: DistributedConfig, dims: ParallelDims, batch: BatchPlan) -> PipelineShape:
     """Lay out the pipeline of `dims`.
 
@@ -191,7 +215,7 @@ def _pieces(config: DistributedConfig, schedule: str, ranks: int, batch: BatchPl
         )
     others = [name for name, r in _RULES.items() if r.accepts(accumulation, ranks) and r.stages[0] == 1]
     raise UserError(
-        f"{schedule} on {ranks} ranks accepts {rule.text} of micro-batches in a step, and batch_size={size}"
+        f"{schedule} on {ranks} ranks needs {rule.text} in a step, and batch_size={size}"
         f" with gradient_accumulation_steps={accumulation} makes"
         f" {accumulation * given if given else f'at most {accumulation * size}'}",
         field="parallel.num_microbatches",

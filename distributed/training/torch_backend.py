@@ -232,6 +232,14 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             count = number if count is None else count + number
         return total, count
 
+    def through(self, kind: str, function: Callable[[], Any]) -> Any:
+        """Call a function that uses the model.
+
+        Args:
+            kind: of forward pass, in each of which a rank calls the same modules.
+        """
+        return function()
+
     @property
     def _gradient_share(self) -> int:
         """What a rank's gradient is divided by when it is reduced."""

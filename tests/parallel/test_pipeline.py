@@ -259,7 +259,7 @@ class NoRanks(Launcher):
             {"schedule": "dualpipev", "num_microbatches": 2},
             {},
             "parallel.num_microbatches",
-            "twice as many",
+            "two micro-batches or more",
         ),
         ({"schedule": "zbv", "stages": ("1", "2", "3")}, {}, "parallel.stages", "cannot have 3 stages"),
         ({"schedule": "zbv"}, {"compile": "blocks"}, "compile", "apart"),

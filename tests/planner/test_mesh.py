@@ -56,7 +56,8 @@ def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
         ("fsdp", 4, {"data": 2, "shard": 4}, "parallel.data", "1"),
         ("pytorch-ddp", 4, {"shard": 2}, "parallel.shard", "1"),
         ("deepspeed", 4, {"tensor": 2}, "parallel.tensor", "1"),
-        ("pytorch-ddp", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
+        ("pytorch-ddp", 4, {"pipeline": 3}, "parallel.pipeline", "1, 2, 4"),
+        ("horovod", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
         ("fsdp", 4, {"context": 2}, "parallel.context", "1"),
         ("pytorch-ddp", 4, {"expert": 2}, "parallel.expert", "1"),
     ],
@@ -64,8 +65,8 @@ def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(
     backend: str, ranks: int, parallel: dict[str, int], field: str, allowed: str
 ) -> None:
-    if backend == "deepspeed":
-        pytest.importorskip("deepspeed")
+    if backend in ("deepspeed", "horovod"):
+        pytest.importorskip(backend)
     own = {name: parallel.pop(name) for name in list(parallel) if "." in name}
     with pytest.raises(UserError) as caught:
         plan(backend, ranks, own, **parallel)
