@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distributed.launch.own_loop import cleanup_distributed, setup_distributed, setup_horovod
     from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
+    from distributed.parallel.microbatches import MicrobatchPipelineTrainer
     from distributed.rank_trainers import (
         AdvancedDistributedTrainer,
         DistributedTrainer,
@@ -60,6 +61,7 @@ _NAMES = {
     "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
     "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
+    "distributed.parallel.microbatches": ("MicrobatchPipelineTrainer",),
     "distributed.rank_trainers": (
         "AdvancedDistributedTrainer",
         "DistributedTrainer",
@@ -100,6 +102,7 @@ __all__ = [
     "HybridParallelTrainer",
     "Launcher",
     "MicroBatch",
+    "MicrobatchPipelineTrainer",
     "Preempted",
     "ProcessGroupBackend",
     "PyTorchDDPTrainer",

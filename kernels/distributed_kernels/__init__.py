@@ -45,6 +45,7 @@ from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketc
 from distributed_kernels.sketching.fused import fused_linear, fused_linear_available, use_fused_linear
 from distributed_kernels.sketching.linear import SKLinear
 from distributed_kernels.sketching.mlp import DistributedSketchedModel, SketchedMLP
+from distributed_kernels.sketching.pipeline_model import PipelineParallelSketchedModel
 from distributed_kernels.sketching.random_signs import SIGN_ALGORITHM, sketch_signs
 from distributed_kernels.sketching.sketch_sync import (
     check_sketch_sync,
@@ -72,6 +73,7 @@ __all__ = [
     "LayerReport",
     "MultiheadDilatedAttention",
     "PRESETS",
+    "PipelineParallelSketchedModel",
     "RingDistributedDilatedAttention",
     "SIGN_ALGORITHM",
     "SKColwiseParallel",
