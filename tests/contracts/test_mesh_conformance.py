@@ -14,6 +14,7 @@ from distributed.testing.torch_workbench import TorchWorkbench
 
 FEWER = range(1, 14)
 TENSOR: Mapping[str, Any] = MappingProxyType({"parallel.tensor": 2})
+PIPELINE: Mapping[str, Any] = MappingProxyType({"parallel.pipeline": 2, "parallel.schedule": "gpipe"})
 
 
 class MeshWorkbench(TorchWorkbench):
@@ -61,3 +62,19 @@ class TestShardedTensor(OnMesh):
     backend = "fsdp"
     sizes = (4,)
     options = TENSOR
+
+
+class TestPipeline(OnMesh):
+    """Two stages; and two such pairs with different samples."""
+
+    backend = "pytorch-ddp"
+    sizes = (2, 4)
+    options = PIPELINE
+
+
+class TestShardedPipeline(OnMesh):
+    """Stages whose parameters are sharded."""
+
+    backend = "fsdp"
+    sizes = (4,)
+    options = PIPELINE
