@@ -236,8 +236,10 @@ class MeshBackend(ProcessGroupBackend):
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         if self._first is not None:
             self._first.check_gradients(self._partial)
+        result = super().optimizer_step(max_norm, want_norm)
+        if not result.skipped:  # an overflow leaves nothing to compare
             self._first = None
-        return super().optimizer_step(max_norm, want_norm)
+        return result
 
     def gradients(self) -> list[Tensor]:
         gradients = super().gradients()
