@@ -363,10 +363,14 @@ def test_attention_classes_name_the_field_of_a_run(name: str, field: str) -> Non
         assert f"in the configuration: {name} -> {field}" in str(caught.value)
     with pytest.raises(TypeError, match=r"MultiheadDilatedAttention.*unexpected keyword argument 'depth'"):
         kernels.MultiheadDilatedAttention(*shape, depth=3)
-    if name != "use_gradient_checkpointing":  # the model has that argument
-        with pytest.raises(kernels.KernelError) as caught:
-            kernels.create_distributed_model("small", **{name: True})
-        assert f"{name} -> {field}" in str(caught.value)
+    if name != "use_gradient_checkpointing":  # models have that argument
+        sizes: Any = {**kernels.PRESETS["small"], name: True}
+        for build in (kernels.create_distributed_model, kernels.DilatedLanguageModel):
+            with pytest.raises(kernels.KernelError) as caught:
+                build(**sizes)
+            assert f"{name} -> {field}" in str(caught.value)
+    with pytest.raises(TypeError, match=r"DilatedLanguageModel.*unexpected keyword argument 'depth'"):
+        kernels.DilatedLanguageModel(**kernels.PRESETS["small"], depth=3)
 
 
 def test_deepspeed_config_moves_a_ddp_trainer_to_deepspeed() -> None:

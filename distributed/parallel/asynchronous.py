@@ -6,13 +6,16 @@ after one. torch offers it on CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["overlap_collectives"]
+__all__ = ["overlapped_collectives"]
 
 
-def overlap_collectives(group: Any) -> None:
-    """Let compiled code overlap collectives over `group` with matrix products. Collective.
+@contextmanager
+def overlapped_collectives(group: Any) -> Iterator[None]:
+    """Let code compiled in the block overlap collectives over `group` with matrix products. Collective.
 
     Args:
         group: process group over GPUs that can read each other's memory.
@@ -21,4 +24,5 @@ def overlap_collectives(group: Any) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(group.group_name)
-    inductor._micro_pipeline_tp = True
+    with inductor.patch(_micro_pipeline_tp=True):
+        yield

@@ -90,13 +90,14 @@ class EqualOnTensorRanks:
             )
 
     def _are_equal(self, own: Tensor, dtype: torch.dtype) -> list[bool]:
-        low, high = own.clone(), own.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._axis.group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._axis.group)
+        # The minimum is the maximum of the negative values: one collective for both.
+        extremes = torch.stack([own, -own])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._axis.group)
+        most, least = extremes[0].tolist(), (-extremes[1]).tolist()
         room = _ROUNDING.get(dtype, 0.0)
         return [
-            bool(abs(most[0] - least[0]) <= room * most[1] + 1e-30)
-            for least, most in zip(low.tolist(), high.tolist(), strict=True)
+            high[0] == low[0] or abs(high[0] - low[0]) <= room * low[1] + 1e-30
+            for high, low in zip(most, least, strict=True)
         ]
 
 
@@ -110,10 +111,14 @@ def differ(tensors: Sequence[Tensor], group: Any) -> bool:
 
 @torch.no_grad()
 def _marks(tensors: Sequence[Tensor]) -> Tensor:
-    """(sum with weights that depend on the place, sum of absolute values) of each tensor, in float64."""
+    """(sum with weights that depend on the place, sum of absolute values) of each tensor, in float64.
+
+    All sums that are not finite are one value, as with gradients that overflow in fp16.
+    """
     rows = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).double()
         weights = torch.arange(flat.numel(), device=flat.device) % 97 + 1
         rows.append(torch.stack([(flat * weights).sum(), flat.abs().sum() * 97]))
-    return torch.stack(rows)
+    marks = torch.stack(rows)
+    return torch.where(marks.isfinite(), marks, torch.inf)

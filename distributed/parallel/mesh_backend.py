@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from distributed.interfaces.parallel_dims import AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
-from distributed.parallel.asynchronous import overlap_collectives
+from distributed.parallel.asynchronous import overlapped_collectives
 from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
@@ -68,9 +68,12 @@ class MeshBackend(ProcessGroupBackend):
     pipeline: Pipeline | None = None
     _axis: TensorAxis | None = None
     _first: EqualOnTensorRanks | None = None
-    _fast_path: bool | None = None
     _partial: tuple[nn.Parameter, ...] = ()
     _shape: PipelineShape | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings = ExitStack()
 
     def setup(self, plan: RunPlan) -> World:
         several = self.needs_mesh(plan.dims)
@@ -148,11 +151,11 @@ class MeshBackend(ProcessGroupBackend):
         if self.original is None:
             self.remember(model, built_by_one)
         assert self.original is not None
-        self._fast_path = _MATHS.get_fastpath_enabled()
+        self._settings.callback(_MATHS.set_fastpath_enabled, _MATHS.get_fastpath_enabled())
         _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
         if self.config.compile != "none" and self.world.device.startswith("cuda"):
-            overlap_collectives(self._axis.group)
+            self._settings.enter_context(overlapped_collectives(self._axis.group))
         check = None if built_by_one else self._cut_check(model)
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
         names, found = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
@@ -310,8 +313,10 @@ class MeshBackend(ProcessGroupBackend):
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         if self._first is not None:
             self._first.check_gradients(self._partial)
+        result = super().optimizer_step(max_norm, want_norm)
+        if not result.skipped:  # an overflow leaves nothing to compare
             self._first = None
-        return super().optimizer_step(max_norm, want_norm)
+        return result
 
     def gradients(self) -> list[Tensor]:
         gradients = super().gradients()
@@ -422,9 +427,7 @@ class MeshBackend(ProcessGroupBackend):
     def teardown(self) -> None:
         if self.pipeline is not None:
             self.pipeline.remove()  # a run that failed was not released
-        if self._fast_path is not None:
-            _MATHS.set_fastpath_enabled(self._fast_path)
-            self._fast_path = None
+        self._settings.close()  # torch's, which this run had changed
         super().teardown()
 
 

@@ -1,4 +1,4 @@
-"""Compare two checkpoints by name; export a rank's state right after loading."""
+"""Compare two checkpoints by name, bits or distances; export a rank's state right after loading."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ def state_differences(first: str, second: str) -> list[str]:
         return list(_differences(a, b))
 
 
+def state_distance(first: str, second: str) -> float:
+    """Largest absolute difference of any number in the tensors of two checkpoints: weights, buffers and the
+    optimizer's state, by name.
+
+    Raises:
+        UserError: one of them is missing or damaged.
+        ValueError: names, shapes, or scalars of the optimizer (such as its steps) are not the same.
+    """
+    with closing(PortableReader(first)) as a, closing(PortableReader(second)) as b:
+        for what, mine, other in (("shapes", _shapes(a), _shapes(b)), ("scalars", _scalars(a), _scalars(b))):
+            if not _same(mine, other):
+                raise ValueError(f"different {what}: {_shortened(mine)} and {_shortened(other)}")
+        ours, theirs = _by_first_name(a), _by_first_name(b)
+        return max(
+            float((a.read(key, ours[key, name]) - b.read(key, theirs[key, name])).abs().max())
+            for key, name in ours
+        )
+
+
 def _differences(a: PortableReader, b: PortableReader) -> Iterator[str]:
     yield from _tensor_differences(a, b)
     for what, ours, theirs in (
@@ -86,6 +105,11 @@ def _first_names(reader: PortableReader) -> dict[str, str]:
 def _by_first_name(reader: PortableReader) -> dict[tuple[str, str], str]:
     first = _first_names(reader)
     return {(key, first.get(name, name)): name for key, name in reader.tensors()}
+
+
+def _shapes(reader: PortableReader) -> dict[tuple[str, str], tuple[int, ...]]:
+    shapes = reader.tensors()
+    return {(key, first): shapes[key, name] for (key, first), name in _by_first_name(reader).items()}
 
 
 def _groups(reader: PortableReader) -> list[dict[str, Any]]:

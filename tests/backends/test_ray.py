@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
+from distributed.testing.suite import EXACT
+from tests.parallel.models import ENTRIES, tokens, train_plainly
+from tests.support.training import make_trainer
 
 X, Y = problem(26)
 FAST = "0.05"
@@ -92,6 +96,21 @@ def test_a_run_is_the_same_training_and_comes_back(
     # A checkpoint of it goes on without Ray.
     more = trainer(small_model(), 1, backend="serial", checkpoint_dir="saved", resume_from_checkpoint=True)
     assert more.fit((X, Y), epochs=3).epochs[0]["epoch"] == 2
+
+
+def test_ranks_that_ray_starts_share_a_model(ray_cluster: None) -> None:
+    """Tensor parallelism inside Ray: tied and fused weights, against plain PyTorch in one process."""
+    build, data = ENTRIES["dilated"].build, tokens(21)
+    model = build()
+    trainer = make_trainer(
+        model, 2, backend="ray", parallel={"tensor": 2}, global_batch_size=8, learning_rate=0.01,
+        gradient_clipping=0.5, optimizer=partial(torch.optim.AdamW, eps=1e-4),
+    )  # fmt: skip
+    history = trainer.fit(data, max_steps=10)
+    assert (history.backend, history.world_size, history.batch["data_parallel_size"]) == ("ray", 2, 1)
+    expected = train_plainly(build(), data, global_batch_size=8, steps=10, max_norm=0.5).weights
+    own = dict(model.named_parameters())
+    assert max(float((own[name] - w).detach().abs().max()) for name, w in expected.items()) < EXACT
 
 
 @pytest.mark.parametrize("deed", ["raise", "mistake", "die"])

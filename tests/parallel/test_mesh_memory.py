@@ -51,8 +51,8 @@ def nbytes(tensor: Any) -> int:
 class Weighing(torch.optim.AdamW):
     """AdamW that fails a step in which a rank holds other than what the formula gives."""
 
-    def __init__(self, params: Any, lr: float, dims: ParallelDims) -> None:
-        super().__init__(params, lr=lr)
+    def __init__(self, params: Any, lr: float, dims: ParallelDims, eps: float = 1e-8) -> None:
+        super().__init__(params, lr=lr, eps=eps)
         self.dims = dims
 
     def step(self, closure: Any = None) -> Any:

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from distributed import Callback, Trainer
+from distributed import Callback
 from distributed.checkpoint.reader import PortableReader
+from distributed.testing.checkpoint_compare import state_distance
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES, tokens, train_plainly
+from tests.parallel.places import OPTIONS, PLACES, is_installed, trainer_at
 from tests.parallel.test_tensor_parallel import difference
-from tests.support.training import make_trainer
+from tests.support.training import OnStep
 
 pytest.importorskip("transformers")
 
 DATA = tokens(21)
-OPTIONS: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.5}
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "serial": (1, {"backend": "serial"}),
-    "ddp 2": (2, {"backend": "pytorch-ddp"}),
-    "zero 1": (2, {"backend": "deepspeed", "zero_stage": 1}),
-    "zero 3": (2, {"backend": "deepspeed", "zero_stage": 3}),
-    "horovod 2": (2, {"backend": "horovod"}),
-    "tensor 2": (2, {"backend": "pytorch-ddp", "parallel": {"tensor": 2}}),
-    "tensor 4": (4, {"backend": "pytorch-ddp", "parallel": {"tensor": 4}}),
-    "data 2 x tensor 2": (4, {"backend": "pytorch-ddp", "parallel": {"tensor": 2}}),
-    "shard 2 x tensor 2": (4, {"backend": "fsdp", "parallel": {"tensor": 2}}),
-}
-
-
-def trainer_at(place: str, model: Any, pool: RankPool | None, folder: Path, **given: Any) -> Trainer:
-    ranks, fields = PLACES[place]
-    for module in ("deepspeed", "horovod"):
-        if fields["backend"] == module and importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}")
-    common = {
-        "global_batch_size": 8,
-        "optimizer": partial(torch.optim.AdamW, eps=1e-4),
-        "learning_rate": 0.01,
-        "gradient_clipping": 0.5,
-        "checkpoint_dir": str(folder),
-        "resume_from_checkpoint": True,
-    }
-    return make_trainer(model, ranks, pool, **{**common, **fields, **given})
 
 
 @pytest.mark.parametrize(
@@ -67,12 +38,49 @@ def trainer_at(place: str, model: Any, pool: RankPool | None, folder: Path, **gi
 )
 def test_a_run_goes_on_from_mesh_to_mesh(path: tuple[str, ...], rank_pool: RankPool, tmp_path: Path) -> None:
     """AdamW on a model with tied and fused weights, stopped within an epoch each time."""
+    for place in path:
+        if not is_installed(place):
+            pytest.skip(f"needs the backend of {place}")
     build = ENTRIES["dilated"].build
     for number, place in enumerate(path):
         model = build()
-        trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * (number + 1))
+        history = trainer_at(place, model, rank_pool, tmp_path / "mesh").fit(DATA, max_steps=4 * (number + 1))
     expected = train_plainly(build(), DATA, steps=4 * len(path), **OPTIONS)
     assert difference(model, expected.weights) < EXACT
+    # The optimizer's state, too, against a run that was not interrupted.
+    serial = trainer_at("serial", build(), None, tmp_path / "serial")
+    whole = serial.fit(DATA, max_steps=4 * len(path)).checkpoint
+    assert state_distance(str(history.checkpoint), str(whole)) < EXACT
+
+
+def test_states_of_other_steps_are_not_near(tmp_path: Path) -> None:
+    """The comparison of checkpoints can fail."""
+    paths = []
+    for number, steps in enumerate((4, 4, 5)):
+        trainer = trainer_at("serial", ENTRIES["dilated"].build(), None, tmp_path / str(number))
+        if number == 1:
+            trainer.callbacks = [OnStep(change_state, step=4)]
+        paths.append(str(trainer.fit(DATA, max_steps=steps).checkpoint))
+    assert state_distance(paths[0], paths[0]) == 0.0
+    assert state_distance(*paths[:2]) == pytest.approx(1e-3)
+    with pytest.raises(ValueError, match="scalars"):
+        state_distance(paths[0], paths[2])
+
+
+def change_state(context: Any) -> None:
+    """One number of AdamW's, not the weights."""
+    context.optimizer.state[context.model.norm.weight]["exp_avg_sq"][3] += 1e-3
+
+
+def test_the_committed_table_has_every_place_and_no_large_distance() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    part = page.split("<!-- mesh checkpoints -->\n")[1].split("<!-- /mesh checkpoints -->")[0]
+    title, _, *rows = [line.strip("| ").split(" | ") for line in part.splitlines()]
+    assert title == ["saved by, loaded by", *PLACES]
+    assert [row[0] for row in rows] == list(PLACES)
+    distances = [float(cell) for row in rows for cell in row[1:]]
+    assert len(distances) == len(PLACES) ** 2
+    assert max(distances) < EXACT
 
 
 def test_boxes_are_saved_once_and_as_they_are_cut(rank_pool: RankPool, tmp_path: Path) -> None:

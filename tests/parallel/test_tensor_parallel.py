@@ -147,6 +147,15 @@ def test_a_second_fit_continues_with_whole_optimizer_state(rank_pool: RankPool) 
     assert difference(model, reference("llama", ENTRIES["llama"].build).weights) < EXACT
 
 
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp"])
+def test_a_first_step_that_overflows_is_skipped(backend: str, rank_pool: RankPool) -> None:
+    """Infinite gradients are not a difference between the ranks that share the model."""
+    fields = {"mixed_precision": "fp16", "scaler_init_scale": 2.0**24, "divergence_check_steps": 1}
+    model = ENTRIES["perceptron"].build().float()
+    trainer = trainer_of(model, backend, 4, rank_pool, {"tensor": 2}, **fields)
+    assert 0 < trainer.fit(DATA, max_steps=STEPS).num_skipped_steps < STEPS
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 

@@ -107,9 +107,14 @@ def test_coordinates_number_the_tensor_axis_fastest() -> None:
 
 
 def test_the_first_line_shows_the_mesh() -> None:
-    assert (
-        plan("pytorch-ddp", 4, tensor=2).summary().startswith("pytorch-ddp: 4 ranks (data 2 x tensor 2) on")
-    )
+    """Unless it has one axis, the backend's own."""
+    for backend, axes, shown in (
+        ("pytorch-ddp", {"tensor": 2}, " (data 2 x tensor 2)"),
+        ("fsdp", {"data": 2}, " (data 2 x shard 2)"),
+        ("fsdp", {}, ""),
+        ("pytorch-ddp", {}, ""),
+    ):
+        assert plan(backend, 4, **axes).summary().startswith(f"{backend}: 4 ranks{shown} on CPU")
 
 
 @pytest.mark.parametrize("fields", [{"optimizer_bits": 8}, {"matmul_precision": "fp8"}])

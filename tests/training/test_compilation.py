@@ -18,6 +18,7 @@ from distributed import Callback, UserError
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import Deep, problem, small_model
+from tests.parallel.models import ENTRIES, tokens
 from tests.support.training import make_trainer
 
 pytestmark = pytest.mark.starts_processes  # the compiler does
@@ -100,6 +101,45 @@ def test_compiled_training_differs_by_rounding(
         found = train(build(), data, backend, 2, rank_pool, callbacks, compile=compiled, **given)
         assert distance(plain[0], found[0]) < ROUNDING
         assert found[1] == pytest.approx(plain[1], abs=ROUNDING)
+
+
+class CountsGraphs(Callback):
+    """Fail where nothing was compiled, or where the compiler left code out after the first step.
+
+    The first step compares the inputs of layers that ranks cut, which cannot be compiled.
+    """
+
+    all_ranks = True
+
+    def on_run_start(self, context: Context) -> None:
+        torch._dynamo.utils.counters.clear()
+
+    def on_step_end(self, context: Context) -> None:
+        if context.progress.step == 1:
+            torch._dynamo.utils.counters["graph_break"].clear()
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        if status == "finished":
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+            assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("encoder", {}), ("llama", {"tensor": 2})])
+def test_compiled_blocks_of_libraries_differ_by_rounding(
+    name: str, parallel: dict[str, int], rank_pool: RankPool
+) -> None:
+    """nn.TransformerEncoder under DDP, and a Llama whose blocks two ranks cut: masked tokens, AdamW."""
+    found = []
+    for compiled in ("none", "blocks"):
+        model = ENTRIES[name].build()
+        fields = {"parallel": parallel, "compile": compiled, "gradient_clipping": 0.5}
+        trainer = make_trainer(model, 2, rank_pool, backend="pytorch-ddp", global_batch_size=8, **fields)
+        trainer.callbacks = [CountsGraphs()] if compiled == "blocks" else []
+        losses = trainer.fit(tokens(16), max_steps=4).steps["loss"]
+        found.append(([p.detach() for p in model.parameters()], losses))
+    (plain, plain_losses), (blocks, losses) = found
+    assert distance(plain, blocks) < ROUNDING
+    assert losses == pytest.approx(plain_losses, abs=ROUNDING)
 
 
 def test_with_recomputed_activations_and_checkpoints(tmp_path: Any) -> None:

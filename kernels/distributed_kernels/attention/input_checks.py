@@ -24,24 +24,28 @@ IN_CONFIG = {
 """What configures a run, not a layer: name -> fields of the run's configuration."""
 
 
-def refuse_options(kind: str, unknown: Mapping[str, object]) -> None:
+def refuse_options(
+    kind: str, unknown: Mapping[str, object], in_config: Mapping[str, str] = IN_CONFIG
+) -> None:
     """Raise unless `unknown` is empty.
 
     Args:
         kind: name of the class that got these arguments.
+        unknown: arguments that the class does not have.
+        in_config: what configures a run: name -> fields of the run's configuration.
 
     Raises:
         KernelError: an argument that configures a run; names the field of each.
         TypeError: another one, as for every Python function.
     """
     for name in unknown:
-        if name not in IN_CONFIG:
+        if name not in in_config:
             raise TypeError(f"{kind}.__init__() got an unexpected keyword argument '{name}'")
     if unknown:
-        fields = "; ".join(f"{name} -> {IN_CONFIG[name]}" for name in unknown)
+        fields = "; ".join(f"{name} -> {in_config[name]}" for name in unknown)
         raise KernelError(
-            f"{', '.join(unknown)}: {kind} computes attention, and how a model is trained is a matter of the"
-            " run's configuration",
+            f"{', '.join(unknown)}: no argument of {kind}; how a model is trained is set in the run's"
+            " configuration",
             got=", ".join(f"{name}={value}" for name, value in unknown.items()),
             remedy=f"Leave it out, and set in the configuration: {fields}",
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed_kernels.attention.input_checks import IN_CONFIG
+from distributed_kernels.attention.input_checks import IN_CONFIG, refuse_options
 from distributed_kernels.attention.modules import DilatedTransformerBlock
 from distributed_kernels.errors import KernelError
 
@@ -47,6 +47,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Presets of `create_distributed_model`: 140 million, 370 million and 1.4 billion parameters."""
 
 _STD = 0.02
+_IN_CONFIG = {
+    **IN_CONFIG,
+    "use_sequence_parallel": "parallel: {context: N}, or group=... of the model in a loop of your own",
+}
+"""What configures a run, not a model: name -> fields of the run's configuration."""
 
 
 class DilatedLanguageModel(nn.Module):
@@ -70,8 +75,8 @@ class DilatedLanguageModel(nn.Module):
             sequences whole.
 
     Raises:
-        KernelError: a size is not positive, or the attention's arguments do not fit together; in
-            `forward`, a sequence longer than `max_seq_len`.
+        KernelError: a size is not positive, the attention's arguments do not fit together, or an argument
+            configures a run; in `forward`, a sequence longer than `max_seq_len`.
     """
 
     _tp_plan: ClassVar[Mapping[str, str]] = {
@@ -111,7 +116,9 @@ class DilatedLanguageModel(nn.Module):
         dropout: float = 0.0,
         use_gradient_checkpointing: bool = False,
         group: dist.ProcessGroup | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_options(type(self).__name__, unknown, _IN_CONFIG)
         super().__init__()
         _check_positive(num_layers=num_layers, vocab_size=vocab_size, max_seq_len=max_seq_len)
         self.max_seq_len = max_seq_len
@@ -207,12 +214,6 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
     options = {"dropout", "use_gradient_checkpointing", "group"}
     _check_names(set(chosen), needed, options)
     return DilatedLanguageModel(**chosen)
-
-
-_IN_CONFIG = {
-    **IN_CONFIG,
-    "use_sequence_parallel": "parallel: {context: N}, or group=... of the model in a loop of your own",
-}
 
 
 def _check_names(given: set[str], needed: set[str], options: set[str]) -> None:
