@@ -109,7 +109,8 @@ class RunPlan(RankPlacement):
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
-        mesh = f" ({self.dims})" if self.dims.model_parallel_size > 1 else ""
+        divided = self.dims.model_parallel_size > 1 or self.dims.expert > 1
+        mesh = f" ({self.dims})" if divided else ""
         first = f"{self.spec.label}: {ranks}{mesh}{nodes} on {where}{over}, {self.precision}; {self.batch}"
         notes = [*self.notes, *([self._elastic()] if self.counts else [])]
         return "\n".join([first, *(f"note: {note}" for note in notes)])

@@ -23,10 +23,23 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
-_REMEDY = (
-    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave the others"
-    " whole"
-)
+_ALLOWED = {
+    "parallel.tensor": (
+        "models that take the number of heads or features from their inputs (-1), not from their sizes",
+        "models of which every cut layer computes each part of its output from the same part of its weights",
+    ),
+    "parallel.expert": (
+        "layers that compute with as many experts as they hold",
+        "layers that compute each token by itself, by the experts of its index",
+    ),
+}
+"""Field -> models that can be computed when they are cut, and models that compute the same."""
+_REMEDY = {
+    "parallel.tensor": "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP,"
+    " and leave the others whole",
+    "parallel.expert": "Leave parallel.expert out, or give the layer the methods expert_parameters and"
+    " set_expert_group (docs/experts.md)",
+}
 
 
 class CutCheck:
@@ -35,10 +48,11 @@ class CutCheck:
     Args:
         model: whole.
         forward: calls it.
+        field: of the configuration that cuts it, for errors.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[], Any]) -> None:
-        self._model, self._forward = model, forward
+    def __init__(self, model: nn.Module, forward: Callable[[], Any], field: str) -> None:
+        self._model, self._forward, self._field = model, forward, field
         self._before = self._outputs()
         self._room = max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
 
@@ -46,7 +60,7 @@ class CutCheck:
         """Compare the output of the cut model. Collective.
 
         Args:
-            size: ranks of the tensor axis.
+            size: ranks that cut it.
             agree: mean of a number over the ranks, so that all of them decide the same.
 
         Raises:
@@ -57,22 +71,20 @@ class CutCheck:
         except Exception as error:
             raise UserError(
                 f"the model cannot be computed when {size} ranks cut it: {type(error).__name__}: {error}",
-                field="parallel.tensor",
+                field=self._field,
                 got=size,
-                allowed="models that take the number of heads or features from their inputs (-1), not from"
-                " their sizes",
-                remedy=_REMEDY,
+                allowed=_ALLOWED[self._field][0],
+                remedy=_REMEDY[self._field],
             ) from error
         times = agree(self._difference(after))
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
                 f" samples differs by {times:.0e} times what rounding explains",
-                field="parallel.tensor",
+                field=self._field,
                 got=size,
-                allowed="models of which every cut layer computes each part of its output from the same part"
-                " of its weights",
-                remedy=_REMEDY,
+                allowed=_ALLOWED[self._field][1],
+                remedy=_REMEDY[self._field],
             )
 
     def _difference(self, outputs: list[Tensor]) -> float:

@@ -17,6 +17,7 @@ from distributed import Callback, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
+from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import ENTRIES, tokens, train_plainly
 from tests.parallel.test_tensor_parallel import difference
 from tests.support.training import make_trainer
@@ -35,6 +36,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 4": (4, {"backend": "pytorch-ddp", "parallel": {"tensor": 4}}),
     "data 2 x tensor 2": (4, {"backend": "pytorch-ddp", "parallel": {"tensor": 2}}),
     "shard 2 x tensor 2": (4, {"backend": "fsdp", "parallel": {"tensor": 2}}),
+    "expert 2": (2, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
+    "data 4, expert 2": (4, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
+    "shard 4, expert 2": (4, {"backend": "fsdp", "parallel": {"expert": 2}}),
 }
 
 
@@ -73,6 +77,39 @@ def test_a_run_goes_on_from_mesh_to_mesh(path: tuple[str, ...], rank_pool: RankP
         trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * (number + 1))
     expected = train_plainly(build(), DATA, steps=4 * len(path), **OPTIONS)
     assert difference(model, expected.weights) < EXACT
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("expert 2", "serial", "data 4, expert 2"),
+        ("ddp 2", "shard 4, expert 2", "tensor 2"),
+        ("data 4, expert 2", "ddp 2", "expert 2"),
+    ],
+    ids=" -> ".join,
+)
+def test_a_run_with_experts_continues_from_mesh_to_mesh(
+    path: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    build = EXPERT_ENTRIES["moe"].build
+    for number, place in enumerate(path):
+        model = build()
+        trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * (number + 1))
+    expected = train_plainly(build(), DATA, steps=4 * len(path), **OPTIONS)
+    assert difference(model, expected.weights) < EXACT
+
+
+def test_experts_are_saved_once_and_resume_with_the_same_bits(rank_pool: RankPool, tmp_path: Path) -> None:
+    build = EXPERT_ENTRIES["moe"].build
+    whole, parts = build(), build()
+    trainer_at("data 4, expert 2", whole, rank_pool, tmp_path / "whole").fit(DATA, max_steps=6)
+    trainer_at("data 4, expert 2", build(), rank_pool, tmp_path / "parts").fit(DATA, max_steps=3)
+    trainer_at("data 4, expert 2", parts, rank_pool, tmp_path / "parts").fit(DATA, max_steps=6)
+    assert difference(parts, dict(whole.named_parameters())) == 0.0
+    reader = PortableReader(str(max((tmp_path / "whole").glob("step_*"))))
+    assert reader.problems() == []
+    stored = sum(entry.nbytes for entry in reader.entries() if entry.key == "model")
+    assert stored == sum(p.nbytes for p in whole.parameters())
 
 
 def test_boxes_are_saved_once_and_as_they_are_cut(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.checkpoint.dtensor import local_part
 from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
@@ -50,6 +52,8 @@ class FSDPBackend(MeshBackend):
     parameter that carries the count, as under DDP, cannot be sharded.
 
     **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
+
+    **Experts** that ranks divide are not sharded further. Their gradients are reduced after backward.
     """
 
     counts_with_gradients = False
@@ -60,6 +64,7 @@ class FSDPBackend(MeshBackend):
         self._built_by_one = False
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
+        self._experts: GradientReducer | None = None
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
@@ -87,7 +92,9 @@ class FSDPBackend(MeshBackend):
             self.settle()
             return model
         mesh = self.mesh.submesh("data", "shard")
-        self._sharded = ShardedModel(model, units, section, self.world, mesh, self.original, built)
+        self._sharded = ShardedModel(
+            model, units, section, self.world, mesh, self.original, built, self.is_expert
+        )
         self._use = GradientUse(self, self._sharded.parameters, may_differ=True)
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout)
         return model
@@ -112,6 +119,9 @@ class FSDPBackend(MeshBackend):
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
             return step
+        if self.mesh is not None and self.mesh.dims.expert > 1:
+            named = self.module.named_parameters()
+            self._experts = self.reducer_of((name, p) for name, p in named if self.is_expert(p))
         return partial(self._forward, self._sharded, self._order, step)
 
     # -- one step --------------------------------------------------------------------
@@ -141,7 +151,18 @@ class FSDPBackend(MeshBackend):
         self._use.add(self._sharded.take_used())
         self._use.begin()
         self._sharded.average_replicated()
+        if self._experts is not None:
+            self._average_experts(self._experts)
         return seen
+
+    def _average_experts(self, experts: GradientReducer) -> None:
+        """Divide by the number of ranks as FSDP2 does, whose scale the loss has. Collective."""
+        experts.finish()
+        gradients = [
+            local_part(p.grad) for p in self.module.parameters() if self.is_expert(p) and p.grad is not None
+        ]
+        if gradients:
+            torch._foreach_div_(gradients, self.world.data_parallel_size)
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         if self._sharded is not None and self._use is not None:
@@ -193,7 +214,9 @@ class FSDPBackend(MeshBackend):
 
     def release(self) -> None:
         self._reshard()
-        self._sharded = self._use = self._order = None
+        if self._experts is not None:
+            self._experts.remove()
+        self._sharded = self._use = self._order = self._experts = None
         super().release()
 
 

@@ -50,6 +50,7 @@ class ShardedModel:
         before: the model before anything was cut.
         built: rank 0's whole tensors by name, if only rank 0 has the model's data and the others may hold
             meta tensors; None if all have it.
+        is_expert: whether other ranks hold the other parts of a parameter; it is not sharded here.
 
     Attributes:
         root: root module, through which the model is used.
@@ -70,6 +71,7 @@ class ShardedModel:
         mesh: DeviceMesh,
         before: OriginalModel,
         built: dict[str, Tensor] | None = None,
+        is_expert: Callable[[Tensor], bool] = lambda parameter: False,
     ) -> None:
         if built is None or world.rank == 0:
             _check_data(model)
@@ -84,7 +86,7 @@ class ShardedModel:
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
             "offload_policy": _offload(section, world.device),
-            "ignored_params": self.replicated,
+            "ignored_params": {p for p in model.parameters() if p in self.replicated or is_expert(p)},
         }
         for unit in units:
             fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
@@ -98,7 +100,9 @@ class ShardedModel:
             deal_out(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
-        self.parameters = {n: p for n, p in model.named_parameters() if p not in self.replicated}
+        self.parameters = {
+            n: p for n, p in model.named_parameters() if p not in self.replicated and not is_expert(p)
+        }
         self._before.copy_attributes()
         self.units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
         self._used = [False] * len(self.parameters)

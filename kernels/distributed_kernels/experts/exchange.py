@@ -36,18 +36,23 @@ def exchange_rows(
     Returns:
         (sum of `receive`, width), in the order of the ranks. The gradient of a row returns to its sender.
     """
-    exchanged: Tensor = _Exchange.apply(rows, list(send), list(receive), group)
+    function: Any = _Exchange
+    exchanged: Tensor = function.apply(rows, list(send), list(receive), group)
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (receive, send), group
-        received = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
-        return received
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Exchange.apply(gradient, *ctx.sizes, ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _exchange(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    return received

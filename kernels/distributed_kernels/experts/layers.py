@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,7 @@ class Experts(nn.Module):
             )
         self.num_experts, self.gated, self.activation = num_experts, gated, activation
         self.group: dist.ProcessGroup | None = None
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.up_weight = nn.Parameter(torch.empty(num_experts, (1 + gated) * hidden_dim, dim, **made))
         self.down_weight = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **made))
         self.reset_parameters()
@@ -199,7 +200,8 @@ class Experts(nn.Module):
         counts = chosen.bincount(minlength=self.num_experts)
         out = self._compute(rows, counts.tolist()) if self.group is None else self._elsewhere(rows, counts)
         placed = torch.zeros_like(out).index_copy(0, order, out).unflatten(0, index.shape)
-        return (placed * weights.unsqueeze(-1).to(placed.dtype)).sum(1).to(tokens.dtype)
+        combined: Tensor = (placed * weights.unsqueeze(-1).to(placed.dtype)).sum(1).to(tokens.dtype)
+        return combined
 
     def _elsewhere(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts of all ranks make of this rank's `rows`, sorted by expert."""
@@ -266,7 +268,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = TopKRouter(dim, num_experts, top_k, normalize=normalize, **made)
         self.experts = Experts(
             num_experts, dim, hidden_dim, gated=gated, activation=activation, group=group, **made
@@ -275,4 +277,5 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
-        return self.experts(tokens, *self.router(tokens)).view_as(x)
+        out: Tensor = self.experts(tokens, *self.router(tokens))
+        return out.view_as(x)
