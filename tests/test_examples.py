@@ -66,6 +66,16 @@ def test_a_llama_learns_the_same_when_ranks_divide_it(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
+def test_a_mixtral_learns_the_same_when_ranks_divide_its_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    losses = []
+    for words in (["--num-processes", "1"], ["--num-processes", "2", "--set", "parallel.expert=2"]):
+        out = run(tmp_path, *TRAIN, *script("mixtral.py"), "--max-steps", "8", *words)
+        losses.append(figure(out, r"validation loss (\S+) after 8 steps"))
+    assert "expert parallelism leaves 2 of 4 experts on a rank, in model.layers.*.mlp.experts" in out
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
 def test_language_model_learns_the_same_on_one_and_two_ranks_and_backends(tmp_path: Path) -> None:
     bits = []
     for ranks, backend in (("1", "pytorch-ddp"), ("2", "pytorch-ddp"), ("2", "fsdp")):

@@ -28,7 +28,9 @@ class ParallelSection(Section):
     tensor: PositiveInt = Field(1, description="Ranks that divide each layer between them.")
     pipeline: PositiveInt = Field(1, description="Ranks that hold different layers.")
     context: PositiveInt = Field(1, description="Ranks that hold slices of each sequence.")
-    expert: PositiveInt = Field(1, description="Ranks, within `data`, that hold different experts.")
+    expert: PositiveInt = Field(
+        1, description="Ranks, within those with different samples, that hold different experts."
+    )
     tensor_plan: dict[str, str] = Field(
         default_factory=dict,
         description="How `tensor` divides modules: pattern of module names -> word, such as"

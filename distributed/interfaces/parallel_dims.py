@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["AXES", "DATA_AXES", "MODEL_AXES", "ParallelDims"]
+__all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "MODEL_AXES", "ParallelDims"]
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 """Axes of the mesh, outermost first: ranks that are neighbours along ``tensor`` have consecutive numbers."""
@@ -16,6 +16,10 @@ DATA_AXES = ("data", "shard")
 
 MODEL_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
 """Axes along which ranks have the same samples."""
+
+EXPERT_AXES = ("pipeline", "expert_data", "expert", "context", "tensor")
+"""Axes of the mesh for experts: the ranks with different samples are ``expert_data`` groups, in each of which
+every expert is held by one of the ``expert`` ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class ParallelDims:
         tensor: ranks that cut its layers between them.
         pipeline: ranks that hold different layers.
         context: ranks that hold slices of each sequence.
-        expert: ranks, within `data`, that hold different experts.
+        expert: consecutive ranks, of those with different samples, that hold different experts.
     """
 
     data: int = 1
@@ -37,6 +41,11 @@ class ParallelDims:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+
+    @property
+    def expert_data(self) -> int:
+        """Number of ranks with different samples that hold the same experts."""
+        return self.data_parallel_size // self.expert
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together; 1 without any."""
@@ -67,7 +76,9 @@ class ParallelDims:
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))
-        return {axis: found[axis] for axis in AXES}
+        place = found["data"] * self.shard + found["shard"]
+        found["expert_data"], found["expert"] = divmod(place, self.expert)
+        return {axis: found[axis] for axis in (*AXES, "expert_data", "expert")}
 
     def index(self, rank: int, *axes: str) -> int:
         """Index of `rank` among the ranks that differ from it along `axes` alone, in their order."""
@@ -84,8 +95,9 @@ class ParallelDims:
         return number
 
     def __str__(self) -> str:
-        """``data 2 x tensor 4``: the axes with several ranks."""
-        return self._named(AXES) or "1 rank"
+        """``data 2 x tensor 4, expert 2``: the axes with several ranks."""
+        experts = f", expert {self.expert}" if self.expert > 1 else ""
+        return (self._named(AXES) or "1 rank") + experts
 
     def _named(self, axes: Iterable[str]) -> str:
         return " x ".join(f"{axis} {self.size(axis)}" for axis in axes if self.size(axis) > 1)

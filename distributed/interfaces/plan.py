@@ -109,7 +109,7 @@ class RunPlan(RankPlacement):
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         where = "CPU" if self.device == "cpu" else "CUDA"
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
-        several = self.dims.model_axes or min(self.dims.data, self.dims.shard) > 1
+        several = self.dims.model_axes or self.dims.expert > 1 or min(self.dims.data, self.dims.shard) > 1
         mesh = f" ({self.dims})" if several else ""
         first = f"{self.spec.label}: {ranks}{mesh}{nodes} on {where}{over}, {self.precision}; {self.batch}"
         notes = [*self.notes, *([self._elastic()] if self.counts else [])]

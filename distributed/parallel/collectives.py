@@ -1,8 +1,9 @@
-"""Collectives over the ranks of the tensor axis that autograd differentiates.
+"""Collectives over the ranks of one axis that autograd differentiates.
 
-A tensor is either *whole*: equal on all ranks, its gradient too; *partial*: the sum over the ranks is meant;
-or a *part* along one dimension. Each function states what it makes of what (Shoeybi et al. 2019, Megatron-LM;
-Korthikanti et al. 2022 for parts of the sequence).
+`exchange_rows` is for experts. The others are for the tensor axis, where a tensor is either *whole*: equal on
+all ranks, its gradient too; *partial*: the sum over the ranks is meant; or a *part* along one dimension. Each
+states what it makes of what (Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022 for parts of the
+sequence).
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["from_parts", "from_partial", "part_of", "parts_from_partial", "to_parts", "use_in_parts"]
+__all__ = [
+    "exchange_rows",
+    "from_parts",
+    "from_partial",
+    "part_of",
+    "parts_from_partial",
+    "to_parts",
+    "use_in_parts",
+]
 
 
 _OPS: Any = torch.ops._c10d_functional
@@ -48,6 +57,12 @@ def to_parts(x: Tensor, group: Any, dim: int) -> Tensor:
 def parts_from_partial(x: Tensor, group: Any, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of a partial tensor."""
     return _apply(_Part, x, group, dim, True)
+
+
+def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """Consecutive rows for each rank, `send` many, for theirs, `receive` many; each number may be 0. The
+    gradient of a row returns to its sender."""
+    return _apply(_Exchange, rows, send, receive, group)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -99,6 +114,17 @@ class _Part(torch.autograd.Function):
         return _gather(grads[0], ctx.group, ctx.dim), None, None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _exchange(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
 # torch's functional collectives, which torch.compile reads.
 
 
@@ -120,6 +146,10 @@ def _scatter(x: Tensor, group: Any, dim: int) -> Tensor:
     size = dist.get_world_size(group)
     whole = x.detach() if dim == 0 else torch.cat(x.detach().chunk(size, dim))
     return _done(_OPS.reduce_scatter_tensor(whole.contiguous(), "sum", size, group.group_name))
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    return _done(_OPS.all_to_all_single(rows.detach().contiguous(), receive, send, group.group_name))
 
 
 def _done(x: Tensor) -> Tensor:

@@ -23,22 +23,29 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
-_COMPUTABLE = {
-    "tensor": "models that take the number of heads or features from their inputs (-1), not from their sizes",
-    "pipeline": "models that use the parameters of a module by calling it",
+_ALLOWED = {
+    "parallel.tensor": (
+        "models that take the number of heads or features from their inputs (-1), not from their sizes",
+        "models of which every cut layer computes each part of its output from the same part of its weights",
+    ),
+    "parallel.expert": (
+        "layers that compute with as many experts as they hold",
+        "layers that compute each token by itself, by the experts of its index",
+    ),
+    "parallel.pipeline": (
+        "models that use the parameters of a module by calling it",
+        "models that use what a block returns in the next block alone",
+    ),
 }
-_EQUAL = {
-    "tensor": "models of which every cut layer computes each part of its output from the same part of its"
-    " weights",
-    "pipeline": "models that use what a block returns in the next block alone",
-}
+"""Field -> models that can be computed when they are cut, and models that compute the same."""
 _REMEDY = {
-    "tensor": "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, and leave"
-    " the others whole",
-    "pipeline": "Name stages that begin elsewhere in parallel.stages, or use parallel.tensor or"
+    "parallel.tensor": "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP,"
+    " and leave the others whole",
+    "parallel.expert": "Leave parallel.expert out, or give the layer the methods expert_parameters and"
+    " set_expert_group (docs/experts.md)",
+    "parallel.pipeline": "Name stages that begin elsewhere in parallel.stages, or use parallel.tensor or"
     " parallel.data",
 }
-"""By axis along which ranks cut a model."""
 
 
 def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
@@ -52,16 +59,16 @@ class CutCheck:
     Args:
         model: whole.
         forward: calls it.
+        field: of the configuration that cuts it, for errors.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[], Any]) -> None:
-        self._model, self._forward = model, forward
+    def __init__(self, model: nn.Module, forward: Callable[[], Any], field: str) -> None:
+        self._model, self._forward, self._field = model, forward, field
         self._before = self._outputs(forward)
         self._rounding = _rounding(model)
 
     def compare(
         self,
-        axis: str,
         size: int,
         agree: Callable[[float], float],
         forward: Callable[[], Any] | None = None,
@@ -70,8 +77,7 @@ class CutCheck:
         """Compare the output of the cut model. Collective.
 
         Args:
-            axis: of the mesh, along which it is cut.
-            size: ranks along it.
+            size: ranks that cut it.
             agree: mean of a number over the ranks that see the output, so that all of them decide the same.
             forward: calls the cut model; None as before.
             sees_output: whether this rank does.
@@ -86,20 +92,20 @@ class CutCheck:
         except Exception as error:
             raise UserError(
                 f"the model cannot be computed when {size} ranks cut it: {type(error).__name__}: {error}",
-                field=f"parallel.{axis}",
+                field=self._field,
                 got=size,
-                allowed=_COMPUTABLE[axis],
-                remedy=_REMEDY[axis],
+                allowed=_ALLOWED[self._field][0],
+                remedy=_REMEDY[self._field],
             ) from error
         times = agree(_difference(self._before, after, self._rounding) if sees_output else 0.0)
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
                 f" samples differs by {times:.0e} times what rounding explains",
-                field=f"parallel.{axis}",
+                field=self._field,
                 got=size,
-                allowed=_EQUAL[axis],
-                remedy=_REMEDY[axis],
+                allowed=_ALLOWED[self._field][1],
+                remedy=_REMEDY[self._field],
             )
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:

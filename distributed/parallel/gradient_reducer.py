@@ -37,16 +37,23 @@ class GradientReducer:
         bucket_bytes: size of a bucket.
         find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
             error, as under DDP.
+        groups: parameter -> its own group, where that is another than `group`.
 
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
     """
 
     def __init__(
-        self, names: Mapping[nn.Parameter, str], group: Any, bucket_bytes: float, find_unused: bool
+        self,
+        names: Mapping[nn.Parameter, str],
+        group: Any,
+        bucket_bytes: float,
+        find_unused: bool,
+        groups: Mapping[nn.Parameter, Any] | None = None,
     ) -> None:
         self._names, self._group, self._find_unused = dict(names), group, find_unused
-        self._buckets = _buckets(list(self._names), bucket_bytes)
+        self._groups = {p: (groups or {}).get(p, group) for p in self._names}
+        self._buckets = _buckets(list(self._names), bucket_bytes, self._groups)
         self._bucket_of: dict[Tensor, int] = {
             p: number for number, bucket in enumerate(self._buckets) for p in bucket
         }
@@ -101,11 +108,12 @@ class GradientReducer:
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
         gradients = [local_part(p.grad) for p in bucket]
-        if self._group is None:
+        group = self._groups[bucket[0]]
+        if group is None:
             self._sent.append((None, gradients[0], gradients))
             return
         flat = _flatten_dense_tensors(gradients)
-        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
+        self._sent.append((dist.all_reduce(flat, group=group, async_op=True), flat, gradients))
 
     def _share_use(self) -> list[float]:
         """How many ranks have each gradient; fills in zeros for those missing. Empty if all have all."""
@@ -131,14 +139,18 @@ class GradientReducer:
         return counts
 
 
-def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+def _buckets(
+    parameters: list[nn.Parameter], limit: float, groups: Mapping[nn.Parameter, Any]
+) -> list[list[nn.Parameter]]:
     """Parameters in the order in which backward reaches them, as far as known: from the last to the first.
-    Those of a bucket have one dtype."""
+    Those of a bucket have one dtype and one group."""
     buckets: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
         nbytes = local_part(parameter).nbytes
-        if not buckets or size + nbytes > limit or buckets[-1][0].dtype != parameter.dtype:
+        last = buckets[-1][0] if buckets else parameter
+        alike = last.dtype == parameter.dtype and groups[last] is groups[parameter]
+        if not buckets or size + nbytes > limit or not alike:
             buckets.append([])
             size = 0.0
         buckets[-1].append(parameter)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed.checkpoint.dtensor import is_sharded
-from distributed.interfaces.parallel_dims import AXES, ParallelDims
+from distributed.interfaces.parallel_dims import AXES, EXPERT_AXES, ParallelDims
 
 __all__ = ["Mesh"]
 
@@ -28,6 +29,8 @@ class Mesh:
     Attributes:
         device_mesh: torch's mesh, with the axes that have several ranks.
         coordinates: axis -> index of this rank along it.
+        expert_mesh: the same ranks with the axes of experts, and groups of its own: tokens travel while
+            gradients are reduced. None without such an axis.
     """
 
     def __init__(self, dims: ParallelDims, rank: int, device: str, timeout: float) -> None:
@@ -37,6 +40,28 @@ class Mesh:
         sizes = tuple(dims.size(axis) for axis in self._axes)
         self.device_mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=self._axes)
         self._groups: dict[tuple[str, ...], Any] = {}
+        self.expert_mesh = self._make_expert_mesh() if dims.expert > 1 else None
+
+    def _make_expert_mesh(self) -> DeviceMesh:
+        sizes = tuple(self.dims.size(axis) for axis in EXPERT_AXES)
+        ranks = torch.arange(self.dims.world_size).view(sizes)
+        mesh = DeviceMesh(self.device_mesh.device_type, ranks, mesh_dim_names=EXPERT_AXES)
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
+        return mesh
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The ranks that hold different experts and differ in nothing else."""
+        assert self.expert_mesh is not None
+        return self.expert_mesh["expert"]
+
+    @property
+    def same_experts(self) -> Any:
+        """Process group of the ranks with different samples that hold the same experts; None if that is this
+        rank only."""
+        assert self.expert_mesh is not None
+        return self.expert_mesh.get_group("expert_data") if self.dims.expert_data > 1 else None
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh along those of `axes` that have several ranks."""
@@ -73,7 +98,7 @@ class Mesh:
         """Index of this rank among those of its stage that hold the same elements of `tensor`, and their
         number."""
         cut = {"pipeline", *self.axes_of(tensor)}
-        rest = [axis for axis in AXES if axis not in cut]
+        rest = [axis for axis in (EXPERT_AXES if "expert" in cut else AXES) if axis not in cut]
         return self.dims.index(self.rank, *rest), self.dims.size(*rest)
 
     def axes_of(self, tensor: Any) -> set[str]:

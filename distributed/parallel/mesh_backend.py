@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from distributed.interfaces.parallel_dims import AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
+from distributed.parallel import expert_layers
 from distributed.parallel.asynchronous import overlapped_collectives
 from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.cut_check import CutCheck
@@ -35,7 +36,6 @@ from distributed.system.output import print_line
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.sharded_scaler import ShardedScaler
-from distributed.training.step_module import StepModule
 from distributed.training.whole_model import read_only
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ __all__ = ["MeshBackend"]
 _MATHS = torch.backends.mha
 _NOT_COMPARED = (
     "note: the output of the cut model was not compared with that of the whole model, because there was no"
-    " forward pass of the first samples to compare (docs/tensor-parallelism.md)"
+    " forward pass of the first samples to compare"
 )
 
 
@@ -90,12 +90,13 @@ class MeshBackend(ProcessGroupBackend):
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         """Whether there is more than ranks with different samples and copies of the model."""
-        return dims.model_parallel_size > 1
+        return dims.model_parallel_size > 1 or dims.expert > 1
 
     @property
     def shares_model(self) -> bool:
-        """Whether several ranks have the same samples."""
-        return self.world.model_parallel_size > 1
+        """Whether ranks divide a model between them."""
+        experts = self.mesh is not None and self.mesh.dims.expert > 1
+        return self.world.model_parallel_size > 1 or experts
 
     @property
     def replica_group(self) -> Any:
@@ -128,8 +129,11 @@ class MeshBackend(ProcessGroupBackend):
         super().prepare(task)
         if self._shape is not None:
             self.objective.pieces = self._shape.pieces
+        dims = self.mesh.dims if self.mesh is not None else ParallelDims()
+        for axis in ("expert", "tensor"):
+            if dims.size(axis) > 1:
+                check_optimizer(self.optimizer, f"parallel.{axis}", dims.size(axis))
         if self._axis is not None:
-            check_optimizer(self.optimizer, self.config.backend)
             self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
             names = self._axis.partial
             self._partial = tuple(p for n, p in self.module.named_parameters() if n in names)
@@ -141,30 +145,52 @@ class MeshBackend(ProcessGroupBackend):
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
 
     def cut(self, model: nn.Module, built_by_one: bool = False) -> None:
-        """Cut `model` in place over the tensor axis, if there is one. Collective.
+        """Cut `model` in place over the axes expert and tensor, if there are any. Collective.
 
         Args:
             built_by_one: only rank 0 has the model's values.
         """
-        if self.mesh is None or self.mesh.dims.tensor == 1:
+        dims = self.mesh.dims if self.mesh is not None else ParallelDims()
+        if dims.expert == dims.tensor == 1:
             return
         if self.original is None:
             self.remember(model, built_by_one)
+        if dims.expert > 1:
+            self._divide_experts(model, built_by_one)
+        if dims.tensor > 1:
+            self._cut_layers(model, built_by_one)
+
+    def _divide_experts(self, model: nn.Module, built_by_one: bool) -> None:
+        assert self.mesh is not None
+        assert self.original is not None
+        size = self.mesh.dims.expert
+        layers = expert_layers.check_experts(model, size)
+        check = None if built_by_one else self._cut_check(model, "parallel.expert")
+        expert_layers.divide_experts(layers, self.mesh.experts, self.original)
+        if self.world.rank == 0:
+            expert_layers.report(layers, model, size)
+        self._compare(check, size)
+
+    def _cut_layers(self, model: nn.Module, built_by_one: bool) -> None:
+        assert self.mesh is not None
         assert self.original is not None
         self._settings.callback(_MATHS.set_fastpath_enabled, _MATHS.get_fastpath_enabled())
         _MATHS.set_fastpath_enabled(False)  # it reads weights without calling the layers
         self._axis = TensorAxis(self.mesh.submesh("tensor"))
         if self.config.compile != "none" and self.world.device.startswith("cuda"):
             self._settings.enter_context(overlapped_collectives(self._axis.group))
-        check = None if built_by_one else self._cut_check(model)
+        check = None if built_by_one else self._cut_check(model, "parallel.tensor")
         given, pairs = self.config.parallel.tensor_plan, partial(self._pairs, model)
         names, found = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
         if self.world.rank == 0:
             report(model, names, found)
+        self._compare(check, self._axis.size)
+
+    def _compare(self, check: CutCheck | None, size: int) -> None:
+        """Compare the cut model with the whole one where all ranks can; else report that. Collective."""
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
-            mean = lambda times: self.all_reduce([times])[0] / self.world.size  # noqa: E731
-            check.compare("tensor", self._axis.size, mean)
+            check.compare(size, lambda times: self.all_reduce([times])[0] / self.world.size)
         elif self.world.rank == 0:
             print_line(_NOT_COMPARED, sys.stdout)
 
@@ -175,11 +201,11 @@ class MeshBackend(ProcessGroupBackend):
             broadcast_values([*model.parameters(), *model.buffers()])
         self.original = OriginalModel(model)
 
-    def _cut_check(self, model: nn.Module) -> CutCheck | None:
+    def _cut_check(self, model: nn.Module, field: str) -> CutCheck | None:
         """None for data and models with which no forward pass is possible here and now."""
         try:
             forward, batch = forward_of(self._task, model)
-            return CutCheck(model, forward) if is_short(model, batch) else None
+            return CutCheck(model, forward, field) if is_short(model, batch) else None
         except Exception:  # noqa: BLE001 - what is wrong with the model or its data is raised in training
             return None
 
@@ -249,11 +275,19 @@ class MeshBackend(ProcessGroupBackend):
 
     # -- one step ---------------------------------------------------------------------
 
-    def reducer_of(self, step: StepModule) -> GradientReducer:
-        """Adds the gradients of `step` over the ranks with different samples."""
-        names = {p: name for name, p in step.named_parameters() if p.requires_grad and not p.is_meta}
-        limit = self.config.bucket_cap_mb * 2**20
-        return GradientReducer(names, self.replica_group, limit, self.config.find_unused_parameters)
+    def reducer_of(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> GradientReducer:
+        """Adds the gradients of the trainable ones of `parameters` over the ranks that hold copies of them
+        and have different samples."""
+        names = {p: name for name, p in parameters if p.requires_grad and not p.is_meta}
+        # Tokens of all ranks that divide the experts have contributed to an expert's gradient already.
+        experts = [p for p in names if self.is_expert(p)]
+        groups = dict.fromkeys(experts, self.mesh.same_experts) if experts and self.mesh is not None else {}
+        limit, find_unused = self.config.bucket_cap_mb * 2**20, self.config.find_unused_parameters
+        return GradientReducer(names, self.replica_group, limit, find_unused, groups)
+
+    def is_expert(self, parameter: Tensor) -> bool:
+        """Whether the ranks of the expert axis divide a parameter."""
+        return self.mesh is not None and "expert" in self.mesh.axes_of(parameter)
 
     def reduce_gradients(self) -> None:
         """Called at the end of a window: leave in ``.grad`` what the ranks with different samples add up to.
@@ -261,7 +295,9 @@ class MeshBackend(ProcessGroupBackend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if not self.shares_model:
-            return super().run_window(window)
+            seen = super().run_window(window)
+            self.reduce_gradients()
+            return seen
         with self._first.inputs() if self._first is not None else nullcontext(), self._loss_of_parts():
             seen = super().run_window(window)
         if self.pipeline is not None:
@@ -378,15 +414,23 @@ class MeshBackend(ProcessGroupBackend):
         return inner == 0 and self.pipeline.copy_of(name)[0] == 0
 
     def replicated(self) -> Mapping[str, Any] | None:
-        """Trained parameters, of which a rank may hold a part."""
+        """Trained parameters, of which a rank may hold a part; without experts that no other rank holds."""
+        copied = self._copied_experts
         trained = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
-        return {name: local_part(p).detach() for name, p in trained if not p.is_meta}
+        held = ((name, p) for name, p in trained if not p.is_meta and (copied or not self.is_expert(p)))
+        return {name: local_part(p).detach() for name, p in held}
+
+    @property
+    def _copied_experts(self) -> bool:
+        """Whether several ranks with different samples hold the same experts."""
+        return self.mesh is not None and self.mesh.dims.expert > 1 and self.mesh.dims.expert_data > 1
 
     @property
     def replica_set(self) -> tuple[int, int]:
         if self.mesh is None:
             return 0, 1
-        return self.mesh.dims.index(self.world.rank, *MODEL_AXES), self.mesh.dims.size(*MODEL_AXES)
+        axes = (*MODEL_AXES, "expert") if self._copied_experts else MODEL_AXES
+        return self.mesh.dims.index(self.world.rank, *axes), self.mesh.dims.size(*axes)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         if self.original is None:

@@ -14,9 +14,17 @@ class MeshFramework(TorchFramework):
     """`TorchFramework` for backends that can have several ranks along other axes than ``data``."""
 
     def check_split(self, model: Any, plan: RunPlan) -> None:
-        if plan.dims.tensor == 1 or not self.is_model(model):
+        if not self.is_model(model):
             return
         # Imported only where it is needed: a mesh takes a while to import.
+        if plan.dims.expert > 1:
+            from distributed.parallel.expert_layers import check_experts
+
+            check_experts(model, plan.dims.expert)
+        if plan.dims.tensor > 1:
+            self._check_layers(model, plan)
+
+    def _check_layers(self, model: Any, plan: RunPlan) -> None:
         from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan
 
         given = plan.config.parallel.tensor_plan

@@ -99,7 +99,7 @@ class Pipeline:
 
     def _whole_output(self, model: nn.Module) -> CutCheck | None:
         forward, batch = forward_of(self._task, model)
-        return CutCheck(model, forward) if is_short(model, batch) else None
+        return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
 
     # -- who holds what ---------------------------------------------------------------
 
@@ -166,7 +166,6 @@ class Pipeline:
             forward, batch = forward_of(self._task, model, device=self._device)
             ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
             self._check.compare(
-                "pipeline",
                 stage_ranks,
                 lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
                 lambda: self.evaluate(batch, forward),

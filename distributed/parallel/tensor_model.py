@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,26 +82,34 @@ def report(model: nn.Module, names: list[str], found: bool) -> None:
     """
     generic = sorted(set(map(generic_name, names)))
     total = sum(p.numel() for p in model.parameters())
-    cut = sum(p.numel() for p in model.parameters() if is_sharded(p))
+    cut = sum(p.numel() for p in model.parameters() if _is_cut(p))
     shown = ", ".join(generic[:12]) + (f" and {len(generic) - 12} more" if len(generic) > 12 else "")
     rest = "; the model has no plan, so that attention stays whole (parallel.tensor_plan)" if found else ""
     share = 100 * cut / max(total, 1)
     print_line(f"note: tensor parallelism cuts {share:.0f} % of the parameters: {shown}{rest}", sys.stdout)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, backend: str) -> None:
+def _is_cut(parameter: Any) -> bool:
+    return is_sharded(parameter) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, field: str, size: int) -> None:
     """Refuse optimizers whose step needs whole parameters.
+
+    Args:
+        field: of the configuration that cuts them.
+        size: its value.
 
     Raises:
         UserError: it is one.
     """
     if isinstance(optimizer, _WHOLE):
         raise UserError(
-            f"{type(optimizer).__name__} needs whole parameters, and tensor parallelism cuts them",
+            f"{type(optimizer).__name__} needs whole parameters, and {field}={size} cuts them",
             field="optimizer",
             got=type(optimizer).__name__,
             allowed="elementwise optimizers, such as SGD and AdamW",
-            remedy="Choose one of these, or parallel.tensor=1",
+            remedy=f"Choose one of these, or {field}=1",
         )
 
 

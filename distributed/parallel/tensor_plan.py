@@ -15,11 +15,14 @@ from torch import nn
 from distributed.errors import UserError, did_you_mean
 from distributed.parallel.tensor_layers import DIVIDED, WORDS, Cut, check_word
 
-__all__ = ["check_cuts", "declared_plan", "generic_name", "read_plan", "tied_places"]
+__all__ = ["check_cuts", "declared_plan", "generic_name", "read_plan", "tied_places", "translated"]
 
 _SUFFIX = "_sequence"
 _PARTS = {"packed_colwise": 2}
 """Equal parts of a fused projection, where the word does not state their number."""
+_EXPERTS = ("moe_tp_experts", "ep_router", "grouped_gemm")
+"""Words of Hugging Face for layers of experts, which `parallel.expert` divides; the tensor axis leaves them
+whole."""
 _HEADS = (
     *("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead"),
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
@@ -49,7 +52,9 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], given: bool) -> list[Cu
     modules = dict(model.named_modules())
     found: dict[str, tuple[str, Cut]] = {}
     for pattern, text in plan.items():
-        expression = re.compile(_translated(pattern))
+        if not given and text in _EXPERTS:
+            continue
+        expression = re.compile(translated(pattern))
         names = [name for name in modules if expression.fullmatch(name)]
         if not names and given:
             raise UserError(
@@ -93,7 +98,8 @@ def _cut(name: str, module: nn.Module, text: str) -> Cut:
     return Cut(name, module, word, parts, sequence or word == "sequence_parallel")
 
 
-def _translated(pattern: str) -> str:
+def translated(pattern: str) -> str:
+    """The regular expression of a pattern of module names."""
     parts = (re.escape(part) for part in re.split(r"(\*\*|\*)", pattern))
     return "".join({r"\*\*": ".*", r"\*": "[^.]+"}.get(part, part) for part in parts)
 

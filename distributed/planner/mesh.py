@@ -51,16 +51,18 @@ _NOT_CUT: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def _check_cut_layers(config: DistributedConfig) -> None:
+    cutting = {axis: getattr(config.parallel, axis) for axis in ("tensor", "expert")}
     for field, (allowed, why) in _NOT_CUT.items():
         value = getattr(config, field)
-        if config.parallel.tensor > 1 and value not in allowed:
-            raise UserError(
-                f"parallel.tensor={config.parallel.tensor} cuts layers: {why}",
-                field=field,
-                got=value,
-                allowed=", ".join(map(str, allowed)),
-                remedy="Choose one of these, or parallel.tensor=1",
-            )
+        for axis, size in cutting.items():
+            if size > 1 and value not in allowed:
+                raise UserError(
+                    f"parallel.{axis}={size} cuts layers: {why}",
+                    field=field,
+                    got=value,
+                    allowed=", ".join(map(str, allowed)),
+                    remedy=f"Choose one of these, or parallel.{axis}=1",
+                )
 
 
 def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) -> ParallelDims:

@@ -49,6 +49,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
+from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
 from distributed.training.whole_model import read_only
 
@@ -114,6 +115,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_whole(built)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
+        check_routing(built, self._batch, own_loss=task.loss_fn is None)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)

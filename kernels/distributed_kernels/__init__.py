@@ -1,4 +1,4 @@
-"""Attention and sketched-layer kernels; they import torch alone.
+"""Kernels of attention, sketched layers and experts; they import torch alone.
 
 Tensor-parallel layers are loaded when first used: they import `torch.distributed.tensor`, which is slow.
 """
@@ -36,6 +36,7 @@ from distributed_kernels.attention.ring_exchange import Traffic, count_traffic
 from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
 from distributed_kernels.attention.ulysses import ulysses_attention
 from distributed_kernels.errors import KernelError
+from distributed_kernels.experts.layers import Experts, MoELayer, TopKRouter
 from distributed_kernels.sketching.calibration import input_covariance
 from distributed_kernels.sketching.conv import SKConv2d
 from distributed_kernels.sketching.convert_model import SketchReport, sketch_model
@@ -68,9 +69,11 @@ __all__ = [
     "DistributedImprovedMultiheadDilatedAttention",
     "DistributedMultiheadDilatedAttention",
     "DistributedSketchedModel",
+    "Experts",
     "GivenSketch",
     "KernelError",
     "LayerReport",
+    "MoELayer",
     "MultiheadDilatedAttention",
     "PRESETS",
     "PipelineParallelSketchedModel",
@@ -85,6 +88,7 @@ __all__ = [
     "SketchReport",
     "SketchedMLP",
     "TensorParallelSKLinear",
+    "TopKRouter",
     "Traffic",
     "attention_with_lse",
     "block_density",

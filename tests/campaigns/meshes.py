@@ -1,6 +1,7 @@
 """Every model of the tests of meshes on every mesh, against one process in plain PyTorch: a Markdown table.
 
     python -m tests.campaigns.meshes
+    python -m tests.campaigns.meshes --experts
 
 The largest difference of any weight after 10 steps of AdamW in float64: masked tokens, clipping, accumulation
 of 1 and 2, a ragged last window. One pool of ranks for each number of ranks.
@@ -17,10 +18,11 @@ from distributed_kernels.attention.language_model import DilatedLanguageModel
 
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.testing.rank_pool import RankPool
+from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import ENTRIES, Entry, Reference, tokens, train_plainly
 from tests.parallel.test_tensor_parallel import GLOBAL_BATCH, MAX_NORM, STEPS, difference, trainer_of
 
-__all__ = ["MESHES", "rows"]
+__all__ = ["EXPERT_MESHES", "MESHES", "rows"]
 
 MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(tensor=2)),
@@ -33,6 +35,17 @@ MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(data=2, tensor=4)),
     ("fsdp", ParallelDims(shard=2, tensor=4)),
 ]
+EXPERT_MESHES: list[tuple[str, ParallelDims]] = [
+    ("pytorch-ddp", ParallelDims(data=2, expert=2)),
+    ("fsdp", ParallelDims(shard=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(data=4, expert=2)),
+    ("fsdp", ParallelDims(shard=4, expert=2)),
+    ("fsdp", ParallelDims(data=2, shard=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(data=4, expert=4)),
+    ("pytorch-ddp", ParallelDims(data=2, tensor=2, expert=2)),
+    ("fsdp", ParallelDims(shard=2, tensor=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(data=4, tensor=2, expert=2)),
+]
 MODELS: dict[str, Entry] = {
     **ENTRIES,
     "dilated, slices": Entry(ENTRIES["dilated"].build, dict(DilatedLanguageModel.sequence_plan)),
@@ -42,14 +55,16 @@ HEADS = {"llama": 2, "llama tied": 2, "encoder": 32}
 DATA = tokens(21)
 
 
-def rows(models: dict[str, Entry]) -> Iterator[tuple[str, list[float | None]]]:
+def rows(
+    models: dict[str, Entry], meshes: list[tuple[str, ParallelDims]]
+) -> Iterator[tuple[str, list[float | None]]]:
     """(mesh, distance of each model; None where the model's sizes do not allow it)"""
     references: dict[str, Reference] = {}
     for name, entry in models.items():
         options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "steps": STEPS, "max_norm": MAX_NORM}
         references[name] = train_plainly(entry.build(), DATA, **options)
     with closing(RankPool(timeout=300.0)) as pool:
-        for backend, dims in MESHES:
+        for backend, dims in meshes:
             found = [_distance(name, models[name], references[name], backend, dims, pool) for name in models]
             yield f"`{backend}` {dims}", found
 
@@ -59,7 +74,7 @@ def _distance(
 ) -> float | None:
     if dims.tensor > HEADS.get(name, 4):
         return None
-    axes = {axis: dims.size(axis) for axis in ("data", "tensor")}
+    axes = {axis: dims.size(axis) for axis in ("data", "tensor", "expert")}
     found = []
     for accumulation in (1, 2):
         if GLOBAL_BATCH % (accumulation * dims.data_parallel_size):
@@ -76,10 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    models = {name: MODELS[name] for name in parser.parse_args().models}
+    parser.add_argument("--models", nargs="*", choices=[*MODELS, *EXPERT_ENTRIES])
+    parser.add_argument("--experts", action="store_true", help="models and meshes with divided experts")
+    given = parser.parse_args()
+    every, meshes = (EXPERT_ENTRIES, EXPERT_MESHES) if given.experts else (MODELS, MESHES)
+    models = {name: entry for name, entry in every.items() if given.models is None or name in given.models}
     print(f"| mesh | {' | '.join(models)} |\n|{' --- |' * (len(models) + 1)}", flush=True)
-    for mesh, distances in rows(models):
+    for mesh, distances in rows(models, meshes):
         cells = ["" if off is None else f"{off:.1e}" for off in distances]
         print(f"| {mesh} | {' | '.join(cells)} |", flush=True)
 

@@ -8,8 +8,10 @@ from typing import Any
 import distributed_kernels as kernels
 import torch
 import torch.distributed as dist
-from distributed_kernels import KernelError, count_traffic
+from distributed_kernels import Experts, KernelError, count_traffic
 from torch import Tensor
+
+from tests.kernels import expert_checks
 
 Result = dict[str, Any]
 
@@ -130,3 +132,29 @@ def foreign_group(group: Any) -> str:
     except KernelError as caught:
         return str(caught)
     return "no error"
+
+
+def divided_experts(group: Any, **given: Any) -> Result:
+    """See `expert_checks.divided_layer`."""
+    return expert_checks.divided_layer(group, **given)
+
+
+def experts_with_a_capacity(group: Any, **given: Any) -> Result:
+    """The same of experts that leave out what exceeds two tokens of a rank."""
+    whole = Experts._compute
+
+    def dropping(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
+        out = whole(experts, rows, counts)
+        kept = [torch.arange(n) < (2 if experts.is_part else n) for n in counts]
+        return out * torch.cat(kept).unsqueeze(1)
+
+    Experts._compute = dropping  # type: ignore[method-assign]
+    try:
+        return expert_checks.divided_layer(group, **given)
+    finally:
+        Experts._compute = whole  # type: ignore[method-assign]
+
+
+def refused_expert_groups(group: Any) -> list[str]:
+    """See `expert_checks.refused_groups`."""
+    return expert_checks.refused_groups(group)

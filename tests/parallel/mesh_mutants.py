@@ -11,10 +11,10 @@ from distributed_backends.ddp.backend import DDPBackend
 from distributed_backends.fsdp.backend import FSDPBackend
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import is_sharded
+from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.parallel import gradient_reducer
+from distributed.parallel import expert_exchange, gradient_reducer
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.registry.catalog import get_catalog
 
@@ -93,11 +93,56 @@ class CountsTokensTwice(FSDPBackend):
     count_group = None  # type: ignore[assignment]
 
 
+class ExpertsAreAveraged(DDPBackend):
+    """Gradients of experts are divided by the ranks that divide the experts, as those of copies are."""
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        assert self.mesh is not None
+        for parameter in self.module.parameters():
+            if self.is_expert(parameter) and parameter.grad is not None:
+                parameter.grad /= self.mesh.dims.expert
+
+
+class ExpertCopiesCountTwice(DDPBackend):
+    """The norm adds up the experts of all ranks, of which several hold the same."""
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        assert self.mesh is not None
+        parts = [
+            local_part(p.grad).square().sum() / (1 if self.is_expert(p) else self.mesh.copies(p)[1])
+            for p in self._parameters
+            if p.grad is not None
+        ]
+        square = torch.stack(parts).sum()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+
+class TokensAreDropped(DDPBackend):
+    """A rank computes 4 of the tokens that arrive at most."""
+
+    def run_window(self, window: Window) -> tuple[Any, Any]:
+        compute, expert_exchange._compute = expert_exchange._compute, _four_at_most
+        try:
+            return super().run_window(window)
+        finally:
+            expert_exchange._compute = compute
+
+
+def _four_at_most(compute: Any, rows: Tensor, expert: Tensor) -> Tensor:
+    kept = (torch.arange(len(rows)) < 4).unsqueeze(1)
+    out: Tensor = compute(rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
+    return out * kept
+
+
 MUTANTS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(CopiesCountTwice, TiesComeApart, OneRankDrifts, OnePartDrifts, SlicesAreNotAdded),
         *(LayoutIsNotTheParameters, CountsTokensTwice),
+        *(ExpertsAreAveraged, ExpertCopiesCountTwice, TokensAreDropped),
     )
 }
 

@@ -29,7 +29,7 @@ class Entry:
     plan: dict[str, str] = field(default_factory=dict)
 
 
-def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def seeded() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -84,7 +84,7 @@ class Sketched(nn.Module):
         return logits
 
 
-def _dilated() -> nn.Module:
+def dilated() -> nn.Module:
     from distributed_kernels import create_distributed_model
 
     return create_distributed_model(
@@ -150,14 +150,14 @@ BERT_PLAN = {
 }
 
 ENTRIES: dict[str, Entry] = {
-    "perceptron": Entry(_seeded(Perceptron)),
-    "encoder": Entry(_seeded(Classifier)),
-    "dilated": Entry(_seeded(_dilated)),
-    "llama": Entry(_seeded(lambda: _llama(tied=False))),
-    "llama tied": Entry(_seeded(lambda: _llama(tied=True))),
-    "sketched": Entry(_seeded(Sketched), {"up": "colwise", "down": "rowwise"}),
-    "bert": Entry(_seeded(_bert)),
-    "bert with a plan": Entry(_seeded(_bert), BERT_PLAN),
+    "perceptron": Entry(seeded(Perceptron)),
+    "encoder": Entry(seeded(Classifier)),
+    "dilated": Entry(seeded(dilated)),
+    "llama": Entry(seeded(lambda: _llama(tied=False))),
+    "llama tied": Entry(seeded(lambda: _llama(tied=True))),
+    "sketched": Entry(seeded(Sketched), {"up": "colwise", "down": "rowwise"}),
+    "bert": Entry(seeded(_bert)),
+    "bert with a plan": Entry(seeded(_bert), BERT_PLAN),
 }
 
 

@@ -32,6 +32,13 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Name -> (number of ranks, fields). Axes without a name of their own belong to the backend's default."""
 
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "expert 2": (2, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
+    "data 4, expert 2": (4, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
+    "shard 4, expert 2": (4, {"backend": "fsdp", "parallel": {"expert": 2}}),
+}
+"""The same for models with experts."""
+
 OPTIONS: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.5}
 """Arguments of `tests.parallel.models.train_plainly` for the same run."""
 
@@ -44,7 +51,7 @@ def is_installed(place: str) -> bool:
 
 def trainer_at(place: str, model: Any, pool: Launcher | None, folder: Path, **given: Any) -> Trainer:
     """A trainer that resumes from the checkpoints in `folder` and saves there."""
-    ranks, fields = PLACES[place]
+    ranks, fields = {**PLACES, **OTHERS}[place]
     common = {
         "global_batch_size": OPTIONS["global_batch_size"],
         "optimizer": partial(torch.optim.AdamW, eps=1e-4),

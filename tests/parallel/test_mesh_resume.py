@@ -15,6 +15,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.testing.checkpoint_compare import state_distance
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
+from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import ENTRIES, tokens, train_plainly
 from tests.parallel.places import OPTIONS, PLACES, is_installed, trainer_at
 from tests.parallel.test_tensor_parallel import difference
@@ -81,6 +82,39 @@ def test_the_committed_table_has_every_place_and_no_large_distance() -> None:
     distances = [float(cell) for row in rows for cell in row[1:]]
     assert len(distances) == len(PLACES) ** 2
     assert max(distances) < EXACT
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("expert 2", "serial", "data 4, expert 2"),
+        ("ddp 2", "shard 4, expert 2", "tensor 2"),
+        ("data 4, expert 2", "ddp 2", "expert 2"),
+    ],
+    ids=" -> ".join,
+)
+def test_a_run_with_experts_continues_from_mesh_to_mesh(
+    path: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    build = EXPERT_ENTRIES["moe"].build
+    for number, place in enumerate(path):
+        model = build()
+        trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * (number + 1))
+    expected = train_plainly(build(), DATA, steps=4 * len(path), **OPTIONS)
+    assert difference(model, expected.weights) < EXACT
+
+
+def test_experts_are_saved_once_and_resume_with_the_same_bits(rank_pool: RankPool, tmp_path: Path) -> None:
+    build = EXPERT_ENTRIES["moe"].build
+    whole, parts = build(), build()
+    trainer_at("data 4, expert 2", whole, rank_pool, tmp_path / "whole").fit(DATA, max_steps=6)
+    trainer_at("data 4, expert 2", build(), rank_pool, tmp_path / "parts").fit(DATA, max_steps=3)
+    trainer_at("data 4, expert 2", parts, rank_pool, tmp_path / "parts").fit(DATA, max_steps=6)
+    assert difference(parts, dict(whole.named_parameters())) == 0.0
+    reader = PortableReader(str(max((tmp_path / "whole").glob("step_*"))))
+    assert reader.problems() == []
+    stored = sum(entry.nbytes for entry in reader.entries() if entry.key == "model")
+    assert stored == sum(p.nbytes for p in whole.parameters())
 
 
 def test_boxes_are_saved_once_and_as_they_are_cut(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from distributed import UserError
 from distributed.config import load
-from distributed.interfaces.parallel_dims import AXES, ParallelDims
+from distributed.interfaces.parallel_dims import AXES, EXPERT_AXES, ParallelDims
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.planner.resolve import rescale, resolve
 from distributed.registry.catalog import get_catalog
@@ -27,6 +27,7 @@ def plan(backend: str, ranks: int, fields: Mapping[str, Any] | None = None, **pa
         ("pytorch-ddp", 4, {}, {"data": 4}),
         ("pytorch-ddp", 4, {"tensor": 2}, {"data": 2, "tensor": 2}),
         ("pytorch-ddp", 4, {"tensor": 4}, {"tensor": 4}),
+        ("pytorch-ddp", 8, {"tensor": 2, "expert": 2}, {"data": 4, "tensor": 2, "expert": 2}),
         ("fsdp", 8, {}, {"shard": 8}),
         ("fsdp", 8, {"tensor": 2}, {"shard": 4, "tensor": 2}),
         ("fsdp", 8, {"tensor": 2, "data": 2}, {"data": 2, "shard": 2, "tensor": 2}),
@@ -59,7 +60,9 @@ def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
         ("pytorch-ddp", 4, {"pipeline": 3}, "parallel.pipeline", "1, 2, 4"),
         ("horovod", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
         ("fsdp", 4, {"context": 2}, "parallel.context", "1"),
-        ("pytorch-ddp", 4, {"expert": 2}, "parallel.expert", "1"),
+        ("horovod", 4, {"expert": 2}, "parallel.expert", "1"),
+        ("pytorch-ddp", 6, {"expert": 4}, "parallel.expert", "1, 2, 3, 6"),
+        ("pytorch-ddp", 4, {"expert": 4, "tensor": 2}, "parallel.expert", "1, 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(
@@ -106,10 +109,29 @@ def test_coordinates_number_the_tensor_axis_fastest() -> None:
     assert [dims.index(rank, "data", "shard") for rank in (0, 3, 4, 8, 47)] == [0, 0, 1, 2, 5]
 
 
+def test_experts_lie_within_the_ranks_with_different_samples() -> None:
+    dims = ParallelDims(data=2, shard=2, tensor=2, expert=2)
+    places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    assert [p["expert"] for p in places] == [0, 0, 1, 1] * 2
+    assert [p["expert_data"] for p in places] == [0] * 4 + [1] * 4
+    assert dims.size("expert_data") == 2
+    assert [dims.index(rank, *(a for a in EXPERT_AXES if a != "expert")) for rank in (0, 1, 2, 4, 7)] == [
+        *(0, 1, 0, 2, 3)
+    ]
+
+
+def test_another_number_of_ranks_still_divides_the_experts() -> None:
+    started = plan("pytorch-ddp", 8, {"global_batch_size": 24}, expert=4)
+    assert rescale(started, 1, 4).dims == ParallelDims(data=4, expert=4)
+    with pytest.raises(UserError, match="6 data-parallel ranks"):
+        rescale(started, 1, 6)
+
+
 def test_the_first_line_shows_the_mesh() -> None:
     """Unless it has one axis, the backend's own."""
     for backend, axes, shown in (
         ("pytorch-ddp", {"tensor": 2}, " (data 2 x tensor 2)"),
+        ("pytorch-ddp", {"expert": 2}, " (data 4, expert 2)"),
         ("fsdp", {"data": 2}, " (data 2 x shard 2)"),
         ("fsdp", {}, ""),
         ("pytorch-ddp", {}, ""),
@@ -120,5 +142,6 @@ def test_the_first_line_shows_the_mesh() -> None:
 @pytest.mark.parametrize("fields", [{"optimizer_bits": 8}, {"matmul_precision": "fp8"}])
 def test_what_needs_whole_weights_is_refused_with_a_tensor_axis(fields: dict[str, Any]) -> None:
     pytest.importorskip("torchao")
-    with pytest.raises(UserError, match="cuts layers"):
-        plan("pytorch-ddp", 2, fields, tensor=2)
+    for axis in ("tensor", "expert"):
+        with pytest.raises(UserError, match=rf"parallel\.{axis}=2 cuts layers"):
+            plan("pytorch-ddp", 2, fields, **{axis: 2})

@@ -53,7 +53,7 @@ class DDPBackend(MeshBackend):
             return step
         step.model = self.module = self.with_shared_statistics(self.module)
         if self.shares_model:
-            self._reducer = self.reducer_of(step)
+            self._reducer = self.reducer_of(step.named_parameters())
             return step
         # DDP would send them too, but cannot send every dtype.
         broadcast_values([*step.parameters(), *step.buffers()])

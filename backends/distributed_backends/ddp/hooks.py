@@ -23,7 +23,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
-                axes=("data", "pipeline", "tensor"),
+                axes=("data", "pipeline", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS,
             ),

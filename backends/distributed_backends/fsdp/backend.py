@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.parallel.original_model import OriginalModel
@@ -54,6 +56,8 @@ class FSDPBackend(MeshBackend):
     parameter that carries the count, as under DDP, cannot be sharded.
 
     **BatchNorm** as under DDP: statistics per rank while training, rank 0's for validation.
+
+    **Experts** that ranks divide are not sharded further. Their gradients are reduced after backward.
     """
 
     counts_with_gradients = False
@@ -64,6 +68,7 @@ class FSDPBackend(MeshBackend):
         self._built_by_one = False
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
+        self._experts: GradientReducer | None = None
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
@@ -114,7 +119,9 @@ class FSDPBackend(MeshBackend):
         built: dict[str, torch.Tensor] | None,
     ) -> None:
         group, across = self.stage_group, mesh.submesh("data", "shard")
-        self._sharded = ShardedModel(model, units, section, self.world, across, original, built, group)
+        self._sharded = ShardedModel(
+            model, units, section, self.world, across, original, built, group, self.is_expert
+        )
         self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
 
@@ -138,6 +145,9 @@ class FSDPBackend(MeshBackend):
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
             return step
+        if self.mesh is not None and self.mesh.dims.expert > 1:
+            named = self.module.named_parameters()
+            self._experts = self.reducer_of((name, p) for name, p in named if self.is_expert(p))
         return partial(self._forward, step)
 
     # -- one step --------------------------------------------------------------------
@@ -174,6 +184,8 @@ class FSDPBackend(MeshBackend):
             self._use.add(self._sharded.take_used())
         self._use.begin()
         self._sharded.average_replicated()
+        if self._experts is not None:
+            self._average_experts(self._experts)
         return seen
 
     def add_shared(self, pipeline: Pipeline) -> None:
@@ -184,6 +196,15 @@ class FSDPBackend(MeshBackend):
         used = dict(zip(names, self._sharded.take_used(), strict=True))
         shared = pipeline.add_shared(lambda name, parameter: used.get(name, parameter.grad is not None))
         self._use.add([used[name] or name in shared for name in names])
+
+    def _average_experts(self, experts: GradientReducer) -> None:
+        """Divide by the number of ranks as FSDP2 does, whose scale the loss has. Collective."""
+        experts.finish()
+        gradients = [
+            local_part(p.grad) for p in self.module.parameters() if self.is_expert(p) and p.grad is not None
+        ]
+        if gradients:
+            torch._foreach_div_(gradients, self.world.data_parallel_size)
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         if self._sharded is not None and self._use is not None:
@@ -234,7 +255,9 @@ class FSDPBackend(MeshBackend):
 
     def release(self) -> None:
         self._reshard()
-        self._sharded = self._use = self._order = None
+        if self._experts is not None:
+            self._experts.remove()
+        self._sharded = self._use = self._order = self._experts = None
         super().release()
 
 

@@ -39,7 +39,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
-                axes=("shard", "data", "pipeline", "tensor"),
+                axes=("shard", "data", "pipeline", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},
             ),
@@ -76,6 +76,14 @@ def check_plan(plan: RunPlan) -> list[str]:
             got=True,
             allowed="false on 1 rank",
             remedy="Train on two ranks or more",
+        )
+    if section.cpu_offload and plan.dims.expert > 1 and plan.device == "cuda":
+        raise UserError(
+            "experts that ranks divide stay on their device, and the optimizer would step on the CPU",
+            field="fsdp.cpu_offload",
+            got=True,
+            allowed="false with parallel.expert",
+            remedy="Leave parallel.expert out, so that FSDP2 shards and offloads the experts, too",
         )
     return []
 

@@ -51,6 +51,7 @@ class ShardedModel:
         built: rank 0's whole tensors by name, if only rank 0 has the model's data and the others may hold
             meta tensors; None if all have it.
         group: the ranks that have the same stages of a pipeline; None without stages.
+        is_expert: whether other ranks hold the other parts of a parameter; it is not sharded here.
 
     Attributes:
         root: root module, through which the model is used.
@@ -72,6 +73,7 @@ class ShardedModel:
         before: OriginalModel,
         built: dict[str, Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
+        is_expert: Callable[[Tensor], bool] = lambda parameter: False,
     ) -> None:
         # What other stages of a pipeline hold has no data here.
         absent = {p for p in model.parameters() if p.is_meta} if group is not None else set()
@@ -85,12 +87,13 @@ class ShardedModel:
         self._device = world.device
         self._before, self._group = before, group
         self.replicated = _replicated(model) - absent
+        kept = absent | {p for p in model.parameters() if is_expert(p)}
         self.root: Any = Root(model)
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
             "offload_policy": _offload(section, world.device),
-            "ignored_params": self.replicated | absent,
+            "ignored_params": self.replicated | kept,
         }
         for unit in units:
             fully_shard(unit, reshard_after_forward=section.reshard_after_forward, **options)
@@ -104,7 +107,7 @@ class ShardedModel:
             deal_out(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
-        left = self.replicated | absent
+        left = self.replicated | kept
         self.parameters = {n: p for n, p in model.named_parameters() if p not in left}
         self._before.copy_attributes()
         self.units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]

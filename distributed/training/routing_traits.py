@@ -1,0 +1,82 @@
+"""Routers of experts whose training depends on which samples are in one micro-batch, each with its refusal.
+
+A capacity drops the tokens that an expert gets too many of, and a load-balancing loss multiplies two means
+over the tokens of a micro-batch. Both are other functions of a global batch when it is cut into other
+micro-batches, so that accumulation or ranks would train something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from distributed.errors import UserError
+from distributed.interfaces.plan import BatchPlan
+
+__all__ = ["check_routing"]
+
+_CAPACITIES = (
+    *("expert_capacity", "moe_eval_capacity_token_fraction"),
+    *("capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor"),
+)
+"""Attributes of routers that drop tokens: of DeepSpeed, fairseq, Megatron-LM, NLLB-MoE and their like."""
+_DROPS = ("drops_tokens", "drop_tokens")
+"""Attributes that decide for a router whether it does; the second is DeepSpeed's."""
+_PER_SEQUENCE = ("SwitchTransformersTop1Router",)
+"""Classes of transformers that count the tokens of an expert in each sequence by itself."""
+
+
+def check_routing(model: nn.Module, batch: BatchPlan, own_loss: bool) -> None:
+    """Raise a UserError for routers that drop tokens, and for load-balancing losses.
+
+    Args:
+        batch: of a step.
+        own_loss: the model may compute the loss itself.
+    """
+    if batch.global_batch_size <= batch.batch_size:
+        return
+    for name, module in model.named_modules():
+        if _drops_tokens(module):
+            raise _depends_on_micro_batches(
+                f"'{name}' drops the tokens that exceed the capacity of an expert, which is counted over a"
+                " micro-batch (contracts C2 and C3)",
+                batch,
+                "Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or declare"
+                " drops_tokens = False on the router if what becomes of a sample does not depend on others",
+            )
+        config = getattr(module, "config", None)
+        if own_loss and _balances(config):
+            raise _depends_on_micro_batches(
+                f"'{name or type(module).__name__}' adds a load-balancing loss, which multiplies means over"
+                " the tokens of a micro-batch (contract C2)",
+                batch,
+                "Set output_router_logits=False or router_aux_loss_coef=0 in the model's configuration, or"
+                " give a loss_fn over the logits",
+            )
+
+
+def _drops_tokens(module: nn.Module) -> bool:
+    for attribute in _DROPS:
+        decided = getattr(module, attribute, None)
+        if isinstance(decided, bool):
+            return decided
+    if type(module).__name__ in _PER_SEQUENCE:
+        return False
+    limits = (getattr(module, attribute, None) for attribute in _CAPACITIES)
+    return any(isinstance(limit, (int, float)) and limit > 0 for limit in limits)
+
+
+def _balances(config: Any) -> bool:
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    return bool(getattr(config, "output_router_logits", False)) and bool(coefficient)
+
+
+def _depends_on_micro_batches(what: str, batch: BatchPlan, remedy: str) -> UserError:
+    return UserError(
+        f"{what}, and a step has several micro-batches",
+        field="global_batch_size",
+        got=batch.global_batch_size,
+        allowed=f"{batch.batch_size}, one micro-batch on one rank",
+        remedy=remedy,
+    )

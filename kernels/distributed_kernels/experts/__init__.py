@@ -1,0 +1,1 @@
+"""Mixtures of experts: top-k routing, experts of stacked weights, tokens exchanged between ranks."""
