@@ -141,7 +141,9 @@ class MeshBackend(ProcessGroupBackend):
         self._cut_optimizer_state()
         for group in self.optimizer.param_groups:
             # One kernel cannot take parameters of several meshes, or of one and of none, together.
-            if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+            mixed = float(len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1)
+            # Settings are equal on all ranks, also where stages hold other parameters.
+            if (self.all_reduce([mixed])[0] if self.pipeline is not None else mixed) > 0:
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
 
     def cut(self, model: nn.Module, built_by_one: bool = False) -> None:

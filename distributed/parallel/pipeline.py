@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,8 @@ class Pipeline:
 
     def _whole_output(self, model: nn.Module) -> CutCheck | None:
         forward, batch = forward_of(self._task, model)
-        return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
+        with self._backend.autocast():
+            return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
 
     # -- who holds what ---------------------------------------------------------------
 
@@ -165,12 +167,13 @@ class Pipeline:
         if self._check is not None:
             forward, batch = forward_of(self._task, model, device=self._device)
             ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
-            self._check.compare(
-                stage_ranks,
-                lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
-                lambda: self.evaluate(batch, forward),
-                self.sees_loss,
-            )
+            with self._backend.autocast():
+                self._check.compare(
+                    stage_ranks,
+                    lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
+                    lambda: self.evaluate(batch, forward),
+                    self.sees_loss,
+                )
         self._check = None
 
     def remove(self) -> None:
@@ -203,6 +206,9 @@ class Pipeline:
             self._compare(window)
         self._scale, self._known = scale, self._backend.known_counts(self._window)
         self._total, self._count, self._forward_seconds = 0.0, 0, 0.0
+        if self._backend.scaler is not None:
+            # It has a scale from its first loss on, and some stages see none.
+            self._backend.scaler.scale(torch.zeros((), device=self._device))
         start = perf_counter()
         self._steps().run()
         timers = self._backend.timers
@@ -247,7 +253,7 @@ class Pipeline:
         backend, micro = self._backend, self._window.micro_batches[position]
         batch, rows = backend.to_device(micro.batch), rows_of(micro.batch)
         kept = None if micro.num_samples else Buffers(backend.module)
-        with backend.autocast():
+        with backend.autocast(), _own_parameters_alone(stage):
             step = (batch, micro.num_samples, self._scale, self._known[position])
             given = self._cut(stage, received, rows)
             found = backend.through(
@@ -400,6 +406,24 @@ _CANNOT = {
     META: "it has no values",
     SPARSE: "a pipeline adds up dense gradients",
 }
+
+
+@contextmanager
+def _own_parameters_alone(stage: int) -> Iterator[None]:
+    """Explain torch's error about parameters without data, which other stages hold."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        raise UserError(
+            f"stage {stage} of the pipeline used a parameter that another stage holds: the forward pass calls"
+            f" other modules than for the first samples ({type(error).__name__}: {error})",
+            field="parallel.pipeline",
+            got=f"stage {stage}",
+            allowed="models that call the same modules for all samples",
+            remedy="Use parallel.tensor or parallel.data",
+        ) from error
 
 
 def _in_stages(layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:

@@ -192,6 +192,7 @@ class FSDPBackend(MeshBackend):
         if self._sharded is None or self._use is None:
             super().add_shared(pipeline)
             return
+        self._reshard()  # a stage whose output needs no gradient had no backward, which does
         names = self._sharded.parameters
         used = dict(zip(names, self._sharded.take_used(), strict=True))
         shared = pipeline.add_shared(lambda name, parameter: used.get(name, parameter.grad is not None))

@@ -40,7 +40,9 @@ class _Runs(Callback):
     def on_step_end(self, context: Context) -> None:
         for block in context.model.blocks:
             calls, block.calls = block.calls, 0
-            assert calls == self.times, f"Python ran a block {calls} times in a step"
+            # Another stage of a pipeline has a block without data.
+            times = 0 if any(p.is_meta for p in block.parameters()) else self.times
+            assert calls == times, f"Python ran a block {calls} times in a step"
 
 
 class ClaimContracts(Suite):
