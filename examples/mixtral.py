@@ -48,7 +48,7 @@ class Bytes(Dataset[dict[str, Tensor]]):
 
 
 def build_model() -> nn.Module:
-    """A Mixtral of 0.4 million parameters over bytes: 2 of 4 experts for each token."""
+    """A Mixtral of 0.2 million parameters over bytes: 2 of 4 experts for each token."""
     config = MixtralConfig(
         vocab_size=256,
         hidden_size=64,

@@ -23,29 +23,10 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
-_ALLOWED = {
-    "parallel.tensor": (
-        "models that take the number of heads or features from their inputs (-1), not from their sizes",
-        "models of which every cut layer computes each part of its output from the same part of its weights",
-    ),
-    "parallel.expert": (
-        "layers that compute with as many experts as they hold",
-        "layers that compute each token by itself, by the experts of its index",
-    ),
-    "parallel.pipeline": (
-        "models that use the parameters of a module by calling it",
-        "models that use what a block returns in the next block alone",
-    ),
-}
-"""Field -> models that can be computed when they are cut, and models that compute the same."""
-_REMEDY = {
-    "parallel.tensor": "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP,"
-    " and leave the others whole",
-    "parallel.expert": "Leave parallel.expert out, or give the layer the methods expert_parameters and"
-    " set_expert_group (docs/experts.md)",
-    "parallel.pipeline": "Name stages that begin elsewhere in parallel.stages, or use parallel.tensor or"
-    " parallel.data",
-}
+_REMEDY = (
+    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, or where stages begin in"
+    " parallel.stages, and leave the others whole. A layer of experts can divide itself (docs/experts.md)"
+)
 
 
 def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
@@ -94,8 +75,9 @@ class CutCheck:
                 f"the model cannot be computed when {size} ranks cut it: {type(error).__name__}: {error}",
                 field=self._field,
                 got=size,
-                allowed=_ALLOWED[self._field][0],
-                remedy=_REMEDY[self._field],
+                allowed="models that take the number of heads, features or experts from their inputs (-1) and"
+                " weights, not from their sizes, and use the parameters of a module by calling it",
+                remedy=_REMEDY,
             ) from error
         times = agree(_difference(self._before, after, self._rounding) if sees_output else 0.0)
         if times > 1.0:
@@ -104,8 +86,9 @@ class CutCheck:
                 f" samples differs by {times:.0e} times what rounding explains",
                 field=self._field,
                 got=size,
-                allowed=_ALLOWED[self._field][1],
-                remedy=_REMEDY[self._field],
+                allowed="models of which every cut layer computes each part of its output from the same part"
+                " of its weights, and every stage from what the one before it returns",
+                remedy=_REMEDY,
             )
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:

@@ -29,8 +29,9 @@ class Mesh:
     Attributes:
         device_mesh: torch's mesh, with the axes that have several ranks.
         coordinates: axis -> index of this rank along it.
-        expert_mesh: the same ranks with the axes of experts, and groups of its own: tokens travel while
-            gradients are reduced. None without such an axis.
+        experts: the ranks that hold different experts and differ in nothing else; None without such an axis.
+        same_experts: process group of the ranks with different samples that hold the same experts; None if
+            that is this rank only.
     """
 
     def __init__(self, dims: ParallelDims, rank: int, device: str, timeout: float) -> None:
@@ -40,28 +41,20 @@ class Mesh:
         sizes = tuple(dims.size(axis) for axis in self._axes)
         self.device_mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=self._axes)
         self._groups: dict[tuple[str, ...], Any] = {}
-        self.expert_mesh = self._make_expert_mesh() if dims.expert > 1 else None
+        self.experts: DeviceMesh | None = None
+        self.same_experts: Any = None
+        if dims.expert > 1:
+            kind = self.device_mesh.device_type
+            self.experts = DeviceMesh.from_group(self._new_group("expert"), kind, mesh_dim_names=("expert",))
+            if dims.expert_data > 1:
+                self.same_experts = self._new_group("expert_data")
 
-    def _make_expert_mesh(self) -> DeviceMesh:
-        sizes = tuple(self.dims.size(axis) for axis in EXPERT_AXES)
-        ranks = torch.arange(self.dims.world_size).view(sizes)
-        mesh = DeviceMesh(self.device_mesh.device_type, ranks, mesh_dim_names=EXPERT_AXES)
-        for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
-        return mesh
-
-    @property
-    def experts(self) -> DeviceMesh:
-        """The ranks that hold different experts and differ in nothing else."""
-        assert self.expert_mesh is not None
-        return self.expert_mesh["expert"]
-
-    @property
-    def same_experts(self) -> Any:
-        """Process group of the ranks with different samples that hold the same experts; None if that is this
-        rank only."""
-        assert self.expert_mesh is not None
-        return self.expert_mesh.get_group("expert_data") if self.dims.expert_data > 1 else None
+    def _new_group(self, axis: str) -> Any:
+        """The ranks that differ along one of `EXPERT_AXES`. A mesh would use the group of all where these are
+        all, whose collectives of gradients run at the same time."""
+        ranks = torch.arange(self.dims.world_size).view([self.dims.size(name) for name in EXPERT_AXES])
+        sets = ranks.movedim(EXPERT_AXES.index(axis), -1).reshape(-1, self.dims.size(axis)).tolist()
+        return dist.new_subgroups_by_enumeration(sets, timeout=self._timeout)[0]
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh along those of `axes` that have several ranks."""

@@ -164,6 +164,7 @@ class MeshBackend(ProcessGroupBackend):
 
     def _divide_experts(self, model: nn.Module, built_by_one: bool) -> None:
         assert self.mesh is not None
+        assert self.mesh.experts is not None
         assert self.original is not None
         size = self.mesh.dims.expert
         layers = expert_layers.check_experts(model, size)

@@ -47,7 +47,7 @@ class OriginalModel:
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Note which plain attributes of `module` and of the modules inside it the block changes, and which
+        """Note which attributes of `module` and of the modules inside it the block changes, and which
         hooks it adds."""
         before = [(inner, dict(vars(inner)), _hook_keys(inner)) for inner in module.modules()]
         yield
@@ -55,7 +55,8 @@ class OriginalModel:
             self._hooks.setdefault(inner, set()).update(_hook_keys(inner) - keys)
             for key, value in values.items():
                 now = vars(inner).get(key)
-                if isinstance(value, _PLAIN) and isinstance(now, _PLAIN) and now != value:
+                plain = isinstance(value, _PLAIN) and isinstance(now, _PLAIN)
+                if now != value if plain else now is not value:
                     self._changed.append((inner, key, value, now))
 
     def copy_attributes(self) -> None:

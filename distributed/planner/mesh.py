@@ -50,11 +50,18 @@ _NOT_CUT: dict[str, tuple[tuple[object, ...], str]] = {
 """Field -> values that layers which ranks divide can be trained with, and why not with others."""
 
 
+_NOT_EXPERTS: dict[str, tuple[tuple[object, ...], str]] = {
+    **_NOT_CUT,
+    "compile": (("none",), "the number of tokens of an expert is known only when they arrive"),
+}
+"""The same of experts that ranks divide."""
+
+
 def _check_cut_layers(config: DistributedConfig) -> None:
-    cutting = {axis: getattr(config.parallel, axis) for axis in ("tensor", "expert")}
-    for field, (allowed, why) in _NOT_CUT.items():
-        value = getattr(config, field)
-        for axis, size in cutting.items():
+    for axis, fields in (("tensor", _NOT_CUT), ("expert", _NOT_EXPERTS)):
+        size = getattr(config.parallel, axis)
+        for field, (allowed, why) in fields.items():
+            value = getattr(config, field)
             if size > 1 and value not in allowed:
                 raise UserError(
                     f"parallel.{axis}={size} cuts layers: {why}",

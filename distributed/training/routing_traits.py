@@ -38,21 +38,24 @@ def check_routing(model: nn.Module, batch: BatchPlan, own_loss: bool) -> None:
         return
     for name, module in model.named_modules():
         if _drops_tokens(module):
-            raise _depends_on_micro_batches(
+            raise UserError(
                 f"'{name}' drops the tokens that exceed the capacity of an expert, which is counted over a"
-                " micro-batch (contracts C2 and C3)",
-                batch,
-                "Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or declare"
-                " drops_tokens = False on the router if what becomes of a sample does not depend on others",
+                " micro-batch, and a step has several (contracts C2 and C3)",
+                field="global_batch_size",
+                got=batch.global_batch_size,
+                allowed=f"{batch.batch_size}, one micro-batch on one rank",
+                remedy="Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or set"
+                " drops_tokens = False on the router if a sample does not depend on the others",
             )
-        config = getattr(module, "config", None)
-        if own_loss and _balances(config):
-            raise _depends_on_micro_batches(
+        if own_loss and _balances(getattr(module, "config", None)):
+            raise UserError(
                 f"'{name or type(module).__name__}' adds a load-balancing loss, which multiplies means over"
-                " the tokens of a micro-batch (contract C2)",
-                batch,
-                "Set output_router_logits=False or router_aux_loss_coef=0 in the model's configuration, or"
-                " give a loss_fn over the logits",
+                " the tokens of a micro-batch, and a step has several (contract C2)",
+                field="global_batch_size",
+                got=batch.global_batch_size,
+                allowed=f"{batch.batch_size}, one micro-batch on one rank",
+                remedy="Set output_router_logits=False or router_aux_loss_coef=0 in the model's config,"
+                " or give a loss_fn over the logits",
             )
 
 
@@ -70,13 +73,3 @@ def _drops_tokens(module: nn.Module) -> bool:
 def _balances(config: Any) -> bool:
     coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     return bool(getattr(config, "output_router_logits", False)) and bool(coefficient)
-
-
-def _depends_on_micro_batches(what: str, batch: BatchPlan, remedy: str) -> UserError:
-    return UserError(
-        f"{what}, and a step has several micro-batches",
-        field="global_batch_size",
-        got=batch.global_batch_size,
-        allowed=f"{batch.batch_size}, one micro-batch on one rank",
-        remedy=remedy,
-    )

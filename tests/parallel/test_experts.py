@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed import UserError
+from distributed import Callback, UserError
 from distributed.errors import WorkerError
+from distributed.parallel.original_model import OriginalModel
 from distributed.registry.catalog import get_catalog
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
@@ -82,9 +83,10 @@ def test_divided_experts_train_as_one_process_does(name: str, mesh: str, rank_po
         assert getattr(module, "num_experts", None) == getattr(fresh, "num_experts", None)
 
 
-def test_a_second_fit_continues_and_callbacks_see_the_whole_model(rank_pool: RankPool) -> None:
-    build = EXPERT_ENTRIES["mixtral"].build
-    weights = reference("mixtral", build).weights
+@pytest.mark.parametrize("name", ["moe", "mixtral"])
+def test_a_second_fit_continues_and_callbacks_see_the_whole_model(name: str, rank_pool: RankPool) -> None:
+    build = EXPERT_ENTRIES[name].build
+    weights = reference(name, build).weights
     model = build()
     trainer = trainer_of(model, "pytorch-ddp", 2, rank_pool, {"expert": 2})
     trainer.fit(DATA, max_steps=4)
@@ -112,6 +114,37 @@ def test_activations_are_recomputed_across_the_ranks(mode: str, rank_pool: RankP
     trainer = trainer_of(model, "pytorch-ddp", 4, rank_pool, {"expert": 2}, activation_checkpointing=mode)
     trainer.fit(DATA, max_steps=STEPS)
     assert difference(model, reference("moe", build).weights) < EXACT
+
+
+class OwnGroup(Callback):
+    """Fails a run whose tokens travel in the group in which gradients are reduced, at the same time."""
+
+    all_ranks = True
+
+    def on_run_start(self, context: Any) -> None:
+        mesh = context.backend.mesh
+        groups = [mesh.experts.get_group(), mesh.same_experts, context.backend.replica_group]
+        assert len({id(group) for group in groups}) == 3
+
+
+def test_tokens_travel_in_a_group_of_their_own(rank_pool: RankPool) -> None:
+    model = EXPERT_ENTRIES["moe"].build()
+    trainer_of(model, "pytorch-ddp", 2, rank_pool, {"expert": 2}, callbacks=[OwnGroup()]).fit(
+        DATA, max_steps=1
+    )
+
+
+def test_a_layer_forgets_the_group_of_a_run_that_ended() -> None:
+    """As in ranks of a launcher, whose own model is divided."""
+    layer = OwnExperts()
+    original = OriginalModel(layer)
+    with original.watched(layer):
+        layer.group = object()
+    with original.undone():
+        assert layer.group is None
+    assert layer.group is not None
+    original.restore()
+    assert layer.group is None
 
 
 # -- memory ---------------------------------------------------------------------------------------------

@@ -145,3 +145,10 @@ def test_what_needs_whole_weights_is_refused_with_a_tensor_axis(fields: dict[str
     for axis in ("tensor", "expert"):
         with pytest.raises(UserError, match=rf"parallel\.{axis}=2 cuts layers"):
             plan("pytorch-ddp", 2, fields, **{axis: 2})
+
+
+def test_compiled_experts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"parallel\.expert=2 cuts layers: the number of tokens") as caught:
+        plan("pytorch-ddp", 2, {"compile": "blocks"}, expert=2)
+    assert (caught.value.field, caught.value.allowed) == ("compile", "none")
+    assert plan("pytorch-ddp", 2, {"compile": "blocks"}, tensor=2).dims.tensor == 2
