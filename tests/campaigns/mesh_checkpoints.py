@@ -32,7 +32,7 @@ __all__ = ["MeshCheckpoints"]
 
 DATA = tokens(21)
 BUILD = ENTRIES["dilated"].build
-BEFORE, ALL = 4, 8
+BEFORE, TOTAL = 4, 8
 """Steps until the checkpoint, and in all; an epoch has three."""
 
 
@@ -47,17 +47,18 @@ class MeshCheckpoints:
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         model = BUILD()
-        self._uninterrupted = self._train("serial", model, folder / "uninterrupted", ALL)
-        plain = train_plainly(BUILD(), DATA, steps=ALL, **OPTIONS)
+        self._uninterrupted = self._train("serial", model, folder / "uninterrupted", TOTAL)
+        plain = train_plainly(BUILD(), DATA, steps=TOTAL, **OPTIONS)
         assert difference(model, plain.weights) < EXACT
 
     def _train(
-        self, place: str, model: nn.Module, folder: Path, steps: int, resume: str | bool = False
+        self, place: str, model: nn.Module, folder: Path, steps: int, resume: str | None = None
     ) -> str:
         """Train until `steps`; the path of the last checkpoint."""
-        trainer = trainer_at(place, model, self._pool, folder, resume_from_checkpoint=resume)
+        trainer = trainer_at(place, model, self._pool, folder, resume_from_checkpoint=resume or False)
         with redirect_stdout(StringIO()):
             history = trainer.fit(DATA, max_steps=steps)
+        assert history.steps["step"] == list(range(BEFORE + 1 if resume else 1, steps + 1))
         assert history.checkpoint is not None
         return history.checkpoint
 
@@ -65,7 +66,7 @@ class MeshCheckpoints:
         """Distance of each of `loaders` from the uninterrupted run, from a checkpoint of `saver`."""
         saved = self._train(saver, BUILD(), self._folder / saver, BEFORE)
         for loader in loaders:
-            resumed = self._train(loader, BUILD(), self._folder / f"{saver} to {loader}", ALL, saved)
+            resumed = self._train(loader, BUILD(), self._folder / f"{saver} to {loader}", TOTAL, saved)
             yield state_distance(resumed, self._uninterrupted)
 
 

@@ -50,5 +50,6 @@ def test_a_checkpoint_of_three_axes_continues_in_one_process(rank_pool: RankPool
     build = ENTRIES["dilated"].build
     for number, place in enumerate(("data 2 x shard 2 x tensor 2", "serial", "data 2 x shard 2 x tensor 2")):
         model = build()
-        trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * (number + 1))
+        history = trainer_at(place, model, rank_pool, tmp_path).fit(DATA, max_steps=4 * number + 4)
+        assert history.steps["step"] == list(range(4 * number + 1, 4 * number + 5))
     assert difference(model, train_plainly(build(), DATA, steps=12, **OPTIONS).weights) < EXACT

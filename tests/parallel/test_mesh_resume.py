@@ -45,7 +45,8 @@ def test_a_run_goes_on_from_mesh_to_mesh(path: tuple[str, ...], rank_pool: RankP
     build = ENTRIES["dilated"].build
     for number, place in enumerate(path):
         model = build()
-        history = trainer_at(place, model, rank_pool, tmp_path / "mesh").fit(DATA, max_steps=4 * (number + 1))
+        history = trainer_at(place, model, rank_pool, tmp_path / "mesh").fit(DATA, max_steps=4 * number + 4)
+        assert history.steps["step"] == list(range(4 * number + 1, 4 * number + 5))
     expected = train_plainly(build(), DATA, steps=4 * len(path), **OPTIONS)
     assert difference(model, expected.weights) < EXACT
     # The optimizer's state, too, against a run that was not interrupted.
