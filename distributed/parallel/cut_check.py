@@ -24,8 +24,9 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 Models of float64 weights may compute parts in float32."""
 _HALF = 0.1
 _REMEDY = (
-    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, or where stages begin in"
-    " parallel.stages, and leave the others whole. A layer of experts can divide itself (docs/experts.md)"
+    "Name the modules that can be cut in parallel.tensor_plan, such as those of the MLP, or where stages"
+    " begin in parallel.stages, and leave the others whole. A layer of experts can divide itself"
+    " (docs/experts.md)"
 )
 
 
