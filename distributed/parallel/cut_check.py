@@ -6,7 +6,7 @@ its structure shows: it would train something else without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
-__all__ = ["CutCheck"]
+__all__ = ["CutCheck", "room_for_rounding", "times_rounding"]
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
@@ -40,7 +40,7 @@ class CutCheck:
     def __init__(self, model: nn.Module, forward: Callable[[], Any]) -> None:
         self._model, self._forward = model, forward
         self._before = self._outputs()
-        self._room = max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+        self._room = room_for_rounding(model)
 
     def compare(self, size: int, agree: Callable[[float], float]) -> None:
         """Compare the output of the cut model. Collective.
@@ -63,7 +63,7 @@ class CutCheck:
                 " their sizes",
                 remedy=_REMEDY,
             ) from error
-        times = agree(self._difference(after))
+        times = agree(times_rounding(self._before, after, self._room))
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
@@ -75,22 +75,33 @@ class CutCheck:
                 remedy=_REMEDY,
             )
 
-    def _difference(self, outputs: list[Tensor]) -> float:
-        """Largest difference from the whole model's output, as a multiple of what rounding explains."""
-        found = 0.0
-        for before, after in zip(self._before, outputs, strict=True):
-            if before.shape != after.shape:
-                return float("inf")
-            if not torch.equal(before.isfinite(), after.isfinite()):
-                return float("inf")  # but the mean over no targets is not a number in either
-            before, after = before[before.isfinite()], after[after.isfinite()]
-            if before.numel():
-                room = self._room * max(float(before.abs().max()), 1e-6)
-                found = max(found, float((before - after).abs().max()) / room)
-        return found
-
     def _outputs(self) -> list[Tensor]:
         with undisturbed(self._model):
             leaves = tree_leaves(self._forward())
         tensors = [whole(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+
+
+def room_for_rounding(model: nn.Module) -> float:
+    """Relative difference that rounding explains in the output of `model`."""
+    return max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+
+
+def times_rounding(before: Sequence[Tensor], after: Sequence[Tensor], room: float) -> float:
+    """Largest difference of outputs, as a multiple of what rounding explains.
+
+    Args:
+        before, after: float64 tensors.
+        room: `room_for_rounding`.
+    """
+    found = 0.0
+    for first, second in zip(before, after, strict=True):
+        if first.shape != second.shape:
+            return float("inf")
+        if not torch.equal(first.isfinite(), second.isfinite()):
+            return float("inf")  # but the mean over no targets is not a number in either
+        one, other = first[first.isfinite()], second[second.isfinite()]
+        if one.numel():
+            limit = room * max(float(one.abs().max()), 1e-6)
+            found = max(found, float((one - other).abs().max()) / limit)
+    return found

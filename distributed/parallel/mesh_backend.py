@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, whole
 from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import StepResult, Window
-from distributed.interfaces.parallel_dims import MODEL_AXES, ParallelDims
+from distributed.interfaces.parallel_dims import DATA_AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.parallel.asynchronous import overlap_collectives
 from distributed.parallel.automatic_pairs import find_pairs
+from distributed.parallel.context_axis import ContextAxis, attention_of, draws_numbers
+from distributed.parallel.context_check import check_objective, check_slices
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -38,6 +40,10 @@ from distributed.training.whole_model import read_only
 
 __all__ = ["MeshBackend"]
 
+_CONTRIBUTE = (*DATA_AXES, "context")
+"""Axes along which losses, counts and gradients add up: samples, or slices of them, differ."""
+_PARTS = tuple(axis for axis in MODEL_AXES if axis not in _CONTRIBUTE)
+"""Axes along which ranks hold different parts of the model."""
 _MATHS = torch.backends.mha
 _NOT_COMPARED = (
     "note: the output of the cut model was not compared with that of the whole model, because there was no"
@@ -60,6 +66,8 @@ class MeshBackend(ProcessGroupBackend):
     mesh: Mesh | None = None
     original: OriginalModel | None = None
     _axis: TensorAxis | None = None
+    _context: ContextAxis | None = None
+    _compared = False
     _first: EqualOnTensorRanks | None = None
     _fast_path: bool | None = None
     _partial: tuple[nn.Parameter, ...] = ()
@@ -69,7 +77,7 @@ class MeshBackend(ProcessGroupBackend):
         if several:
             self.scaler_class = ShardedScaler
         world = super().setup(plan)
-        self._joined = plan.joined is not None
+        self._plan, self._joined = plan, plan.joined is not None
         if several:
             self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
         return world
@@ -85,14 +93,21 @@ class MeshBackend(ProcessGroupBackend):
 
     @property
     def replica_group(self) -> Any:
-        """Process group of the ranks with different samples; None for all."""
-        return self.mesh.group("data", "shard") if self.mesh is not None and self.shares_model else None
+        """Process group of the ranks with different samples, or slices of them; None for all."""
+        several = self.mesh is not None and self.shares_model
+        return self.mesh.group(*_CONTRIBUTE) if self.mesh is not None and several else None
+
+    @property
+    def num_contributors(self) -> int:
+        return self.world.data_parallel_size if self.mesh is None else self.mesh.dims.size(*_CONTRIBUTE)
 
     # -- the model --------------------------------------------------------------------
 
     def prepare(self, task: Task) -> None:
         self._task = task
         super().prepare(task)
+        if self._context is not None:
+            check_objective(task, self.objective)
         if self._axis is not None:
             check_optimizer(self.optimizer, self.config.backend)
             self._axis.joins_vocabulary = self.objective.takes_parts_of_classes
@@ -111,6 +126,8 @@ class MeshBackend(ProcessGroupBackend):
         Args:
             built_by_one: only rank 0 has the model's values.
         """
+        if self.mesh is not None and self.mesh.dims.context > 1:
+            self._context = self._slices_of(model, self.mesh)
         if self.mesh is None or self.mesh.dims.tensor == 1:
             return
         if self.original is None:
@@ -131,6 +148,11 @@ class MeshBackend(ProcessGroupBackend):
             check.compare(self._axis.size, lambda times: self.all_reduce([times])[0] / self.world.size)
         elif self.world.rank == 0:
             print_line(_NOT_COMPARED, sys.stdout)
+
+    def _slices_of(self, model: nn.Module, mesh: Mesh) -> ContextAxis:
+        dims, rank = mesh.dims, self.world.rank
+        place = mesh.group("context"), dims.index(rank, "context"), dims.context
+        return ContextAxis(attention_of(model, self._plan), *place, draws=draws_numbers(model))
 
     def remember(self, model: nn.Module, built_by_one: bool) -> None:
         """Keep what `release` restores of `model`, which is equal on all ranks from here on. Collective."""
@@ -204,13 +226,32 @@ class MeshBackend(ProcessGroupBackend):
         Collective. Nothing to do where backward has done it."""
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        if self._axis is None:
+        if self._axis is None and self._context is None:
             return super().run_window(window)
-        with self._first.inputs() if self._first is not None else nullcontext(), self._loss_of_parts():
+        inputs = self._first.inputs() if self._first is not None else nullcontext()
+        window = self._own_slices(window)
+        with inputs, self._loss_of_parts(), self._over_slices(training=True):
             seen = super().run_window(window)
         self.reduce_gradients()
-        self._sum_partial(self._axis)
+        if self._axis is not None:
+            self._sum_partial(self._axis)
         return seen if self._reports else (0.0, 0)
+
+    def _own_slices(self, window: Window) -> Window:
+        """`window`, or this rank's slices of its sequences. Collective for the first window."""
+        if self._context is None:
+            return window
+        if not self._compared:
+            check_slices(self, self._context, window.micro_batches[0].batch)
+            self.free_gathered()
+            self._compared = True
+        return self._context.cut_window(window)
+
+    def _over_slices(self, training: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else self._context.over_slices(training)
+
+    def free_gathered(self) -> None:
+        """Free copies of parameters that were gathered for a forward pass, where there are any."""
 
     def _loss_of_parts(self) -> AbstractContextManager[Any]:
         if self._axis is None or not self._axis.joins_vocabulary:
@@ -260,7 +301,9 @@ class MeshBackend(ProcessGroupBackend):
         return square.sqrt()
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
-        found = super().evaluate_window(window)
+        window = self._own_slices(window)
+        with self._over_slices(training=False):
+            found = super().evaluate_window(window)
         return found if self._reports else {}
 
     # -- state ------------------------------------------------------------------------
@@ -281,7 +324,7 @@ class MeshBackend(ProcessGroupBackend):
     def replica_set(self) -> tuple[int, int]:
         if self.mesh is None:
             return 0, 1
-        return self.mesh.dims.index(self.world.rank, *MODEL_AXES), self.mesh.dims.size(*MODEL_AXES)
+        return self.mesh.dims.index(self.world.rank, *_PARTS), self.mesh.dims.size(*_PARTS)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         return super().whole_model() if self.original is None else read_only(self.original.whole_copy())
@@ -289,6 +332,9 @@ class MeshBackend(ProcessGroupBackend):
     @torch.no_grad()
     def release(self) -> None:
         super().release()
+        if self._context is not None:
+            self._context.release()
+            self._context = None
         if self.original is None:
             return
         cut = dict(self.module.named_parameters())

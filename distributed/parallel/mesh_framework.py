@@ -14,7 +14,13 @@ class MeshFramework(TorchFramework):
     """`TorchFramework` for backends that can have several ranks along other axes than ``data``."""
 
     def check_split(self, model: Any, plan: RunPlan) -> None:
-        if plan.dims.tensor == 1 or not self.is_model(model):
+        if not self.is_model(model):
+            return
+        if plan.dims.context > 1:
+            from distributed.parallel.context_axis import attention_of
+
+            attention_of(model, plan)
+        if plan.dims.tensor == 1:
             return
         # Imported only where it is needed: a mesh takes a while to import.
         from distributed.parallel.tensor_plan import check_cuts, declared_plan, read_plan

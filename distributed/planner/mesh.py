@@ -31,7 +31,7 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
                 allowed="1",
                 remedy=f"Backends that can: {', '.join(able) or 'none installed'}",
             )
-    _check_cut_layers(config)
+    _check_values(config)
     schedule = config.parallel.schedule
     if schedule is not None and schedule not in spec.capabilities.schedules:
         raise UserError(
@@ -43,23 +43,34 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
         )
 
 
-_NOT_CUT: dict[str, tuple[tuple[object, ...], str]] = {
-    "optimizer_bits": ((32,), "its state is quantized in blocks of a whole parameter"),
-    "matmul_precision": (("default", "tf32"), "fp8 layers compute with a whole weight"),
+_NOT_WITH: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
+    ("tensor", "optimizer_bits"): (
+        (32,),
+        "cuts layers: its state is quantized in blocks of a whole parameter",
+    ),
+    ("tensor", "matmul_precision"): (
+        ("default", "tf32"),
+        "cuts layers: fp8 layers compute with a whole weight",
+    ),
+    ("context", "compile"): (
+        ("none",),
+        "cuts sequences: compiled attention does not exchange keys and values",
+    ),
 }
-"""Field -> values that layers which ranks divide can be trained with, and why not with others."""
+"""(axis, field) -> values of the field with which several ranks along the axis can train, and why not with
+others."""
 
 
-def _check_cut_layers(config: DistributedConfig) -> None:
-    for field, (allowed, why) in _NOT_CUT.items():
-        value = getattr(config, field)
-        if config.parallel.tensor > 1 and value not in allowed:
+def _check_values(config: DistributedConfig) -> None:
+    for (axis, field), (allowed, why) in _NOT_WITH.items():
+        value, size = getattr(config, field), getattr(config.parallel, axis)
+        if size > 1 and value not in allowed:
             raise UserError(
-                f"parallel.tensor={config.parallel.tensor} cuts layers: {why}",
+                f"parallel.{axis}={size} {why}",
                 field=field,
                 got=value,
                 allowed=", ".join(map(str, allowed)),
-                remedy="Choose one of these, or parallel.tensor=1",
+                remedy=f"Choose one of these, or parallel.{axis}=1",
             )
 
 

@@ -37,6 +37,7 @@ from distributed.training.model_traits import (
     META,
     check_materialized,
     check_micro_batches,
+    check_slices_of_one,
     check_whole,
     refuse,
 )
@@ -112,6 +113,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
         check_whole(built)
+        check_slices_of_one(built, self.config, self.world.size)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
         self._hooks = DeferredHooks(built.parameters())
@@ -133,7 +135,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             warns=self.world.rank == 0 and self._batch.global_batch_size > self._batch.batch_size,
         )
         self._declare_counts(task)
-        parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
+        parallel = self.num_contributors > 1 and self.counts_with_gradients
         counts = parallel and self.objective.counted
         self.step_module = StepModule(self.module, self.objective, self._gradient_share if counts else 0)
         wrapped = self.wrap(self.step_module)
@@ -190,7 +192,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         micro_batches, scale = window.micro_batches, self._gradient_share / window.num_samples
         counted, add, enter = self.objective.counted, self.timers.add, self.timers.enter
         known = self._known_counts(window) if counted else [n for _, n in micro_batches]
-        if counted and self.world.data_parallel_size == 1 and None not in known:
+        if counted and self.num_contributors == 1 and None not in known:
             scale, counted = 1.0 / sum(known), False  # type: ignore[arg-type]
         total: Any = None
         count: Any = None
@@ -219,6 +221,11 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             self._watches_buffers = False
             warn_of_changes(first.changed())
         return total, count
+
+    @property
+    def num_contributors(self) -> int:
+        """Number of ranks whose losses, counts and gradients add up to those of a global batch."""
+        return self.world.data_parallel_size
 
     @property
     def _gradient_share(self) -> int:

@@ -57,7 +57,7 @@ def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
         ("pytorch-ddp", 4, {"shard": 2}, "parallel.shard", "1"),
         ("deepspeed", 4, {"tensor": 2}, "parallel.tensor", "1"),
         ("pytorch-ddp", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
-        ("fsdp", 4, {"context": 2}, "parallel.context", "1"),
+        ("deepspeed", 4, {"context": 2}, "parallel.context", "1"),
         ("pytorch-ddp", 4, {"expert": 2}, "parallel.expert", "1"),
     ],
 )

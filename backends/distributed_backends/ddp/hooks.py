@@ -23,8 +23,9 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
-                axes=("data", "tensor"),
+                axes=("data", "context", "tensor"),
                 levers=LEVERS,
             ),
+            context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]

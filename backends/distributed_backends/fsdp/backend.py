@@ -16,6 +16,7 @@ from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
@@ -60,6 +61,7 @@ class FSDPBackend(MeshBackend):
         self._built_by_one = False
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
+        self._slices: GradientReducer | None = None
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
@@ -108,10 +110,15 @@ class FSDPBackend(MeshBackend):
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
+        if self.mesh is not None and self.mesh.dims.context > 1:
+            # FSDP2 reduces over the ranks with different samples; those of slices are added to them.
+            names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+            limit = self.config.bucket_cap_mb * 2**20
+            self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
-            return step
+            return step if self.num_contributors == 1 else partial(self._counted, step)
         return partial(self._forward, self._sharded, self._order, step)
 
     # -- one step --------------------------------------------------------------------
@@ -121,8 +128,17 @@ class FSDPBackend(MeshBackend):
             root = self._sharded.root
             root.set_requires_gradient_sync(last or FSDPSection.of(self.config).reduce_every_micro_batch)
             root.set_is_last_backward(last)
-            self.counting_ends = last
+        self.counting_ends = last
         return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        if self._slices is not None:
+            self._slices.finish()
+
+    def _counted(self, step: StepModule, *args: Any) -> Any:
+        loss, total, count = step.forward(*args)
+        self.add_count(count)
+        return loss, total, count
 
     def _forward(self, sharded: ShardedModel, order: GatherOrder, step: StepModule, *args: Any) -> Any:
         with order.checked("training"):
@@ -184,6 +200,8 @@ class FSDPBackend(MeshBackend):
         if self._sharded is not None:
             self._sharded.reshard()
 
+    free_gathered = _reshard
+
     def replicated(self) -> None:
         return None
 
@@ -193,7 +211,9 @@ class FSDPBackend(MeshBackend):
 
     def release(self) -> None:
         self._reshard()
-        self._sharded = self._use = self._order = None
+        if self._slices is not None:
+            self._slices.remove()
+        self._sharded = self._use = self._order = self._slices = None
         super().release()
 
 

@@ -39,10 +39,11 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
-                axes=("shard", "data", "tensor"),
+                axes=("shard", "data", "context", "tensor"),
                 levers=LEVERS - {"optimizer_bits"},
             ),
             axis_sizes=_axis_sizes,
+            context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]
 

@@ -169,7 +169,7 @@ class MultiheadDilatedAttention(nn.Module):
             group: None for the whole sequence.
             first_head: number of the first of these heads.
         """
-        options = {"causal": self.causal, "group": group, "first_head": first_head}
+        options: dict[str, Any] = {"causal": self.causal, "group": group, "first_head": first_head}
         return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)
 
     def first_head(self, heads: int) -> int:
