@@ -326,6 +326,20 @@ def by_name(number: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": x, "labels": x} for x in tokens(number)[0]]
 
 
+def sliding() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, vocab_size=VOCABULARY, use_cache=False))
+
+
+def with_positions() -> list[tuple[Tensor, ...]]:
+    inputs, targets = tokens(16)
+    places = torch.arange(LENGTH).expand_as(inputs)
+    return list(zip(inputs, torch.ones_like(inputs), places, targets, strict=True))
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str, str]] = {
     "own positions": (Positions, DATA, {}, "parallel.context", "computes something else when 2 ranks"),
     "own attention": (
@@ -343,6 +357,20 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str, str]] = {
         {},
         "parallel.context",
         "4 neither divides nor is a multiple of a rank's slice of 3",
+    ),
+    "sliding window": (
+        sliding,
+        DATA,
+        {},
+        "parallel.context",
+        "sliding_window: the model",
+    ),
+    "positions": (
+        SEQUENCES["llama"].build,
+        with_positions(),
+        {},
+        "parallel.context",
+        "position_ids: slices of a sequence get theirs",
     ),
     "labels inside": (SEQUENCES["llama"].build, by_name(16), {}, "train_loader", "shifts labels across"),
     "loss by sample": (
