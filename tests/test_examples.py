@@ -60,10 +60,11 @@ def test_convnet(tmp_path: Path) -> None:
 def test_a_llama_learns_the_same_when_ranks_divide_it(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
-    for words in (["--num-processes", "1"], ["--num-processes", "2", "--set", "parallel.tensor=2"]):
-        out = run(tmp_path, *TRAIN, *script("llama.py"), "--max-steps", "8", *words)
+    for words in ((), ("--set", "parallel.tensor=2"), ("--set", "parallel.context=2")):
+        ranks = ("--num-processes", "2" if words else "1")
+        out = run(tmp_path, *TRAIN, *script("llama.py"), "--max-steps", "8", *ranks, *words)
         losses.append(figure(out, r"validation loss (\S+) after 8 steps"))
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    assert losses == pytest.approx([losses[0]] * 3, abs=2e-4)
 
 
 def test_a_mixtral_learns_the_same_when_ranks_divide_its_experts(tmp_path: Path) -> None:
@@ -78,8 +79,12 @@ def test_a_mixtral_learns_the_same_when_ranks_divide_its_experts(tmp_path: Path)
 
 def test_language_model_learns_the_same_on_one_and_two_ranks_and_backends(tmp_path: Path) -> None:
     bits = []
-    for ranks, backend in (("1", "pytorch-ddp"), ("2", "pytorch-ddp"), ("2", "fsdp")):
-        place = ["--num-processes", ranks, "--backend", backend, "--max-steps", "15"]
+    for ranks, backend, axes in (
+        ("1", "pytorch-ddp", []),
+        ("2", "fsdp", []),
+        ("2", "pytorch-ddp", ["--set", "parallel.context=2"]),
+    ):
+        place = ["--num-processes", ranks, "--backend", backend, "--max-steps", "15", *axes]
         out = run(tmp_path, *TRAIN, *script("language_model.py"), *place)
         assert f"{backend}: {ranks} rank" in out
         bits.append(figure(out, r"(\S+) bits per byte of unseen source after 15 steps"))

@@ -63,6 +63,8 @@ NAMES = [
     "model_parallel",
     "use_gradient_checkpointing",
     "use_deepspeed",
+    "sequence_parallel",
+    "use_sequence_parallel",
     "DeepSpeedDilatedAttentionEngine",
     "profile_training_step",
     "FairScale",

@@ -50,8 +50,10 @@ class ParallelSection(Section):
     stages: tuple[str, ...] = Field(
         (), description="Names of the modules with which the pipeline's stages begin. Empty: of equal cost."
     )
-    context_attention: Literal["auto", "ring", "ulysses"] = Field(
-        "auto", description="How attention exchanges keys and values along `context`."
+    context_attention: Literal["auto", "ring", "ulysses", "dilated", "block-sparse"] = Field(
+        "auto",
+        description="How the ranks of `context` compute attention together. auto: as the model's own modules"
+        " do; else ring, or ulysses for lengths that ring cannot cut.",
     )
 
     @model_validator(mode="after")

@@ -95,6 +95,9 @@ class BackendSpec:
         blocking_modules: modules in which its ranks wait for each other; a package stands for all its
             modules. A rank whose innermost Python frame lies in one waits, others work: hang diagnosis
             finds from it the rank that blocks the others.
+        context_attention: ``package.module:function`` that finds the attention of a model for ranks which
+            hold slices of sequences (`distributed.parallel.context_axis.ContextAttention`); for a backend
+            with the axis ``context``.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -119,6 +122,7 @@ class BackendSpec:
     deploy_form: str = "torchrun"
     search: str | None = None
     blocking_modules: tuple[str, ...] = ("torch.distributed",)
+    context_attention: str = ""
     preload: tuple[str, ...] = ()
 
     @property

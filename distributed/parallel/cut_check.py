@@ -6,7 +6,7 @@ its structure shows: it would train something else without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
-__all__ = ["CutCheck", "equal_outputs"]
+__all__ = ["CutCheck", "equal_outputs", "room_for_rounding", "times_rounding"]
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
@@ -32,7 +32,7 @@ _REMEDY = (
 
 def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
     """Whether two outputs of `model` differ by no more than rounding explains."""
-    return _difference(_floats(before), _floats(after), _rounding(model)) <= 1.0
+    return times_rounding(_floats(before), _floats(after), room_for_rounding(model)) <= 1.0
 
 
 class CutCheck:
@@ -47,7 +47,7 @@ class CutCheck:
     def __init__(self, model: nn.Module, forward: Callable[[], Any], field: str) -> None:
         self._model, self._forward, self._field = model, forward, field
         self._before = self._outputs(forward)
-        self._rounding = _rounding(model)
+        self._room = room_for_rounding(model)
 
     def compare(
         self,
@@ -80,7 +80,7 @@ class CutCheck:
                 " weights, not from their sizes, and use the parameters of a module by calling it",
                 remedy=_REMEDY,
             ) from error
-        times = agree(_difference(self._before, after, self._rounding) if sees_output else 0.0)
+        times = agree(times_rounding(self._before, after, self._room) if sees_output else 0.0)
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
@@ -97,27 +97,33 @@ class CutCheck:
             return _floats(forward())
 
 
-def _rounding(model: nn.Module) -> float:
-    return max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
-
-
 def _floats(outputs: Any) -> list[Tensor]:
     tensors = [whole(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
 
 
-def _difference(befores: list[Tensor], afters: list[Tensor], rounding: float) -> float:
-    """Largest difference between two lists of outputs, as a multiple of what rounding explains."""
+def room_for_rounding(model: nn.Module) -> float:
+    """Relative difference that rounding explains in the output of `model`."""
+    return max(_ROUNDING.get(p.dtype, _HALF) for p in model.parameters() if p.is_floating_point())
+
+
+def times_rounding(before: Sequence[Tensor], after: Sequence[Tensor], room: float) -> float:
+    """Largest difference of outputs, as a multiple of what rounding explains.
+
+    Args:
+        before, after: float64 tensors.
+        room: `room_for_rounding`.
+    """
     found = 0.0
-    if len(befores) != len(afters):
+    if len(before) != len(after):
         return float("inf")
-    for before, after in zip(befores, afters, strict=True):
-        if before.shape != after.shape:
+    for first, second in zip(before, after, strict=True):
+        if first.shape != second.shape:
             return float("inf")
-        if not torch.equal(before.isfinite(), after.isfinite()):
+        if not torch.equal(first.isfinite(), second.isfinite()):
             return float("inf")  # but the mean over no targets is not a number in either
-        before, after = before[before.isfinite()], after[after.isfinite()]
-        if before.numel():
-            room = rounding * max(float(before.abs().max()), 1e-6)
-            found = max(found, float((before - after).abs().max()) / room)
+        one, other = first[first.isfinite()], second[second.isfinite()]
+        if one.numel():
+            limit = room * max(float(one.abs().max()), 1e-6)
+            found = max(found, float((one - other).abs().max()) / limit)
     return found

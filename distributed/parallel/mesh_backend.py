@@ -16,13 +16,15 @@ from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part, who
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import StepResult, Window
-from distributed.interfaces.parallel_dims import AXES, MODEL_AXES, ParallelDims
+from distributed.interfaces.parallel_dims import AXES, DATA_AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.parallel import expert_layers
 from distributed.parallel.asynchronous import overlapped_collectives
 from distributed.parallel.automatic_pairs import find_pairs
+from distributed.parallel.context_axis import ContextAxis, attention_of, draws_numbers
+from distributed.parallel.context_check import check_objective, check_slices
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshBackend"]
 
+_CONTRIBUTE = (*DATA_AXES, "context")
+"""Axes along which losses, counts and gradients add up: samples, or slices of them, differ."""
+_PARTS = tuple(axis for axis in MODEL_AXES if axis not in _CONTRIBUTE)
+"""Axes along which ranks hold different parts of the model."""
 _MATHS = torch.backends.mha
 _NOT_COMPARED = (
     "note: the output of the cut model was not compared with that of the whole model, because there was no"
@@ -67,6 +73,8 @@ class MeshBackend(ProcessGroupBackend):
     original: OriginalModel | None = None
     pipeline: Pipeline | None = None
     _axis: TensorAxis | None = None
+    _context: ContextAxis | None = None
+    _compared = False
     _first: EqualOnTensorRanks | None = None
     _partial: tuple[nn.Parameter, ...] = ()
     _shape: PipelineShape | None = None
@@ -80,7 +88,7 @@ class MeshBackend(ProcessGroupBackend):
         if several:
             self.scaler_class = ShardedScaler
         world = super().setup(plan)
-        self._joined = plan.joined is not None
+        self._plan, self._joined = plan, plan.joined is not None
         if several:
             self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
         if plan.dims.pipeline > 1:
@@ -100,8 +108,13 @@ class MeshBackend(ProcessGroupBackend):
 
     @property
     def replica_group(self) -> Any:
-        """Process group of the ranks with different samples; None for all."""
-        return self.mesh.group("data", "shard") if self.mesh is not None and self.shares_model else None
+        """Process group of the ranks with different samples, or slices of them; None for all."""
+        several = self.mesh is not None and self.shares_model
+        return self.mesh.group(*_CONTRIBUTE) if self.mesh is not None and several else None
+
+    @property
+    def num_contributors(self) -> int:
+        return self.world.data_parallel_size if self.mesh is None else self.mesh.dims.size(*_CONTRIBUTE)
 
     @property
     def has_stages(self) -> bool:
@@ -120,7 +133,7 @@ class MeshBackend(ProcessGroupBackend):
         """Process group over which counts are added: as `replica_group`, with all stages; None for all."""
         if self.mesh is None or not self.shares_model:
             return None
-        return self.mesh.group("pipeline", "data", "shard")
+        return self.mesh.group("pipeline", *_CONTRIBUTE)
 
     # -- the model --------------------------------------------------------------------
 
@@ -129,6 +142,8 @@ class MeshBackend(ProcessGroupBackend):
         super().prepare(task)
         if self._shape is not None:
             self.objective.pieces = self._shape.pieces
+        if self._context is not None:
+            check_objective(task, self.objective)
         dims = self.mesh.dims if self.mesh is not None else ParallelDims()
         for axis in ("expert", "tensor"):
             if dims.size(axis) > 1:
@@ -152,6 +167,8 @@ class MeshBackend(ProcessGroupBackend):
         Args:
             built_by_one: only rank 0 has the model's values.
         """
+        if self.mesh is not None and self.mesh.dims.context > 1:
+            self._context = self._slices_of(model, self.mesh)
         dims = self.mesh.dims if self.mesh is not None else ParallelDims()
         if dims.expert == dims.tensor == 1:
             return
@@ -196,6 +213,11 @@ class MeshBackend(ProcessGroupBackend):
             check.compare(size, lambda times: self.all_reduce([times])[0] / self.world.size)
         elif self.world.rank == 0:
             print_line(_NOT_COMPARED, sys.stdout)
+
+    def _slices_of(self, model: nn.Module, mesh: Mesh) -> ContextAxis:
+        dims, rank = mesh.dims, self.world.rank
+        place = mesh.group("context"), dims.index(rank, "context"), dims.context
+        return ContextAxis(attention_of(model, self._plan), *place, draws=draws_numbers(model))
 
     def remember(self, model: nn.Module, built_by_one: bool) -> None:
         """Keep what `release` restores of `model`, which is equal on all ranks from here on. Collective."""
@@ -301,7 +323,9 @@ class MeshBackend(ProcessGroupBackend):
             seen = super().run_window(window)
             self.reduce_gradients()
             return seen
-        with self._first.inputs() if self._first is not None else nullcontext(), self._loss_of_parts():
+        inputs = self._first.inputs() if self._first is not None else nullcontext()
+        window = self._own_slices(window)
+        with inputs, self._loss_of_parts(), self._over_slices(training=True):
             seen = super().run_window(window)
         if self.pipeline is not None:
             if self._count is not None:
@@ -323,6 +347,22 @@ class MeshBackend(ProcessGroupBackend):
             return super().run_micro_batches(window, scale, known)
         with self._hooks.held_back():
             return self.pipeline.run_window(window, scale)
+
+    def _own_slices(self, window: Window) -> Window:
+        """`window`, or this rank's slices of its sequences. Collective for the first window."""
+        if self._context is None:
+            return window
+        if not self._compared:
+            check_slices(self, self._context, window.micro_batches[0].batch)
+            self.free_gathered()
+            self._compared = True
+        return self._context.cut_window(window)
+
+    def _over_slices(self, training: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else self._context.over_slices(training)
+
+    def free_gathered(self) -> None:
+        """Free copies of parameters that were gathered for a forward pass, where there are any."""
 
     def _loss_of_parts(self) -> AbstractContextManager[Any]:
         if self._axis is None or not self._axis.joins_vocabulary:
@@ -380,7 +420,9 @@ class MeshBackend(ProcessGroupBackend):
         return square.sqrt()
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
-        found = super().evaluate_window(window)
+        window = self._own_slices(window)
+        with self._over_slices(training=False):
+            found = super().evaluate_window(window)
         return found if self._reports else {}
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
@@ -432,7 +474,7 @@ class MeshBackend(ProcessGroupBackend):
     def replica_set(self) -> tuple[int, int]:
         if self.mesh is None:
             return 0, 1
-        axes = (*MODEL_AXES, "expert") if self._copied_experts else MODEL_AXES
+        axes = (*_PARTS, "expert") if self._copied_experts else _PARTS
         return self.mesh.dims.index(self.world.rank, *axes), self.mesh.dims.size(*axes)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
@@ -451,6 +493,9 @@ class MeshBackend(ProcessGroupBackend):
     @torch.no_grad()
     def release(self) -> None:
         super().release()
+        if self._context is not None:
+            self._context.release()
+            self._context = None
         if self.original is None:
             return
         cut = dict(self.module.named_parameters())

@@ -17,6 +17,10 @@ class MeshFramework(TorchFramework):
         if not self.is_model(model):
             return
         # Imported only where it is needed: a mesh takes a while to import.
+        if plan.dims.context > 1:
+            from distributed.parallel.context_axis import attention_of
+
+            attention_of(model, plan)
         if plan.dims.expert > 1:
             from distributed.parallel.expert_layers import check_experts
 

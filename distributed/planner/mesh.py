@@ -31,7 +31,7 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
                 allowed="1",
                 remedy=f"Backends that can: {', '.join(able) or 'none installed'}",
             )
-    _check_cut_layers(config)
+    _check_values(config)
     schedule = config.parallel.schedule
     if schedule is not None and schedule not in spec.capabilities.schedules:
         raise UserError(
@@ -43,33 +43,57 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
         )
 
 
-_NOT_CUT: dict[str, tuple[tuple[object, ...], str]] = {
-    "optimizer_bits": ((32,), "its state is quantized in blocks of a whole parameter"),
-    "matmul_precision": (("default", "tf32"), "fp8 layers compute with a whole weight"),
+_NOT_WITH: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
+    ("tensor", "optimizer_bits"): (
+        (32,),
+        "cuts layers: its state is quantized in blocks of a whole parameter",
+    ),
+    ("tensor", "matmul_precision"): (
+        ("default", "tf32"),
+        "cuts layers: fp8 layers compute with a whole weight",
+    ),
+    ("expert", "optimizer_bits"): (
+        (32,),
+        "divides experts: its state is quantized in blocks of a whole parameter",
+    ),
+    ("expert", "matmul_precision"): (
+        ("default", "tf32"),
+        "divides experts: fp8 layers compute with a whole weight",
+    ),
+    ("expert", "compile"): (
+        ("none",),
+        "divides experts: the number of tokens of an expert is known only when they arrive",
+    ),
+    ("context", "compile"): (
+        ("none",),
+        "cuts sequences: compiled attention does not exchange keys and values",
+    ),
 }
-"""Field -> values that layers which ranks divide can be trained with, and why not with others."""
+"""(axis, field) -> values of the field with which several ranks along the axis can train, and why not with
+others."""
 
 
-_NOT_EXPERTS: dict[str, tuple[tuple[object, ...], str]] = {
-    **_NOT_CUT,
-    "compile": (("none",), "the number of tokens of an expert is known only when they arrive"),
-}
-"""The same of experts that ranks divide."""
-
-
-def _check_cut_layers(config: DistributedConfig) -> None:
-    for axis, fields in (("tensor", _NOT_CUT), ("expert", _NOT_EXPERTS)):
+def _check_values(config: DistributedConfig) -> None:
+    for (axis, field), (allowed, why) in _NOT_WITH.items():
+        value, size = getattr(config, field), getattr(config.parallel, axis)
+        if size > 1 and value not in allowed:
+            raise UserError(
+                f"parallel.{axis}={size} {why}",
+                field=field,
+                got=value,
+                allowed=", ".join(map(str, allowed)),
+                remedy=f"Choose one of these, or parallel.{axis}=1",
+            )
+    for axis in ("pipeline", "expert"):
         size = getattr(config.parallel, axis)
-        for field, (allowed, why) in fields.items():
-            value = getattr(config, field)
-            if size > 1 and value not in allowed:
-                raise UserError(
-                    f"parallel.{axis}={size} cuts layers: {why}",
-                    field=field,
-                    got=value,
-                    allowed=", ".join(map(str, allowed)),
-                    remedy=f"Choose one of these, or parallel.{axis}=1",
-                )
+        if config.parallel.context > 1 and size > 1:
+            raise UserError(
+                f"ranks that hold slices of sequences cannot divide the model along {axis} too",
+                field="parallel.context",
+                got=config.parallel.context,
+                allowed=f"1 with parallel.{axis}={size}",
+                remedy=f"Use parallel.data, parallel.shard or parallel.tensor beside one of context and {axis}",
+            )
 
 
 def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) -> ParallelDims:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
 
@@ -20,6 +21,7 @@ __all__ = [
     "Trait",
     "check_materialized",
     "check_micro_batches",
+    "check_slices_of_one",
     "check_whole",
     "refuse",
     "written_weights",
@@ -110,6 +112,28 @@ def check_whole(model: nn.Module) -> None:
                     remedy="Set parallel.tensor (and parallel.tensor_plan) with the whole model, or train the"
                     " parts in a loop of your own without Trainer",
                 )
+
+
+def check_slices_of_one(model: nn.Module, config: DistributedConfig, ranks: int) -> None:
+    """Raise a UserError for attention that takes the samples of several ranks for slices of one sequence.
+
+    Args:
+        model: with modules that have a method ``set_context_group``.
+        config: of the run.
+        ranks: number of ranks.
+    """
+    if ranks == 1 or config.parallel.context > 1:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "sequence_parallel", False) is True and hasattr(module, "set_context_group"):
+            raise UserError(
+                f"'{name}' was built with sequence_parallel=True, and the ranks have different samples, not"
+                " slices of one sequence",
+                field="parallel.context",
+                got=1,
+                allowed="a number of ranks that hold slices of each sequence",
+                remedy=f"Set parallel.context={ranks}, or leave sequence_parallel out",
+            )
 
 
 def _lazy(model: nn.Module) -> Iterator[str]:

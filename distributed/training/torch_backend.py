@@ -37,6 +37,7 @@ from distributed.training.model_traits import (
     META,
     check_materialized,
     check_micro_batches,
+    check_slices_of_one,
     check_whole,
     refuse,
 )
@@ -113,6 +114,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
         check_whole(built)
+        check_slices_of_one(built, self.config, self.world.size)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
         check_routing(built, self._batch, own_loss=task.loss_fn is None)
@@ -135,7 +137,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             warns=self.world.rank == 0 and self._batch.global_batch_size > self._batch.batch_size,
         )
         self._declare_counts(task)
-        parallel = self.world.data_parallel_size > 1 and self.counts_with_gradients
+        parallel = self.num_contributors > 1 and self.counts_with_gradients
         counts = parallel and self.objective.counted
         self.step_module = StepModule(self.module, self.objective, self._gradient_share if counts else 0)
         wrapped = self.wrap(self.step_module)
@@ -191,7 +193,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         first = Buffers(self.module) if self._watches_buffers else None
         counted, known = self.objective.counted, self.known_counts(window)
         scale = self._gradient_share / window.num_samples
-        if counted and self.world.data_parallel_size == 1 and None not in known:
+        if counted and self.num_contributors == 1 and None not in known:
             scale, counted = 1.0 / sum(known), False  # type: ignore[arg-type]
         total, count = self.run_micro_batches(window, scale, known)
         self._count, self._num_samples = count if counted else None, window.num_samples
@@ -241,6 +243,11 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             kind: of forward pass, in each of which a rank calls the same modules.
         """
         return function()
+
+    @property
+    def num_contributors(self) -> int:
+        """Number of ranks whose losses, counts and gradients add up to those of a global batch."""
+        return self.world.data_parallel_size
 
     @property
     def _gradient_share(self) -> int:

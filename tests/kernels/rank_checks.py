@@ -22,6 +22,88 @@ def whole_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
 
 
+def slices(
+    group: Any, layout: str, shape: tuple[int, ...], shared: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """This rank's q, k, v and dout, k and v with their first `shared` heads; and the mask of its keys, which
+    leaves out the last quarter of the last sequence."""
+    q, k, v, dout = whole_inputs(shape, dtype)
+    mask = torch.ones(shape[0], shape[2], dtype=torch.bool)
+    mask[-1, -(shape[2] // 4) :] = False
+    cut = kernels.zigzag_slice if layout == "zigzag" else contiguous_slice
+    return [cut(x, group, 2) for x in (q, k[:, :shared], v[:, :shared], dout)], cut(mask, group, 1)
+
+
+def grouped(
+    group: Any, *, function: str, shape: tuple[int, ...], shared: int, masked: bool, **options: Any
+) -> Result:
+    """Grouped-query attention in float64 on slices; the results are gathered into the sequence's order."""
+    layout = options.get("layout", "contiguous")
+    inputs, mask = slices(group, layout, shape, shared, torch.float64)
+    if masked:
+        options["key_mask"] = mask
+    found = _values_and_gradients(partial(getattr(kernels, function), group=group, **options), inputs)
+    if layout == "zigzag":
+        found["results"] = [kernels.zigzag_gather(x, group, 2) for x in found["results"]]
+    return found
+
+
+def grouped_error(group: Any, *, shape: tuple[int, ...], shared: int) -> str:
+    """The message of Ulysses attention for too few heads of keys."""
+    (q, k, v, _), _ = slices(group, "contiguous", shape, shared, torch.float64)
+    try:
+        kernels.ulysses_attention(q, k, v, group=group)
+    except KernelError as caught:
+        return str(caught)
+    return ""
+
+
+def dropped(group: Any, *, function: str, shape: tuple[int, ...], p: float, **options: Any) -> Result:
+    """What dropout leaves of weights that are all equal, by value vectors that name their positions.
+
+    Scores are zero, so that every weight is 1 / length, and v is the identity: out is the matrix of weights.
+    """
+    length = shape[2]
+    names = torch.eye(length, dtype=torch.float64).expand(*shape[:2], length, length)
+    v = contiguous_slice(names, group)
+    q = torch.zeros_like(v).requires_grad_()
+    attention = partial(getattr(kernels, function), group=group, dropout_p=p, **options)
+    torch.manual_seed(11)
+    first = attention(q, q, v)
+    torch.manual_seed(11)
+    again = attention(q, q, v)
+    return {
+        "weights": first.detach(),
+        "again": torch.equal(first, again),
+        "next": attention(q, q, v).detach(),
+    }
+
+
+def dropout_gradients(group: Any, *, function: str, shape: tuple[int, ...], **options: Any) -> bool:
+    """Whether the gradients are those of the masks of the forward, by finite differences."""
+    q, k, v, _ = (contiguous_slice(x, group).requires_grad_() for x in whole_inputs(shape, torch.float64))
+
+    def seeded(*qkv: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        result: Tensor = getattr(kernels, function)(*qkv, group=group, dropout_p=0.4, **options)
+        return result.square().sum()
+
+    # A rank moves one number of its own at a time while the others move theirs: the sum over ranks is what
+    # changes, so that each is compared with the gradient of the sum.
+    directions = [torch.randn(x.shape, dtype=torch.float64) for x in (q, k, v)]
+    grads = torch.autograd.grad(seeded(q, k, v), (q, k, v))
+    slope = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
+    step = 1e-5
+    with torch.no_grad():
+        ends = [
+            seeded(*(x + sign * step * d for x, d in zip((q, k, v), directions, strict=True)))
+            for sign in (1, -1)
+        ]
+    both = torch.stack([torch.as_tensor(slope), (ends[0] - ends[1]) / (2 * step)])
+    dist.all_reduce(both, group=group)
+    return bool(torch.isclose(both[0], both[1], rtol=1e-6))
+
+
 def contiguous_slice(x: Tensor, group: Any, dim: int = 2) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 

@@ -277,7 +277,9 @@ def test_bad_input() -> None:
     q, k, v = (x.detach() for x in inputs(1, 2, 4, 8))
     refused = [
         (lambda: attention_with_lse(q[0], k[0], v[0]), "q: .*four dimensions.*heads, length"),
-        (lambda: attention_with_lse(q, k[:, :1], v), r"k: .*\(1, 1, 4, 8\).*\(1, 2, keys, 8\)"),
+        (lambda: attention_with_lse(q, k[:, [0, 1, 1]], v), r"k: .*\(1, 3, 4, 8\).*\(1, 2, keys, 8\)"),
+        (lambda: attention_with_lse(q, k[:, :1], v), r"v: .*\(1, 2, 4, 8\).*\(1, 1, keys, 8\)"),
+        (lambda: attention_with_lse(q, k, v, dropout_p=1.0), r"dropout_p: .*Got 1\.0.*below 1"),
         (lambda: attention_with_lse(q, k, v[..., :4]), "v: shape"),
         (lambda: attention_with_lse(q, k[:, :, :2], v), "v: shape"),
         (lambda: attention_with_lse(q, k.float(), v), "k: dtype.*float32.*float64.*k.to"),

@@ -138,6 +138,42 @@ def _bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=WIDTH,
+        n_head=4,
+        n_layer=2,
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+class BlockSparse(nn.Module):
+    """Tokens -> logits by block-sparse attention, without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from distributed_kernels import BlockSparseRingDistributedDilatedAttention, DilatedTransformerBlock
+
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        sparse: dict[str, Any] = {"block_size": 1, "sparsity_ratio": 0.6, "causal": True}
+        kind = BlockSparseRingDistributedDilatedAttention
+        self.block = DilatedTransformerBlock(WIDTH, 4, (4, 8), (1, 2), attention=kind, **sparse)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.block(self.tokens(tokens)))
+        return logits
+
+
 BERT_PLAN = {
     "bert.embeddings.word_embeddings": "embedding_rowwise",
     "bert.encoder.layer.*.attention.self.query": "colwise",
@@ -159,6 +195,14 @@ ENTRIES: dict[str, Entry] = {
     "bert": Entry(seeded(_bert)),
     "bert with a plan": Entry(seeded(_bert), BERT_PLAN),
 }
+
+
+SEQUENCES: dict[str, Entry] = {
+    **{name: ENTRIES[name] for name in ("perceptron", "dilated", "llama", "llama tied", "bert")},
+    "gpt2": Entry(_seeded(_gpt2)),
+    "block-sparse": Entry(_seeded(BlockSparse)),
+}
+"""Models whose sequences ranks can divide."""
 
 
 def tokens(number: int, masked: float = 0.3) -> tuple[Tensor, Tensor]:

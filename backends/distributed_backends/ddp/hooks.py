@@ -23,9 +23,10 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
-                axes=("data", "pipeline", "tensor", "expert"),
+                axes=("data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS,
             ),
+            context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]

@@ -69,6 +69,7 @@ class FSDPBackend(MeshBackend):
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
+        self._slices: GradientReducer | None = None
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
@@ -141,10 +142,16 @@ class FSDPBackend(MeshBackend):
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
+        if self.mesh is not None and self.mesh.dims.context > 1:
+            # FSDP2 reduces over the ranks with different samples; those of slices are added to them.
+            names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+            limit = self.config.bucket_cap_mb * 2**20
+            self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
-            return step
+        if self._sharded is None or self._order is None:
+            return step if self.num_contributors == 1 else partial(self._counted, step)
         if self.mesh is not None and self.mesh.dims.expert > 1:
             named = self.module.named_parameters()
             self._experts = self.reducer_of((name, p) for name, p in named if self.is_expert(p))
@@ -157,8 +164,17 @@ class FSDPBackend(MeshBackend):
             root = self._sharded.root
             root.set_requires_gradient_sync(last or FSDPSection.of(self.config).reduce_every_micro_batch)
             root.set_is_last_backward(last)
-            self.counting_ends = last
+        self.counting_ends = last
         return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        if self._slices is not None:
+            self._slices.finish()
+
+    def _counted(self, step: StepModule, *args: Any) -> Any:
+        loss, total, count = step.forward(*args)
+        self.add_count(count)
+        return loss, total, count
 
     def _forward(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = self.through("training", partial(step.forward, *args))
@@ -247,6 +263,8 @@ class FSDPBackend(MeshBackend):
         if self._sharded is not None:
             self._sharded.reshard()
 
+    free_gathered = _reshard
+
     def replicated(self) -> None:
         return None
 
@@ -256,9 +274,10 @@ class FSDPBackend(MeshBackend):
 
     def release(self) -> None:
         self._reshard()
-        if self._experts is not None:
-            self._experts.remove()
-        self._sharded = self._use = self._order = self._experts = None
+        for reducer in (self._experts, self._slices):
+            if reducer is not None:
+                reducer.remove()
+        self._sharded = self._use = self._order = self._experts = self._slices = None
         super().release()
 
 

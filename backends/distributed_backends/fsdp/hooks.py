@@ -39,11 +39,12 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
-                axes=("shard", "data", "pipeline", "tensor", "expert"),
+                axes=("shard", "data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},
             ),
             axis_sizes=_axis_sizes,
+            context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]
 

@@ -118,11 +118,12 @@ def _auto_takes(name: str, q: Tensor) -> bool:
     return _takes(name, q) and not (name == "cuda-efficient" and _takes("cuda-flash", q))
 
 
-def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None) -> _Blocks:
+def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None, factors: Tensor | None) -> _Blocks:
     kind = _IMPLEMENTATIONS[name]
     # The native kernels divide by the number of keys or rows; an empty block is not performance-critical.
-    empty = 0 in q.shape or 0 in k.shape
-    return _PLAIN if empty or (mask is not None and not kind.masks) else kind
+    # They draw dropout themselves, in a way that cannot be repeated for a block of a larger softmax.
+    plain = 0 in q.shape or 0 in k.shape or factors is not None
+    return _PLAIN if plain or (mask is not None and not kind.masks) else kind
 
 
 def block_forward(
@@ -133,6 +134,7 @@ def block_forward(
     scale: float,
     *,
     mask: Tensor | None = None,
+    factors: Tensor | None = None,
     blocks: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row of `q` over the rows of `k`.
@@ -144,14 +146,15 @@ def block_forward(
         causal: row i sees keys 0..i; then m == n.
         scale: factor on the scores.
         mask: bool, broadcastable to (b, h, m, n), True where a key may be seen.
+        factors: (b, h, m, n), of the weights after the softmax: 0 for a dropped one, 1 / (1 - p) for others.
         blocks: implementation; chosen by `chosen_blocks` when None.
 
     Returns:
         out (b, h, m, D), in q's dtype or wider, and lse (b, h, m), the logarithm of the softmax's
         denominator in float32 (float64 for float64). A row with no key: out 0, lse -inf.
     """
-    kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
-    return kind.forward(Block(q, k, v, causal, scale, mask))
+    kind = _implementation(blocks or chosen_blocks(q), q, k, mask, factors)
+    return kind.forward(Block(q, k, v, causal, scale, mask, factors))
 
 
 def block_backward(
@@ -165,18 +168,19 @@ def block_backward(
     scale: float,
     *,
     mask: Tensor | None = None,
+    factors: Tensor | None = None,
     blocks: str | None = None,
 ) -> Grads:
     """Gradients of this block, as a part of a softmax over it and possibly other blocks.
 
     Args:
         dout: (b, h, m, D), gradient of the whole output.
-        q, k, v, causal, scale, mask, blocks: as for `block_forward`.
+        q, k, v, causal, scale, mask, factors, blocks: as for `block_forward`.
         out: (b, h, m, D), output of the whole softmax.
         lse: (b, h, m), of the whole softmax, +inf (not -inf) for rows with no key.
 
     Returns:
         (dq, dk, dv), in q's dtype or wider.
     """
-    kind = _implementation(blocks or chosen_blocks(q), q, k, mask)
-    return kind.backward(Block(q, k, v, causal, scale, mask), dout, out, lse)
+    kind = _implementation(blocks or chosen_blocks(q), q, k, mask, factors)
+    return kind.backward(Block(q, k, v, causal, scale, mask, factors), dout, out, lse)

@@ -21,7 +21,7 @@ def forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse); `out` is in the accumulator's dtype where halves were merged."""
     if _can_halve(block):
         return _halves_forward(block)
-    q, k, v, causal, scale, mask = block
+    q, k, v, causal, scale, mask = block[:6]
     bias = _bias(block)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale
@@ -35,7 +35,7 @@ def backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv), in the accumulator's dtype where halves were added."""
     if _can_halve(block):
         return _halves_backward(block, dout, out, lse)
-    q, k, v, causal, scale, mask = block
+    q, k, v, causal, scale, mask = block[:6]
     grads: Grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=_bias(block), scale=scale
     )
@@ -43,7 +43,7 @@ def backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
 
 
 def _bias(block: Block) -> Tensor | None:
-    q, k, _, causal, _, mask = block
+    q, k, _, causal, _, mask = block[:6]
     if mask is None:
         return None
     if causal:
@@ -77,7 +77,7 @@ def _diagonal_blocks(block: Block) -> Block:
 
 def _early_keys(block: Block) -> Block:
     """The second half's queries against the first half's keys."""
-    q, k, v, _, scale, _ = block
+    q, k, v, _, scale, _ = block[:6]
     half = q.shape[2] // 2
     return Block(q[:, :, half:], k[:, :, :half], v[:, :, :half], False, scale)
 

@@ -37,7 +37,7 @@ def _philox(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def flash_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a block of float16 or bfloat16 without a mask."""
-    q, k, v, causal, scale, _ = block
+    q, k, v, causal, scale, _ = block[:6]
     width = q.shape[-1]
     result = torch.ops.aten._scaled_dot_product_flash_attention(
         *_padded(q, k, v), 0.0, causal, False, scale=scale
@@ -47,7 +47,7 @@ def flash_forward(block: Block) -> tuple[Tensor, Tensor]:
 
 def flash_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv) of a block of float16 or bfloat16 without a mask."""
-    q, k, v, causal, scale, _ = block
+    q, k, v, causal, scale, _ = block[:6]
     width = q.shape[-1]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *_padded(dout, q, k, v, out),
@@ -67,7 +67,7 @@ def flash_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grad
 
 def efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a block without a mask."""
-    q, k, v, causal, scale, _ = block
+    q, k, v, causal, scale, _ = block[:6]
     width = q.shape[-1]
     result = torch.ops.aten._scaled_dot_product_efficient_attention(
         *_padded(q, k, v), None, True, 0.0, causal, scale=scale
@@ -77,7 +77,7 @@ def efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
 
 def efficient_backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     """Return (dq, dk, dv) of a block without a mask."""
-    q, k, v, causal, scale, _ = block
+    q, k, v, causal, scale, _ = block[:6]
     width = q.shape[-1]
     rows = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf).contiguous()
     dout, q, k, v, out = _padded(dout, q, k, v, out)

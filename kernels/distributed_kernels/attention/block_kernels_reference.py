@@ -22,6 +22,7 @@ class Block(NamedTuple):
     causal: bool
     scale: float
     mask: Tensor | None = None
+    factors: Tensor | None = None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +31,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(block: Block) -> Tensor:
-    q, k, _, causal, scale, mask = block
+    q, k, _, causal, scale, mask = block[:6]
     wide = accumulator(q.dtype)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     if causal:
@@ -45,6 +46,8 @@ def forward(block: Block) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(scores, -1)
     # A row with no key: exp(-inf - inf) is 0, exp(-inf - -inf) would be NaN.
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+    if block.factors is not None:
+        weights = weights * block.factors
     return (weights @ block.v.to(weights.dtype)).to(block.q.dtype), lse
 
 
@@ -54,5 +57,10 @@ def backward(block: Block, dout: Tensor, out: Tensor, lse: Tensor) -> Grads:
     wide = weights.dtype
     dout, q, k, v = (x.to(wide) for x in (dout, block.q, block.k, block.v))
     delta = (dout * out.to(wide)).sum(-1, keepdim=True)
-    dscores = weights * (dout @ v.mT - delta) * block.scale
-    return dscores @ k, dscores.mT @ q, weights.mT @ dout
+    dweights = dout @ v.mT
+    used = weights
+    if block.factors is not None:
+        # delta holds them already, because out was computed with them.
+        dweights, used = dweights * block.factors, weights * block.factors
+    dscores = weights * (dweights - delta) * block.scale
+    return dscores @ k, dscores.mT @ q, used.mT @ dout

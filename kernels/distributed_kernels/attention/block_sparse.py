@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Piece, RingPart, local, piecewise_attention
-from distributed_kernels.attention.input_checks import check_attention, scale_of
+from distributed_kernels.attention.engine import (
+    Piece,
+    RingPart,
+    draw_dropout,
+    local,
+    piecewise_attention,
+    with_every_head,
+)
+from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
 from distributed_kernels.attention.patterns import block_pattern
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowView
@@ -29,13 +36,15 @@ def block_sparse_attention(
     scale: float | None = None,
     mask: Tensor | None = None,
     group: ProcessGroup | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """softmax over the keys of the kept blocks; causal cuts only the blocks on the diagonal by a triangle.
 
     Cost: that of dense attention times the share of blocks kept; memory linear in the length.
 
     Args:
-        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence.
+        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence. k and v
+            may have fewer heads, which divide those of q; they are repeated for a mask of each head.
         pattern: which blocks to keep (`block_pattern`); not read when `mask` is given.
         block_size: positions of a block; the last one of the sequence may be short.
         sparsity_ratio: share of blocks to keep; not read when `mask` is given.
@@ -45,6 +54,8 @@ def block_sparse_attention(
             where a block is kept. A query of whose blocks none is kept gives out 0.
         group: the ranks that hold the sequence in equal contiguous slices, each a multiple of the block
             size; keys and values go round them, and blocks that are not kept cost nothing.
+        dropout_p: probability with which a weight is dropped after the softmax; others are divided by 1 - p.
+            Masks are drawn from torch's global generator. 0.0 in evaluation.
 
     Returns:
         out, shaped and typed as q.
@@ -53,6 +64,7 @@ def block_sparse_attention(
         KernelError: tensors or ranks that do not agree, an unknown pattern, a mask of another shape.
     """
     check_attention(q, k, v)
+    check_dropout(dropout_p)
     heads, length = q.shape[1:3]
     ranks = 1 if group is None else group.size()
     if mask is None:
@@ -60,13 +72,15 @@ def block_sparse_attention(
             pattern, length * ranks, block_size=block_size, sparsity_ratio=sparsity_ratio, causal=causal
         )
     _check_mask(mask, heads, length * ranks, block_size)
+    if mask.dim() == 3:
+        k, v = with_every_head(q, k, v)
     if group is None or ranks == 1:
         row_view = RowView.all(length)
         branch = local(list(masked_pieces(row_view, row_view, mask, block_size, causal)))
     else:
         check_equal_slices(q, group)
         branch = _ring_branch(length, mask, block_size, causal, group)
-    return piecewise_attention(q, k, v, [branch], scale_of(q, scale))[0]
+    return piecewise_attention(q, k, v, [branch], scale_of(q, scale), draw_dropout(dropout_p, group))[0]
 
 
 def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group: ProcessGroup) -> RingPart:

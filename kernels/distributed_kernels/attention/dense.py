@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distributed_kernels.attention.block_kernels_reference import accumulator
-from distributed_kernels.attention.engine import Piece, local, piecewise_attention
-from distributed_kernels.attention.input_checks import check_attention, scale_of
+from distributed_kernels.attention.engine import Piece, draw_dropout, local, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
@@ -22,18 +22,22 @@ def attention_with_lse(
     causal: bool = False,
     scale: float | None = None,
     block_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v and the softmax's log-denominator, both differentiable, memory linear.
 
     Args:
         q: (batch, heads, queries, head_dim).
-        k: (batch, heads, keys, head_dim).
-        v: (batch, heads, keys, head_dim).
+        k: (batch, shared, keys, head_dim); `shared` divides heads, and head h of q reads head
+            h // (heads / shared) (grouped-query attention).
+        v: (batch, shared, keys, head_dim).
         causal: query i sees keys 0..i (aligned at the top left when there are more of one than of the
             other, as in `torch.nn.functional.scaled_dot_product_attention`).
         scale: factor on the scores; 1/sqrt(head_dim) when None.
         block_mask: bool, broadcastable to (batch, heads, queries, keys), True where a key may be seen.
             It is applied together with `causal`, and has the memory of what it broadcasts from.
+        dropout_p: probability with which a weight is dropped after the softmax; others are divided by 1 - p.
+            Masks are drawn from torch's global generator. 0.0 in evaluation.
 
     Returns:
         out, shaped and typed as q, and lse (batch, heads, queries) in float32 (float64 for float64). A
@@ -44,13 +48,15 @@ def attention_with_lse(
             precision on a device without it.
     """
     check_attention(q, k, v, same_length=False)
+    check_dropout(dropout_p)
     if block_mask is not None:
         _check_mask(block_mask, (*q.shape[:3], k.shape[2]))
-    pieces = _dense_pieces(q.shape[2], k.shape[2], causal, block_mask)
-    return piecewise_attention(q, k, v, [local(pieces)], scale_of(q, scale))
+    pieces = dense_pieces(q.shape[2], k.shape[2], causal, block_mask)
+    return piecewise_attention(q, k, v, [local(pieces)], scale_of(q, scale), draw_dropout(dropout_p))
 
 
-def _dense_pieces(queries: int, keys: int, causal: bool, mask: Tensor | None) -> list[Piece]:
+def dense_pieces(queries: int, keys: int, causal: bool, mask: Tensor | None) -> list[Piece]:
+    """Pieces of every query against every key; arguments as for `attention_with_lse`."""
     if mask is not None and causal:
         mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
     if mask is not None or not causal or queries == keys:

@@ -15,8 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Piece, RingPart, local, piecewise_attention
-from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
+from distributed_kernels.attention.engine import (
+    Piece,
+    RingPart,
+    draw_dropout,
+    local,
+    piecewise_attention,
+    with_every_head,
+)
+from distributed_kernels.attention.input_checks import (
+    check_attention,
+    check_dropout,
+    check_segments,
+    scale_of,
+)
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowRange, RowView
 from distributed_kernels.errors import KernelError
@@ -47,6 +59,7 @@ def dilated_attention(
     scale: float | None = None,
     group: ProcessGroup | None = None,
     first_head: int = 0,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """softmax(q k^T scale + log C) v, C_ij the number of branches that keep both i and j in one segment.
 
@@ -57,7 +70,9 @@ def dilated_attention(
     Cost: 4 length heads head_dim sum(w / r^2) FLOPs forward, half when causal; memory linear in the length.
 
     Args:
-        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence.
+        q, k, v: (batch, heads, length, head_dim); with `group`, this rank's slice of the sequence. k and v
+            may have fewer heads, which divide those of q; they are repeated, because each head keeps
+            positions of its own.
         segment_lengths: w of each branch, in positions of the whole sequence.
         dilation_rates: r of each branch.
         causal: a query sees no later position.
@@ -65,6 +80,8 @@ def dilated_attention(
         group: the ranks that hold the sequence in equal contiguous slices, in their order. Branches whose
             segments lie within a slice stay local; of the others, only the kept keys and values travel.
         first_head: number of the first of these heads where they are a part of more (`ulysses_attention`).
+        dropout_p: probability with which a weight of a branch is dropped after the softmax; others are
+            divided by 1 - p. Masks are drawn from torch's global generator. 0.0 in evaluation.
 
     Returns:
         out, shaped and typed as q.
@@ -74,7 +91,9 @@ def dilated_attention(
             neither a divisor nor a multiple of the slice.
     """
     check_attention(q, k, v)
+    check_dropout(dropout_p)
     check_segments(segment_lengths, dilation_rates)
+    k, v = with_every_head(q, k, v)
 
     def whole(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
         if causal and slice_pair.source > slice_pair.position:
@@ -83,7 +102,7 @@ def dilated_attention(
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
     branches = dilated_branches(q, pairs, whole, group, first_head)
-    return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
+    return piecewise_attention(q, k, v, branches, scale_of(q, scale), draw_dropout(dropout_p, group))[0]
 
 
 def dilated_branches(

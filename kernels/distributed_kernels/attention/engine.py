@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.block_kernels import block_backward, block_forward, chosen_blocks
 from distributed_kernels.attention.block_kernels_reference import accumulator
@@ -86,6 +89,40 @@ def local(pieces: Sequence[Piece]) -> RingPart:
     return RingPart([pieces])
 
 
+class Dropout(NamedTuple):
+    """Dropout of attention weights, whose masks are drawn again for the backward and never kept.
+
+    Attributes:
+        p: probability with which a weight is dropped.
+        seed: of the masks.
+    """
+
+    p: float
+    seed: int
+
+    def factors(self, queries: Tensor, keys: Tensor, place: Sequence[int]) -> Tensor:
+        """(b, h, queries, keys): 0 or 1 / (1 - p), independent for each `place` of a block."""
+        digest = blake2b(repr((self.seed, *place)).encode(), digest_size=8).digest()
+        generator = torch.Generator(queries.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        drawn = torch.rand(
+            (*queries.shape[:3], keys.shape[2]),
+            generator=generator,
+            device=queries.device,
+            dtype=accumulator(queries.dtype),
+        )
+        return (drawn >= self.p) / (1.0 - self.p)
+
+
+def draw_dropout(p: float, group: ProcessGroup | None = None) -> Dropout | None:
+    """Dropout with a seed from torch's global generator of the CPU, of its own on each rank of `group`; None
+    for a `p` of 0."""
+    if not p:
+        return None
+    drawn = int(torch.randint(2**31, ()))
+    rank = 0 if group is None else dist.get_rank(group)
+    return Dropout(p, drawn * group.size() + rank if group is not None else drawn)
+
+
 def _fold(block: Tensor) -> Tensor:
     """(B, h, S, m, ...) -> four dimensions as the kernels want them, a view where strides allow."""
     return block.squeeze(2) if block.shape[2] == 1 else block.flatten(0, 1)
@@ -145,17 +182,55 @@ def _merge_rows(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> N
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
+def _shared(block: Tensor, heads: int) -> Tensor:
+    """(B, h, S, m, D) -> (B, heads, S, m, D): a block of keys or values for each head of queries."""
+    return block if block.shape[1] == heads else block.repeat_interleave(heads // block.shape[1], 1)
+
+
+def _added(block: Tensor, like: Tensor, heads: int) -> Tensor:
+    """Undo `_shared` for a gradient: (B, heads, S, m, D) folded -> shaped as `like`, summed over the heads
+    that share one of its own."""
+    batch, shared, segments, rows, width = like.shape
+    if shared == heads:
+        return block
+    return block.reshape(batch, shared, heads // shared, segments, rows, width).sum(2)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What all pieces of one attention have in common.
+
+    Attributes:
+        scale: factor on the scores.
+        blocks: implementation of the blocks.
+        dropout: of the weights; None without.
+    """
+
+    scale: float
+    blocks: str
+    dropout: Dropout | None = None
+
+    def factors(self, queries: Tensor, keys: Tensor, place: Sequence[int]) -> Tensor | None:
+        """Factors of the weights of the block at `place`: (branch, source, piece)."""
+        return None if self.dropout is None else self.dropout.factors(queries, keys, place)
+
+
 def _forward_piece(
-    piece: Piece, q: Tensor, k: Tensor, v: Tensor, softmax: _Softmax, scale: float, blocks: str
+    piece: Piece, place: Sequence[int], q: Tensor, k: Tensor, v: Tensor, softmax: _Softmax, how: _How
 ) -> None:
-    queries = _fold(piece.queries.gather(q))
-    keys, values = _fold(piece.keys.gather(k)), _fold(piece.keys.gather(v))
-    out, lse = block_forward(queries, keys, values, piece.causal, scale, mask=piece.mask, blocks=blocks)
+    gathered = piece.queries.gather(q)
+    heads = gathered.shape[1]
+    queries = _fold(gathered)
+    keys, values = (_fold(_shared(piece.keys.gather(x), heads)) for x in (k, v))
+    factors = how.factors(queries, keys, place)
+    out, lse = block_forward(
+        queries, keys, values, piece.causal, how.scale, mask=piece.mask, factors=factors, blocks=how.blocks
+    )
     softmax.merge(piece.queries, out, lse)
 
 
 def _forward_branch(
-    branch: RingPart, qkv: Sequence[Tensor], softmax: _Softmax, scale: float, blocks: str
+    number: int, branch: RingPart, qkv: Sequence[Tensor], softmax: _Softmax, how: _How
 ) -> None:
     q, k, v = qkv
     ring = branch.ring
@@ -165,9 +240,9 @@ def _forward_branch(
         last = hop + 1 == ring.size
         shift = None if last else ring.shift(travelling, branch.shapes(source - 1, k) * 2)
         half = len(travelling) // 2
-        for piece in branch.pieces[source]:
+        for index, piece in enumerate(branch.pieces[source]):
             keys, values = travelling[piece.block], travelling[half + piece.block]
-            _forward_piece(piece, q, keys, values, softmax, scale, blocks)
+            _forward_piece(piece, (number, source, index), q, keys, values, softmax, how)
         travelling = travelling if shift is None else shift.wait()
 
 
@@ -180,34 +255,44 @@ class _Whole:
     lse: Tensor
     dout: Tensor
     dq: _Sum
-    scale: float
-    blocks: str
+    how: _How
 
 
-def _backward_piece(piece: Piece, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
-    dout, q, out, lse = (_fold(piece.queries.gather(x)) for x in (whole.dout, whole.q, whole.out, whole.lse))
-    keys, values = _fold(piece.keys.gather(k)), _fold(piece.keys.gather(v))
+def _backward_piece(
+    piece: Piece, place: Sequence[int], whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum
+) -> None:
+    gathered = [piece.queries.gather(x) for x in (whole.dout, whole.q, whole.out, whole.lse)]
+    heads, (dout, q, out, lse) = gathered[0].shape[1], (_fold(x) for x in gathered)
+    own = [piece.keys.gather(x) for x in (k, v)]
+    keys, values = (_fold(_shared(x, heads)) for x in own)
+    how = whole.how
+    factors = how.factors(q, keys, place)
     grads = block_backward(
-        dout, q, keys, values, out, lse, piece.causal, whole.scale, mask=piece.mask, blocks=whole.blocks
+        *(dout, q, keys, values, out, lse, piece.causal, how.scale),
+        mask=piece.mask,
+        factors=factors,
+        blocks=how.blocks,
     )
     whole.dq.add(piece.queries, grads[0])
-    dk.add(piece.keys, grads[1])
-    dv.add(piece.keys, grads[2])
+    dk.add(piece.keys, _added(grads[1], own[0], heads))
+    dv.add(piece.keys, _added(grads[2], own[1], heads))
 
 
-def _backward_branch(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum) -> None:
+def _backward_branch(
+    number: int, branch: RingPart, whole: _Whole, k: Tensor, v: Tensor, dk: _Sum, dv: _Sum
+) -> None:
     if branch.ring.size == 1:
         # Nothing travels: gradients go straight into the totals.
-        for piece in branch.pieces[0]:
-            _backward_piece(piece, whole, k, v, dk, dv)
+        for index, piece in enumerate(branch.pieces[0]):
+            _backward_piece(piece, (number, 0, index), whole, k, v, dk, dv)
         return
-    home = _ring_gradients(branch, whole, k, v)
+    home = _ring_gradients(number, branch, whole, k, v)
     half = len(home) // 2
     branch.add_to(dk.total, home[:half])
     branch.add_to(dv.total, home[half:])
 
 
-def _ring_gradients(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor) -> list[Tensor]:
+def _ring_gradients(number: int, branch: RingPart, whole: _Whole, k: Tensor, v: Tensor) -> list[Tensor]:
     """Gradients of this rank's blocks of k and v, after they went round."""
     ring = branch.ring
     travelling, arriving_sums = branch.gather(k) + branch.gather(v), None
@@ -217,9 +302,10 @@ def _ring_gradients(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor) -> li
         shift = ring.shift(travelling, shapes) if hop + 1 < ring.size else None
         sums = [_Sum(x) for x in travelling]
         half = len(travelling) // 2
-        for piece in branch.pieces[source]:
-            first, second = piece.block, half + piece.block
-            _backward_piece(piece, whole, travelling[first], travelling[second], sums[first], sums[second])
+        for index, piece in enumerate(branch.pieces[source]):
+            first, second, place = piece.block, half + piece.block, (number, source, index)
+            keys, values = travelling[first], travelling[second]
+            _backward_piece(piece, place, whole, keys, values, sums[first], sums[second])
         totals = [each.total for each in sums]
         if arriving_sums is not None:
             totals = [own + earlier for own, earlier in zip(totals, arriving_sums.wait(), strict=True)]
@@ -231,14 +317,20 @@ def _ring_gradients(branch: RingPart, whole: _Whole, k: Tensor, v: Tensor) -> li
 class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, branches: Sequence[RingPart], scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        branches: Sequence[RingPart],
+        scale: float,
+        dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.branches, ctx.scale, ctx.blocks = branches, scale, chosen_blocks(q)
+        ctx.branches, ctx.how = branches, _How(scale, chosen_blocks(q), dropout)
         softmax = _Softmax(q)
         with torch.autocast(q.device.type, enabled=False):
-            for branch in branches:
-                _forward_branch(branch, (q, k, v), softmax, scale, ctx.blocks)
+            for number, branch in enumerate(branches):
+                _forward_branch(number, branch, (q, k, v), softmax, ctx.how)
         out, lse = softmax.state
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -255,12 +347,12 @@ class _PiecewiseAttention(torch.autograd.Function):
         # A row with no key would see exp(-inf + inf); with +inf every weight of it is 0.
         lse = lse.masked_fill(dead, torch.inf)
         dq, dk, dv = _Sum(q), _Sum(k), _Sum(v)
-        whole = _Whole(q, out, lse, dout, dq, ctx.scale, ctx.blocks)
+        whole = _Whole(q, out, lse, dout, dq, ctx.how)
         with torch.autocast(q.device.type, enabled=False):
-            for branch in ctx.branches:
-                _backward_branch(branch, whole, k, v, dk, dv)
+            for number, branch in enumerate(ctx.branches):
+                _backward_branch(number, branch, whole, k, v, dk, dv)
         grads = (total.total[..., :width].to(q.dtype) for total in (dq, dk, dv))
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _with_lse_gradient(
@@ -278,8 +370,19 @@ def _with_lse_gradient(
     return q, k, v, torch.cat((out, torch.zeros_like(dlse)), -1), torch.cat((dout, dlse), -1)
 
 
+def with_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v, repeated where several heads of `q` share a head of theirs."""
+    times = q.shape[1] // max(k.shape[1], 1)
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
 def piecewise_attention(
-    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[RingPart], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branches: Sequence[RingPart],
+    scale: float,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over all pairs of all pieces of all branches, differentiable in both outputs.
 
@@ -287,14 +390,17 @@ def piecewise_attention(
 
     Args:
         q: (B, H, N, D), this rank's rows.
-        k: (B, H, M, D); M == N where several ranks take part.
-        v: (B, H, M, D).
+        k: (B, h, M, D); M == N where several ranks take part. h divides H, and is H for views of some heads
+            only: `with_every_head`.
+        v: (B, h, M, D).
         branches: see `RingPart`.
         scale: factor on the scores.
+        dropout: of the weights; its blocks are computed by the reference, whose memory is rows times keys.
+            lse is that of the weights before dropout.
 
     Returns:
         out (B, H, N, D) in q's dtype and lse (B, H, N) in float32 (float64 for float64); a row with no
         key has out 0 and lse -inf, and gives no gradient.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _PiecewiseAttention.apply
-    return apply(q, k, v, branches, scale)
+    return apply(q, k, v, branches, scale, dropout)

@@ -60,7 +60,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, *, same_length: bool = True
     """Raise unless q, k, v are (batch, heads, length, head_dim) that attention can be computed of.
 
     Args:
-        q, k, v: the tensors.
+        q, k, v: the tensors; the heads of k and v divide those of q.
         same_length: whether keys must be as many as queries.
 
     Raises:
@@ -88,15 +88,17 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> None:
             remedy="Split the heads: x.unflatten(-1, (heads, -1)).transpose(1, 2)",
         )
     batch, heads, length, width = q.shape
-    wanted = f"({batch}, {heads}, {length if same_length else 'keys'}, {width})"
+    shared = k.shape[1] if k.dim() == 4 and k.shape[1] and heads % k.shape[1] == 0 else heads
+    wanted = f"({batch}, {shared}, {length if same_length else 'keys'}, {width})"
     lengths = length if same_length or k.dim() != 4 else k.shape[2]
     for name, x in (("k", k), ("v", v)):
-        if tuple(x.shape) != (batch, heads, lengths, width):
+        if tuple(x.shape) != (batch, shared, lengths, width):
             raise KernelError(
                 f"{name}: shape does not agree with q's {tuple(q.shape)}",
                 got=tuple(x.shape),
                 allowed=wanted,
-                remedy="Heads shared by several queries must be repeated: repeat_interleave(..., dim=1)",
+                remedy="Heads of keys and values that several heads of queries share have to divide the heads"
+                " of queries",
             )
 
 
@@ -118,6 +120,21 @@ def _check_dtype(q: Tensor) -> None:
             got=q.dtype,
             allowed="bfloat16 or float32" if half_on_cpu else "float16 or float32",
             remedy="Convert q, k and v; nothing is converted silently",
+        )
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Raise unless `dropout_p` is a probability below 1.
+
+    Raises:
+        KernelError: it is not.
+    """
+    if not 0.0 <= dropout_p < 1.0:
+        raise KernelError(
+            "dropout_p: not a probability with which an attention weight can be dropped",
+            got=dropout_p,
+            allowed="0 and more, below 1",
+            remedy="Give 0.0 to drop nothing, as in evaluation",
         )
 
 

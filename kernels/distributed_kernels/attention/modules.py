@@ -7,7 +7,7 @@ of its slice: sum or average them as data parallelism does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,23 @@ from distributed_kernels.attention.dilated import dilated_attention
 from distributed_kernels.attention.input_checks import check_segments, refuse_options
 from distributed_kernels.attention.patterns import check_pattern
 from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
+from distributed_kernels.attention.ulysses import ulysses_attention
 from distributed_kernels.errors import KernelError
 
 
 class _Shared:
-    """A process group in a module: copies of the module share it, and it stays out of pickles."""
+    """Process groups of a module: copies of the module share them, and they stay out of pickles.
+
+    Attributes:
+        group: given when the module was built.
+        context: given by `set_context_group`; None for whole sequences.
+        method: how `context` computes attention; None before `set_context_group`.
+    """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
+        self.context: ProcessGroup | None = None
+        self.method: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
         return self
@@ -57,6 +66,9 @@ class MultiheadDilatedAttention(nn.Module):
             field of the run's configuration, such as ``model_parallel``.
     """
 
+    context_methods: ClassVar[tuple[str, ...]] = ("dilated", "ulysses")
+    """How several ranks can compute this attention."""
+
     def __init__(
         self,
         embed_dim: int,
@@ -84,7 +96,40 @@ class MultiheadDilatedAttention(nn.Module):
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks that hold the sequence; None when this one holds all of it."""
+        return self._built_group() if self._shared.method is None else self._shared.context
+
+    def _built_group(self) -> ProcessGroup | None:
+        """The group by the arguments of the module, without `set_context_group`."""
         return self._shared.group
+
+    def set_context_group(self, group: ProcessGroup | None, method: str | None) -> None:
+        """Let the ranks of `group` hold the sequence in contiguous slices from here on.
+
+        A trainer with an axis for slices of sequences calls it; it takes the place of the argument `group`.
+
+        Args:
+            group: the ranks; None for whole sequences on this one.
+            method: one of `context_methods`, or ``auto`` for the first of them; None returns to the group
+                that the module was built with.
+
+        Raises:
+            KernelError: another method, which would compute another attention than the module's, or a module
+                that was built with a group.
+        """
+        if method is not None and method not in ("auto", *self.context_methods):
+            raise KernelError(
+                f"method: {type(self).__name__} does not compute this attention",
+                got=method,
+                allowed=", ".join(("auto", *self.context_methods)),
+                remedy="Choose one of these",
+            )
+        if method is not None and self._shared.group is not None:
+            raise KernelError(
+                "group: the module was built with a group, and the trainer brings the ranks that share a"
+                " sequence",
+                remedy="Leave group out where the module is built",
+            )
+        self._shared.context, self._shared.method = group, method
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, embed_dim) -> the same; across ranks, of this rank's slice.
@@ -106,17 +151,26 @@ class MultiheadDilatedAttention(nn.Module):
         return mixed
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(batch, heads, length, head_dim) each -> the same; what a subclass replaces."""
-        return dilated_attention(
-            q,
-            k,
-            v,
-            self.segment_lengths,
-            self.dilation_rates,
-            causal=self.causal,
-            group=self.group,
-            first_head=self.first_head(q.shape[1]),
-        )
+        """(batch, heads, length, head_dim) each -> the same, of this rank's slice."""
+        group, first = self.group, self.first_head(q.shape[1])
+        if group is None or self._shared.method != "ulysses":
+            return self.attend(q, k, v, group, first)
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: None, first_head: int) -> Tensor:
+            return self.attend(q, k, v, None, first + first_head)
+
+        return ulysses_attention(q, k, v, group=group, causal=self.causal, attention=whole)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None, first_head: int) -> Tensor:
+        """(batch, heads, length, head_dim) each -> the same; what a subclass replaces.
+
+        Args:
+            q, k, v: slices of the sequence that the ranks of `group` hold.
+            group: None for the whole sequence.
+            first_head: number of the first of these heads.
+        """
+        options: dict[str, Any] = {"causal": self.causal, "group": group, "first_head": first_head}
+        return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)
 
     def first_head(self, heads: int) -> int:
         """Number of the first of this rank's `heads`: which positions a head keeps depends on its number.
@@ -159,15 +213,15 @@ class RingDistributedDilatedAttention(MultiheadDilatedAttention):
             sequences of their own, cannot be inferred.
     """
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        group = super().group
+    def _built_group(self) -> ProcessGroup | None:
+        group = super()._built_group()
         if group is None and _several_ranks():
             raise KernelError(
                 f"group: {type(self).__name__} needs the ranks that hold slices of one sequence",
                 allowed="a process group",
-                remedy="Pass group=torch.distributed.group.WORLD when all do; where each rank trains on"
-                " sequences of its own, as in data parallelism, use MultiheadDilatedAttention",
+                remedy="Pass group=torch.distributed.group.WORLD when all do, or set parallel.context of a"
+                " trainer; where each rank trains on sequences of its own, as in data parallelism, use"
+                " MultiheadDilatedAttention",
             )
         return group
 
@@ -185,6 +239,8 @@ class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention
         KernelError: as `MultiheadDilatedAttention`; an unknown pattern, a ratio outside (0, 1].
     """
 
+    context_methods: ClassVar[tuple[str, ...]] = ("block-sparse", "ulysses")
+
     def __init__(
         self,
         embed_dim: int,
@@ -201,7 +257,7 @@ class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention
         check_pattern(pattern, block_size, sparsity_ratio)
         self.sparsity_ratio, self.pattern, self.block_size = sparsity_ratio, pattern, block_size
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None, first_head: int) -> Tensor:
         return block_sparse_dilated_attention(
             q,
             k,
@@ -212,8 +268,8 @@ class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention
             block_size=self.block_size,
             sparsity_ratio=self.sparsity_ratio,
             causal=self.causal,
-            group=self.group,
-            first_head=self.first_head(q.shape[1]),
+            group=group,
+            first_head=first_head,
         )
 
     def extra_repr(self) -> str:
@@ -225,7 +281,8 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     Args:
         sequence_parallel: each rank of `group` (torch's default group when None) holds a slice of the
-            sequence; if not, each holds whole sequences of its own, without communication.
+            sequence; if not, each holds whole sequences of its own, without communication. Under a trainer,
+            ``parallel.context`` decides: `set_context_group`.
         **options: as for `MultiheadDilatedAttention`.
 
     Raises:
@@ -253,11 +310,10 @@ class DistributedMultiheadDilatedAttention(MultiheadDilatedAttention):
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
         self.sequence_parallel = sequence_parallel
 
-    @property
-    def group(self) -> ProcessGroup | None:
+    def _built_group(self) -> ProcessGroup | None:
         if not self.sequence_parallel:
             return None
-        return super().group or (dist.group.WORLD if _several_ranks() else None)
+        return super()._built_group() or (dist.group.WORLD if _several_ranks() else None)
 
 
 DistributedImprovedMultiheadDilatedAttention = DistributedMultiheadDilatedAttention

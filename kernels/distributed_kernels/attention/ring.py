@@ -8,15 +8,22 @@ the contiguous layout leaves the first ranks idle; in the zigzag layout rank i o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.engine import Piece, RingPart, piecewise_attention
-from distributed_kernels.attention.input_checks import check_attention, scale_of
-from distributed_kernels.attention.ring_exchange import Ring, all_gather, check_equal_slices, default_group
+from distributed_kernels.attention.engine import Piece, RingPart, draw_dropout, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
+from distributed_kernels.attention.ring_exchange import (
+    Ring,
+    all_gather,
+    check_equal_slices,
+    default_group,
+    gather_key_masks,
+)
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
 
@@ -30,19 +37,27 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     layout: str = "zigzag",
+    dropout_p: float = 0.0,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Dense attention over the whole sequence, of which each rank of `group` holds a slice.
 
-    Received per rank, in elements: 2 batch heads head_dim length (P - 1) forward and as much again
-    backward, and 2 batch heads head_dim length P of gradients in float32; all while computing.
+    Received per rank, in elements: 2 batch h head_dim length (P - 1) forward and as much again backward, and
+    2 batch h head_dim length P of gradients in float32, with h heads of keys; all while computing.
 
     Args:
-        q, k, v: (batch, heads, length, head_dim), this rank's slice, of one length on all ranks.
+        q: (batch, heads, length, head_dim), this rank's slice, of one length on all ranks.
+        k, v: the same; or with fewer heads, which divide those of q and travel as they are (grouped-query
+            attention).
         group: the ranks that hold the sequence; torch's default group when None.
         causal: a query sees no later position.
         scale: factor on the scores; 1/sqrt(head_dim) when None.
         layout: ``zigzag`` (slices cut by `zigzag_slice`) or ``contiguous`` (in the ranks' order). Without
             a causal mask both are the same.
+        dropout_p: probability with which a weight is dropped after the softmax; others are divided by 1 - p.
+            Masks are drawn from torch's global generator. 0.0 in evaluation.
+        key_mask: bool (batch, length), True where a key of this rank's slice may be seen; on all ranks or on
+            none. It goes to all of them.
 
     Returns:
         out, shaped and typed as q: the slice that belongs to this rank's queries.
@@ -51,20 +66,30 @@ def ring_attention(
         KernelError: tensors or ranks that do not agree, an unknown layout, an odd length in zigzag.
     """
     check_attention(q, k, v)
+    check_dropout(dropout_p)
     pieces_of = _layout(layout)
     group = default_group(group)
     check_equal_slices(q, group)
+    masks = None if key_mask is None else gather_key_masks(key_mask, q, group)
     length, ring = q.shape[2], Ring.of(group)
     if layout == "zigzag" and ring.size > 1 and causal:
         _check_even(length)
 
     def pieces(source: int) -> list[Piece]:
+        found = pieces_of(length, ring.position, source)
         if not causal or source == ring.position:
-            return [Piece(RowView.all(length), RowView.all(length), causal)]
-        return pieces_of(length, ring.position, source)
+            found = [Piece(RowView.all(length), RowView.all(length), causal)]
+        return found if masks is None else [_masked(piece, masks[source]) for piece in found]
 
     branch = RingPart([pieces(source) for source in range(ring.size)], ring)
-    return piecewise_attention(q, k, v, [branch], scale_of(q, scale))[0]
+    dropout = draw_dropout(dropout_p, group)
+    return piecewise_attention(q, k, v, [branch], scale_of(q, scale), dropout)[0]
+
+
+def _masked(piece: Piece, mask: Tensor) -> Piece:
+    """`piece` without the keys that `mask`, bool (batch, length) of the keys' slice, leaves out."""
+    rows = piece.keys.gather(mask[:, None, :]).squeeze(2)
+    return replace(piece, mask=rows[:, :, None, :])
 
 
 def _zigzag_pieces(length: int, position: int, source: int) -> list[Piece]:

@@ -123,6 +123,23 @@ def all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     return gathered
 
 
+def gather_key_masks(mask: Tensor, q: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The ranks' masks of their slices of the keys, bool (batch, length) each, in the ranks' order.
+
+    Raises:
+        KernelError: this rank's is not such a mask.
+    """
+    wanted = (q.shape[0], q.shape[2])
+    if tuple(mask.shape) != wanted or mask.dtype != torch.bool:
+        raise KernelError(
+            "key_mask: not a mask of this rank's keys",
+            got=f"{tuple(mask.shape)} of {mask.dtype}",
+            allowed=f"{wanted} of torch.bool, True where a key may be seen",
+            remedy="For a mask of ones and zeros give mask.bool()",
+        )
+    return [each.bool() for each in all_gather(mask.to(torch.uint8), group)]
+
+
 def default_group(group: ProcessGroup | None) -> ProcessGroup:
     """`group`, or torch's default group when None.
 

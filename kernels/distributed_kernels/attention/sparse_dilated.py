@@ -9,8 +9,13 @@ from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.block_sparse import masked_pieces
 from distributed_kernels.attention.dilated import SlicePair, dilated_branches
-from distributed_kernels.attention.engine import Piece, piecewise_attention
-from distributed_kernels.attention.input_checks import check_attention, check_segments, scale_of
+from distributed_kernels.attention.engine import Piece, draw_dropout, piecewise_attention, with_every_head
+from distributed_kernels.attention.input_checks import (
+    check_attention,
+    check_dropout,
+    check_segments,
+    scale_of,
+)
 from distributed_kernels.attention.patterns import block_pattern
 from distributed_kernels.attention.row_views import RowView
 from distributed_kernels.errors import KernelError
@@ -30,6 +35,7 @@ def block_sparse_dilated_attention(
     scale: float | None = None,
     group: ProcessGroup | None = None,
     first_head: int = 0,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """One softmax over the pairs of all dilated branches that lie in kept blocks of their segment.
 
@@ -38,7 +44,7 @@ def block_sparse_dilated_attention(
     of 1 `dilated_attention`.
 
     Args:
-        q, k, v, segment_lengths, dilation_rates, causal, scale, group, first_head: as for
+        q, k, v, segment_lengths, dilation_rates, causal, scale, group, first_head, dropout_p: as for
             `dilated_attention`.
         pattern, block_size, sparsity_ratio: as for `block_pattern`, with the rows that a segment keeps as
             the length.
@@ -51,7 +57,9 @@ def block_sparse_dilated_attention(
             size that does not divide the rows that a slice keeps.
     """
     check_attention(q, k, v)
+    check_dropout(dropout_p)
     check_segments(segment_lengths, dilation_rates)
+    k, v = with_every_head(q, k, v)
 
     def cut(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
         if causal and slice_pair.source > slice_pair.position:
@@ -72,7 +80,7 @@ def block_sparse_dilated_attention(
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
     branches = dilated_branches(q, pairs, cut, group, first_head)
-    return piecewise_attention(q, k, v, branches, scale_of(q, scale))[0]
+    return piecewise_attention(q, k, v, branches, scale_of(q, scale), draw_dropout(dropout_p, group))[0]
 
 
 def _blocks_of(place: int, rows: int, block_size: int) -> slice:

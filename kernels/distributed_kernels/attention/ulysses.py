@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from distributed_kernels.attention.dense import attention_with_lse
-from distributed_kernels.attention.input_checks import check_attention
-from distributed_kernels.attention.ring_exchange import all_to_all, check_equal_slices, default_group
+from distributed_kernels.attention.dense import dense_pieces
+from distributed_kernels.attention.engine import Dropout, draw_dropout, local, piecewise_attention
+from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
+from distributed_kernels.attention.ring_exchange import (
+    all_to_all,
+    check_equal_slices,
+    default_group,
+    gather_key_masks,
+)
 from distributed_kernels.errors import KernelError
 
 _Step = Callable[[Tensor, ProcessGroup], Tensor]
@@ -33,13 +40,18 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     attention: Callable[..., Tensor] | None = None,
+    dropout_p: float = 0.0,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention over the whole sequence, of which each rank of `group` holds a contiguous slice.
 
-    Received per rank: 4 batch heads head_dim length (P - 1) / P elements forward and as many backward.
+    Received per rank: 2 batch (heads + h) head_dim length (P - 1) / P elements forward, with h heads of keys,
+    and as many backward.
 
     Args:
-        q, k, v: (batch, heads, length, head_dim), this rank's slice, of one length on all ranks.
+        q: (batch, heads, length, head_dim), this rank's slice, of one length on all ranks.
+        k, v: the same; or with fewer heads, which divide those of q and are multiples of the group's size
+            (grouped-query attention).
         group: the ranks that hold the sequence, in its order; torch's default group when None.
         causal: a query sees no later position.
         scale: factor on the scores; 1/sqrt(head_dim) when None.
@@ -47,35 +59,65 @@ def ulysses_attention(
             share of the heads, neighbouring ones; dense attention when None. One that treats heads
             differently takes ``first_head=`` as well, as `dilated_attention` does:
             ``functools.partial(dilated_attention, segment_lengths=..., dilation_rates=...)``.
+        dropout_p: probability with which dense attention drops a weight after the softmax; others are divided
+            by 1 - p. Masks are drawn from torch's global generator. 0.0 in evaluation.
+        key_mask: bool (batch, length), True where a key of this rank's slice may be seen by dense attention;
+            on all ranks or on none.
 
     Returns:
         out, shaped and typed as q.
 
     Raises:
-        KernelError: tensors or ranks that do not agree, or heads that the group's size does not divide.
+        KernelError: tensors or ranks that do not agree, heads that the group's size does not divide, or
+            `dropout_p` or `key_mask` beside an `attention`, which takes its own.
     """
     check_attention(q, k, v)
+    check_dropout(dropout_p)
     group = default_group(group)
     check_equal_slices(q, group)
-    heads, size = q.shape[1], group.size()
-    if heads % size:
+    for name, x in (("q", q), ("k", k)):
+        _check_heads(name, x.shape[1], group.size())
+    if attention is None:
+        mask = None if key_mask is None else torch.cat(gather_key_masks(key_mask, q, group), 1)
+        attention = partial(_dense, mask=mask, dropout=draw_dropout(dropout_p, group))
+    elif dropout_p or key_mask is not None:
         raise KernelError(
-            f"q: {heads} heads cannot be shared by {size} ranks",
-            got=heads,
-            allowed=f"multiples of {size}",
-            remedy="Choose another number of heads or a smaller group, or use ring_attention",
+            "attention: dropout and masks are those of dense attention",
+            got=f"dropout_p={dropout_p}, key_mask={'None' if key_mask is None else 'a tensor'}",
+            allowed="dropout_p=0.0 and key_mask=None",
+            remedy="Give them to the attention, by functools.partial",
         )
     exchange: Callable[..., Tensor] = _Exchange.apply
-    attention = _dense if attention is None else attention
     keywords: dict[str, Any] = {"causal": causal, "scale": scale}
     if "first_head" in inspect.signature(attention).parameters:
-        keywords["first_head"] = dist.get_rank(group) * (heads // size)
+        keywords["first_head"] = dist.get_rank(group) * (q.shape[1] // group.size())
     q, k, v = (exchange(x, group, _to_heads, _to_rows) for x in (q, k, v))
     return exchange(attention(q, k, v, **keywords), group, _to_rows, _to_heads)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    return attention_with_lse(q, k, v, causal=causal, scale=scale)[0]
+def _check_heads(name: str, heads: int, size: int) -> None:
+    if heads % size:
+        raise KernelError(
+            f"{name}: {heads} heads cannot be shared by {size} ranks",
+            got=heads,
+            allowed=f"multiples of {size}",
+            remedy="Choose another number of heads or a smaller group, or use ring_attention",
+        )
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None,
+    dropout: Dropout | None,
+) -> Tensor:
+    """Attention over the whole sequence; `mask` is bool (batch, length), of the keys."""
+    block_mask = None if mask is None else mask[:, None, None, :]
+    pieces = dense_pieces(q.shape[2], k.shape[2], causal, block_mask)
+    return piecewise_attention(q, k, v, [local(pieces)], scale_of(q, scale), dropout)[0]
 
 
 def _to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
