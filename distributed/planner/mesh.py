@@ -92,7 +92,7 @@ def _check_values(config: DistributedConfig) -> None:
                 field="parallel.context",
                 got=config.parallel.context,
                 allowed=f"1 with parallel.{axis}={size}",
-                remedy=f"Use parallel.data, parallel.shard or parallel.tensor beside one of context and {axis}",
+                remedy=f"Use one of context and {axis}, and data, shard or tensor beside it",
             )
 
 

@@ -199,8 +199,8 @@ ENTRIES: dict[str, Entry] = {
 
 SEQUENCES: dict[str, Entry] = {
     **{name: ENTRIES[name] for name in ("perceptron", "dilated", "llama", "llama tied", "bert")},
-    "gpt2": Entry(_seeded(_gpt2)),
-    "block-sparse": Entry(_seeded(BlockSparse)),
+    "gpt2": Entry(seeded(_gpt2)),
+    "block-sparse": Entry(seeded(BlockSparse)),
 }
 """Models whose sequences ranks can divide."""
 

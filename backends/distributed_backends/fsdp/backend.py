@@ -150,7 +150,6 @@ class FSDPBackend(MeshBackend):
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
-        if self._sharded is None or self._order is None:
             return step if self.num_contributors == 1 else partial(self._counted, step)
         if self.mesh is not None and self.mesh.dims.expert > 1:
             named = self.module.named_parameters()
