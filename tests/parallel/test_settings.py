@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,12 @@ def has_fast_path(expected: bool, context: Any) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == expected
 
 
-def test_the_fast_path_of_attention_is_off_in_a_run_that_cuts_the_model(rank_pool: RankPool) -> None:
-    """And on again in the next run of the same ranks."""
-    for tensor in (2, 1):
-        model, parallel = ENTRIES["encoder"].build(), {"tensor": tensor}
-        trainer = make_trainer(model, 2, rank_pool, backend="pytorch-ddp", parallel=parallel, batch_size=4)
-        trainer.callbacks = [OnStep(partial(has_fast_path, tensor == 1))]
-        trainer.fit(tokens(8), max_steps=1)
+@pytest.mark.starts_processes
+def test_the_fast_path_of_attention_is_off_in_a_run_that_cuts_the_model() -> None:
+    """And on again in the next run of the same ranks, which no other test has used."""
+    with closing(RankPool()) as pool:
+        for tensor in (2, 1):
+            model, parallel = ENTRIES["encoder"].build(), {"tensor": tensor}
+            trainer = make_trainer(model, 2, pool, backend="pytorch-ddp", parallel=parallel, batch_size=4)
+            trainer.callbacks = [OnStep(partial(has_fast_path, tensor == 1))]
+            trainer.fit(tokens(8), max_steps=1)
