@@ -60,11 +60,16 @@ def test_convnet(tmp_path: Path) -> None:
 def test_a_llama_learns_the_same_when_ranks_divide_it(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
-    for words in ((), ("--set", "parallel.tensor=2"), ("--set", "parallel.context=2")):
+    for words in (
+        (),
+        ("--set", "parallel.tensor=2"),
+        ("--set", "parallel.context=2"),
+        ("--set", "parallel.pipeline=2"),
+    ):
         ranks = ("--num-processes", "2" if words else "1")
         out = run(tmp_path, *TRAIN, *script("llama.py"), "--max-steps", "8", *ranks, *words)
         losses.append(figure(out, r"validation loss (\S+) after 8 steps"))
-    assert losses == pytest.approx([losses[0]] * 3, abs=2e-4)
+    assert losses == pytest.approx([losses[0]] * 4, abs=2e-4)
 
 
 def test_a_mixtral_learns_the_same_when_ranks_divide_its_experts(tmp_path: Path) -> None:
@@ -83,12 +88,13 @@ def test_language_model_learns_the_same_on_one_and_two_ranks_and_backends(tmp_pa
         ("1", "pytorch-ddp", []),
         ("2", "fsdp", []),
         ("2", "pytorch-ddp", ["--set", "parallel.context=2"]),
+        ("2", "pytorch-ddp", ["--set", "parallel.pipeline=2"]),
     ):
         place = ["--num-processes", ranks, "--backend", backend, "--max-steps", "15", *axes]
         out = run(tmp_path, *TRAIN, *script("language_model.py"), *place)
         assert f"{backend}: {ranks} rank" in out
         bits.append(figure(out, r"(\S+) bits per byte of unseen source after 15 steps"))
-    assert bits == pytest.approx([bits[0]] * 3, abs=0.002)
+    assert bits == pytest.approx([bits[0]] * 4, abs=0.002)
     assert bits[0] < 5.0  # uniform bytes take 8, bytes by their frequency alone about 4.8
 
 

@@ -282,6 +282,8 @@ class MeshBackend(ProcessGroupBackend):
         from distributed.parallel.pipeline import Pipeline
 
         self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task)
+        if self.world.rank == 0:
+            self.pipeline.report()
 
     def settle(self) -> None:
         """Once the model is cut: give the parameters in their places the attributes of the original ones."""

@@ -66,6 +66,7 @@ class MicrobatchPipelineTrainer:
                 field="num_microbatches",
                 got=self.num_microbatches,
                 allowed=f"1 to {samples}",
+                remedy="Use fewer pieces, or a larger batch",
             )
         optimizer.zero_grad()
         objective, total, count = Objective(criterion), 0.0, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_
 from distributed.parallel.sample_batch import forward_of, is_short, undisturbed
 from distributed.parallel.staged_model import StagedModel
 from distributed.planner.pipeline import PipelineShape
+from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
 from distributed.training.torch_backend import TorchBackend
@@ -102,6 +104,17 @@ class Pipeline:
         forward, batch = forward_of(self._task, model)
         with self._backend.autocast():
             return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
+
+    def report(self) -> None:
+        """Print which blocks each stage has, and its share of the operations."""
+        layout, total = self._layout, sum(self._layout.costs) or 1.0
+        stages = []
+        for stage, cost in enumerate(layout.costs):
+            names = [layout.blocks[index].name for index in layout.blocks_of(stage)]
+            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            stages.append(f"{stage}: {shown} ({100 * cost / total:.0f} %)")
+        text = ", ".join(stages)
+        print_line(f"note: stages of the pipeline, with their share of the operations: {text}", sys.stdout)
 
     # -- who holds what ---------------------------------------------------------------
 
@@ -245,7 +258,11 @@ class Pipeline:
         return self._schedule
 
     def _note(self, action: str, micro_batch: int, stage: int, peer: int) -> None:
-        self._backend.timers.enter(action if action in ("forward", "backward") else "communication")
+        """Record an action, which names the rank that did not send if this one waits for ever."""
+        phase, text = _ACTIONS[action]
+        timers = self._backend.timers
+        timers.enter(phase)
+        timers.describe(text.format(micro_batch=micro_batch, stage=stage, peer=peer))
 
     def _compute(self, stage: int, position: int, received: Tensor | None) -> Tensor:
         """A stage's part of a micro-batch: its loss, or what the next stage receives."""
@@ -402,6 +419,27 @@ class Pipeline:
         return received
 
 
+_ACTIONS = {
+    "forward": ("forward", "computing micro-batch {micro_batch} in stage {stage}"),
+    "backward": ("backward", "computing micro-batch {micro_batch} in stage {stage}"),
+    "receive activation": (
+        "forward",
+        "waiting for the activation of micro-batch {micro_batch} from rank {peer} (stage {stage})",
+    ),
+    "receive gradient": (
+        "backward",
+        "waiting for the gradient of micro-batch {micro_batch} from rank {peer} (stage {stage})",
+    ),
+    "send activation": (
+        "forward",
+        "sending the activation of micro-batch {micro_batch} to rank {peer} (stage {stage})",
+    ),
+    "send gradient": (
+        "backward",
+        "sending the gradient of micro-batch {micro_batch} to rank {peer} (stage {stage})",
+    ),
+}
+"""Action of a schedule -> phase, and the action in words."""
 _CANNOT = {
     META: "it has no values",
     SPARSE: "a pipeline adds up dense gradients",

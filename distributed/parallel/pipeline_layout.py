@@ -304,9 +304,7 @@ def _module_named(model: nn.Module, name: str) -> nn.Module:
             f"the model has no module '{name}'",
             field="parallel.stages",
             got=name,
-            allowed=", ".join(n for n, m in model.named_modules() if n and list(m.parameters(recurse=False)))[
-                :300
-            ],
+            remedy="Give names as model.named_modules() has them, such as layers.4",
         ) from None
 
 

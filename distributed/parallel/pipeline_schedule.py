@@ -36,6 +36,7 @@ Note = Callable[[str, int, int, int], None]
 """(action, micro-batch, stage, rank of the other side) of what a rank does next; -1 for no other side."""
 FORWARD, BACKWARD = "forward", "backward"
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive activation", "receive gradient"
+SEND_ACTIVATION, SEND_GRADIENT = "send activation", "send gradient"
 
 
 class StageModule(nn.Module):
@@ -80,15 +81,25 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
-        self._note_receive(operations, RECEIVE_ACTIVATION, fwd_chunk_id, self.stage_index - 1)
+        self._note_peer(operations, RECEIVE_ACTIVATION, fwd_chunk_id, self.stage_index - 1)
         return operations
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         operations = super().get_bwd_recv_ops(bwd_chunk_id)
-        self._note_receive(operations, RECEIVE_GRADIENT, bwd_chunk_id, self.stage_index + 1)
+        self._note_peer(operations, RECEIVE_GRADIENT, bwd_chunk_id, self.stage_index + 1)
         return operations
 
-    def _note_receive(self, operations: Sequence[Any], action: str, micro_batch: int, stage: int) -> None:
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self._note_peer(operations, SEND_ACTIVATION, fwd_chunk_id, self.stage_index + 1)
+        return operations
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        self._note_peer(operations, SEND_GRADIENT, bwd_chunk_id, self.stage_index - 1)
+        return operations
+
+    def _note_peer(self, operations: Sequence[Any], action: str, micro_batch: int, stage: int) -> None:
         if operations:
             self.note(action, micro_batch, stage, self._resolve_peer_global_rank(stage))
 

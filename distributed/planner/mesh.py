@@ -54,15 +54,15 @@ _NOT_WITH: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
     ),
     ("expert", "optimizer_bits"): (
         (32,),
-        "divides experts: its state is quantized in blocks of a whole parameter",
+        "cuts layers of experts: its state is quantized in blocks of a whole parameter",
     ),
     ("expert", "matmul_precision"): (
         ("default", "tf32"),
-        "divides experts: fp8 layers compute with a whole weight",
+        "cuts layers of experts: fp8 layers compute with a whole weight",
     ),
     ("expert", "compile"): (
         ("none",),
-        "divides experts: the number of tokens of an expert is known only when they arrive",
+        "cuts layers of experts: the number of tokens of an expert is known only when they arrive",
     ),
     ("context", "compile"): (
         ("none",),

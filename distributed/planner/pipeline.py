@@ -125,20 +125,24 @@ def check_settings(config: DistributedConfig, schedule: str, shards: int) -> Non
         shards: ranks over which parameters are sharded.
     """
     splits = schedule in ZERO_BUBBLE
-    for rules, what in ((_DIVIDED, f"parallel.pipeline={config.parallel.pipeline} divides the model"),) + (
-        ((_SPLIT, f"{schedule} computes the gradients of weights and of activations apart"),)
-        if splits
-        else ()
-    ):
-        for field, (allowed, why) in rules.items():
-            if getattr(config, field) not in allowed:
-                raise UserError(
-                    f"{what}: {why}",
-                    field=field,
-                    got=getattr(config, field),
-                    allowed=", ".join(map(str, allowed)),
-                    remedy="Choose one of these" + (", or parallel.schedule=1f1b" if rules is _SPLIT else ""),
-                )
+    for field, (allowed, why) in _DIVIDED.items():
+        if getattr(config, field) not in allowed:
+            raise UserError(
+                f"parallel.pipeline={config.parallel.pipeline} divides the model: {why}",
+                field=field,
+                got=getattr(config, field),
+                allowed=", ".join(map(str, allowed)),
+                remedy="Choose one of these, or parallel.pipeline=1",
+            )
+    for field, (allowed, why) in _SPLIT.items() if splits else ():
+        if getattr(config, field) not in allowed:
+            raise UserError(
+                f"{schedule} computes the gradients of weights and of activations apart: {why}",
+                field=field,
+                got=getattr(config, field),
+                allowed=", ".join(map(str, allowed)),
+                remedy="Choose one of these, or parallel.schedule=1f1b",
+            )
     if splits and shards > 1:
         raise UserError(
             f"{schedule} computes the gradients of weights and of activations apart, and FSDP reduces them"

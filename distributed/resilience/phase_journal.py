@@ -54,7 +54,8 @@ _NUMBER = {name: index for index, name in enumerate(JOURNAL_PHASES)}
 _KIND = {name: index for index, name in enumerate(COLLECTIVES)}
 _RECORD = struct.Struct("=qqqqdBBBB")  # marks, step, epoch, collectives, since, phase, outer, kind, status
 _OWNER = struct.Struct("=qQ")  # pid, thread
-_SIZE, _OWNER_AT = 128, 64
+_DETAIL = struct.Struct("=B158s")  # length and text
+_SIZE, _OWNER_AT, _DETAIL_AT = 256, 64, 96
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Entry:
         since: time when the phase was entered, by this host's monotonic clock, in seconds.
         status: `RUNNING`, `ENDED` or `FAILED`.
         thread: id of the training loop's thread.
+        detail: what the rank does within the phase, in words; empty where it has not recorded that.
     """
 
     phase: str
@@ -84,6 +86,7 @@ class Entry:
     status: int
     pid: int
     thread: int
+    detail: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Entry | None:
@@ -101,7 +104,9 @@ class Entry:
         if not marks:
             return None
         names = JOURNAL_PHASES[phase], JOURNAL_PHASES[outer], COLLECTIVES[kind]
-        return cls(*names, step, epoch, marks, collectives, since, status, pid, thread)
+        length, text = _DETAIL.unpack_from(data, _DETAIL_AT)
+        detail = text[:length].decode("utf-8", "replace")
+        return cls(*names, step, epoch, marks, collectives, since, status, pid, thread, detail)
 
     def place(self) -> str:
         """Phase and step as text: ``forward of step 13 (epoch 0)``."""
@@ -121,7 +126,8 @@ class Entry:
         if self.step == 0:
             return f"{name}, before the first step"
         word = "after" if phase in _AFTER else "of"
-        return f"{name} {word} step {self.step} (epoch {self.epoch})"
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{name} {word} step {self.step} (epoch {self.epoch}){detail}"
 
 
 class Journal:
@@ -131,7 +137,10 @@ class Journal:
         folder: private folder of the file ``journal_<rank>``.
     """
 
-    __slots__ = ("_memory", "_status", "collectives", "epoch", "folder", "marks", "phase", "rank", "step")
+    __slots__ = (
+        *("_detailed", "_memory", "_status", "collectives", "epoch", "folder"),
+        *("marks", "phase", "rank", "step"),
+    )
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -145,7 +154,7 @@ class Journal:
                 self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
-            self.marks, self.phase = 0, "idle"
+            self.marks, self.phase, self._detailed = 0, "idle", False
             self._reset("idle")
 
     @staticmethod
@@ -173,8 +182,18 @@ class Journal:
             self.step = step
         if epoch is not None:
             self.epoch = epoch
+        if self._detailed:
+            self._memory[_DETAIL_AT] = 0
+            self._detailed = False
         self._record(_NUMBER[phase], _NUMBER[phase], 0)
         return before
+
+    def describe(self, detail: str) -> None:
+        """Record what the rank does now within the phase, until it enters another: at most 158 bytes."""
+        if self._status == RUNNING:
+            text = detail.encode()[: _DETAIL.size - 1]
+            self._memory[_DETAIL_AT : _DETAIL_AT + _DETAIL.size] = _DETAIL.pack(len(text), text)
+            self._detailed = True
 
     def enter_collective(self, name: str) -> str:
         """Record that the backend's collective `name` is entered; returns the previous phase."""
@@ -234,7 +253,7 @@ def instrument(backend: Any, journal: Journal) -> None:
     The backend's class is replaced by a subclass, because wrappers on the object would make a copy of
     the backend call the original's methods.
     """
-    backend.timers.enter = journal.enter
+    backend.timers.enter, backend.timers.describe = journal.enter, journal.describe
     if backend.world.size > 1:
         kind = type(backend)
         methods = {name: _instrument_collective(kind, name, journal) for name in COLLECTIVES[1:]}

@@ -33,13 +33,15 @@ class PhaseTimers:
 
     Attributes:
         enter: notes for others which phase begins: `journal.Journal.enter`.
+        describe: notes what the rank does within it: `journal.Journal.describe`.
     """
 
-    __slots__ = ("_seconds", "enter")
+    __slots__ = ("_seconds", "describe", "enter")
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self.enter: Callable[..., str] = no_op
+        self.describe: Callable[[str], object] = no_op
 
     def add(self, phase: str, seconds: float) -> None:
         """Add `seconds` to one of `PHASES`.

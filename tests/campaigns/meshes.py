@@ -2,6 +2,7 @@
 
     python -m tests.campaigns.meshes
     python -m tests.campaigns.meshes --experts
+    python -m tests.campaigns.meshes --pipelines
 
 The largest difference of any weight after 10 steps of AdamW in float64: masked tokens, clipping, accumulation
 of 1 and 2, a ragged last window. One pool of ranks for each number of ranks.
@@ -10,19 +11,21 @@ of 1 and 2, a ragged last window. One pool of ranks for each number of ranks.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 from distributed_kernels.attention.language_model import DilatedLanguageModel
 
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import SCHEDULES
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.testing.rank_pool import RankPool
 from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import ENTRIES, Entry, Reference, tokens, train_plainly
 from tests.parallel.test_tensor_parallel import GLOBAL_BATCH, MAX_NORM, STEPS, difference, trainer_of
 
-__all__ = ["EXPERT_MESHES", "MESHES", "rows"]
+__all__ = ["EXPERT_MESHES", "MESHES", "PIPELINES", "rows"]
 
 MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(tensor=2)),
@@ -46,6 +49,20 @@ EXPERT_MESHES: list[tuple[str, ParallelDims]] = [
     ("fsdp", ParallelDims(shard=2, tensor=2, expert=2)),
     ("pytorch-ddp", ParallelDims(data=4, tensor=2, expert=2)),
 ]
+PIPELINES: list[tuple[str, ParallelDims, str]] = [
+    *(("pytorch-ddp", ParallelDims(pipeline=2), schedule) for schedule in sorted(SCHEDULES)),
+    ("fsdp", ParallelDims(pipeline=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=4), "gpipe"),
+    ("pytorch-ddp", ParallelDims(pipeline=4), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2), "zbv"),
+    ("fsdp", ParallelDims(pipeline=2, shard=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, tensor=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, tensor=2), "zbv"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2, tensor=2), "1f1b"),
+    ("fsdp", ParallelDims(pipeline=2, shard=2, tensor=2), "1f1b"),
+]
+CHAINS = {name: entry for name, entry in ENTRIES.items() if name != "bert with a plan"}
 MODELS: dict[str, Entry] = {
     **ENTRIES,
     "dilated, slices": Entry(ENTRIES["dilated"].build, dict(DilatedLanguageModel.sequence_plan)),
@@ -56,33 +73,44 @@ DATA = tokens(21)
 
 
 def rows(
-    models: dict[str, Entry], meshes: list[tuple[str, ParallelDims]]
+    models: dict[str, Entry], meshes: Sequence[tuple[Any, ...]]
 ) -> Iterator[tuple[str, list[float | None]]]:
-    """(mesh, distance of each model; None where the model's sizes do not allow it)"""
+    """(mesh, distance of each model; None where the model's sizes do not allow it)
+
+    Args:
+        meshes: (backend, axes), and the schedule of a pipeline.
+    """
     references: dict[str, Reference] = {}
     for name, entry in models.items():
         options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "steps": STEPS, "max_norm": MAX_NORM}
         references[name] = train_plainly(entry.build(), DATA, **options)
     with closing(RankPool(timeout=300.0)) as pool:
-        for backend, dims in meshes:
-            found = [_distance(name, models[name], references[name], backend, dims, pool) for name in models]
-            yield f"`{backend}` {dims}", found
+        for backend, dims, *schedule in meshes:
+            place = (backend, dims, *schedule)
+            found = [_distance(name, models[name], references[name], place, pool) for name in models]
+            yield f"`{backend}` {dims}{''.join(f', {name}' for name in schedule)}", found
 
 
 def _distance(
-    name: str, entry: Entry, reference: Reference, backend: str, dims: ParallelDims, pool: RankPool
+    name: str, entry: Entry, reference: Reference, place: tuple[Any, ...], pool: RankPool
 ) -> float | None:
+    backend, dims, *schedule = place
     if dims.tensor > HEADS.get(name, 4):
         return None
-    axes = {axis: dims.size(axis) for axis in ("data", "tensor", "expert")}
+    axes = {axis: dims.size(axis) for axis in ("data", "tensor", "expert", "pipeline")}
     found = []
     for accumulation in (1, 2):
         if GLOBAL_BATCH % (accumulation * dims.data_parallel_size):
             continue
         model = entry.build()
-        mesh = {**axes, "tensor_plan": entry.plan}
+        mesh = {**axes, "tensor_plan": entry.plan, **({"schedule": schedule[0]} if schedule else {})}
         given = {"gradient_accumulation_steps": accumulation}
-        trainer_of(model, backend, dims.world_size, pool, mesh, **given).fit(DATA, max_steps=STEPS)
+        try:
+            trainer_of(model, backend, dims.world_size, pool, mesh, **given).fit(DATA, max_steps=STEPS)
+        except UserError as error:
+            if error.field != "parallel.pipeline":
+                raise
+            return None  # fewer blocks than stages
         found.append(difference(model, reference.weights))
     return max(found)
 
@@ -93,8 +121,13 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", choices=[*MODELS, *EXPERT_ENTRIES])
     parser.add_argument("--experts", action="store_true", help="models and meshes with divided experts")
+    parser.add_argument("--pipelines", action="store_true", help="schedules and meshes with stages")
     given = parser.parse_args()
+    every: dict[str, Entry]
+    meshes: Sequence[tuple[Any, ...]]
     every, meshes = (EXPERT_ENTRIES, EXPERT_MESHES) if given.experts else (MODELS, MESHES)
+    if given.pipelines:
+        every, meshes = CHAINS, PIPELINES
     models = {name: entry for name, entry in every.items() if given.models is None or name in given.models}
     print(f"| mesh | {' | '.join(models)} |\n|{' --- |' * (len(models) + 1)}", flush=True)
     for mesh, distances in rows(models, meshes):

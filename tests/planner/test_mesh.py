@@ -150,7 +150,9 @@ def test_what_needs_whole_weights_is_refused_with_a_tensor_axis(fields: dict[str
 
 
 def test_compiled_experts_are_refused() -> None:
-    with pytest.raises(UserError, match=r"parallel\.expert=2 cuts layers: the number of tokens") as caught:
+    with pytest.raises(
+        UserError, match=r"parallel\.expert=2 cuts layers of experts: the number of tokens"
+    ) as caught:
         plan("pytorch-ddp", 2, {"compile": "blocks"}, expert=2)
     assert (caught.value.field, caught.value.allowed) == ("compile", "none")
     assert plan("pytorch-ddp", 2, {"compile": "blocks"}, tensor=2).dims.tensor == 2

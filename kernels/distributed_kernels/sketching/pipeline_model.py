@@ -38,8 +38,9 @@ class PipelineParallelSketchedModel(nn.Module):
         self.devices, self.num_stages = list(devices), len(devices)
         if not 1 <= self.num_stages <= len(layer_configs):
             raise KernelError(
-                f"devices: {len(layer_configs)} layers cannot be divided into {self.num_stages} stages. Give"
-                f" 1 to {len(layer_configs)} devices"
+                f"devices: {len(layer_configs)} layers cannot be divided into {self.num_stages} stages",
+                allowed=f"1 to {len(layer_configs)} devices",
+                remedy="Give as many devices as stages, and a layer or more for each",
             )
         layers: list[list[nn.Module]] = [[] for _ in devices]
         size = len(layer_configs) // self.num_stages
@@ -67,7 +68,8 @@ def _layer(config: Mapping[str, Any], number: int) -> SKLinear:
     missing = [name for name in _SIZES if name not in config]
     if missing:
         raise KernelError(
-            f"layer_configs[{number}]: {', '.join(missing)} is missing. A layer has {', '.join(_SIZES)}"
+            f"layer_configs[{number}]: {', '.join(missing)} is missing",
+            remedy="Give in_features, out_features and sketch_size of each layer",
         )
     rest = {name: value for name, value in config.items() if name not in _SIZES}
     return SKLinear(*(config[name] for name in _SIZES), **rest)
