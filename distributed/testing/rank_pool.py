@@ -59,7 +59,7 @@ class RankPool(Launcher):
         timeout: maximum duration of a run in seconds.
     """
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 120.0) -> None:
         self.timeout = timeout
         self._pools: dict[_Key, _Ranks] = {}
 
