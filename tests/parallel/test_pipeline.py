@@ -16,7 +16,17 @@ from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import RunPlan
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
-from tests.parallel.models import ENTRIES, LENGTH, VOCABULARY, WIDTH, Reference, tokens, train_plainly
+from tests.parallel.expert_models import EXPERT_ENTRIES
+from tests.parallel.models import (
+    ENTRIES,
+    LENGTH,
+    SEQUENCES,
+    VOCABULARY,
+    WIDTH,
+    Reference,
+    tokens,
+    train_plainly,
+)
 from tests.support.training import make_trainer
 
 pytest.importorskip("transformers")
@@ -71,6 +81,8 @@ def chain() -> nn.Module:
 
 MODELS = {
     "chain": chain,
+    "gpt2": SEQUENCES["gpt2"].build,
+    "mixtral": EXPERT_ENTRIES["mixtral"].build,
     **{name: entry.build for name, entry in ENTRIES.items() if name != "bert with a plan"},
 }
 
@@ -121,11 +133,13 @@ def test_every_schedule_trains_the_same(schedule: str, pieces: int, rank_pool: R
         {"pipeline": 2, "tensor": 2},
         {"pipeline": 2, "data": 2},
         {"pipeline": 2, "tensor": 2, "schedule": "zbv"},
+        {"pipeline": 2, "expert": 2},
     ],
 )
 def test_four_ranks(parallel: dict[str, Any], rank_pool: RankPool) -> None:
     """Tied embedding and head, on the first and the last stage."""
     name = "dilated" if parallel["pipeline"] == 4 or "schedule" in parallel else "llama tied"
+    name = "mixtral" if "expert" in parallel else name
     model = MODELS[name]()
     trainer = trainer_of(model, 4, rank_pool, parallel)
     trainer.fit(DATA, max_steps=STEPS)
