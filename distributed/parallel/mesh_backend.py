@@ -446,7 +446,7 @@ class MeshBackend(ProcessGroupBackend):
         return self.pipeline is None or self.pipeline.holds(name)
 
     def copies(self, name: str, tensor: Tensor) -> tuple[int, int]:
-        if self.mesh is None:
+        if self.mesh is None or (self.pipeline is None and not is_sharded(tensor)):
             return super().copies(name, tensor)
         copy, number = self.mesh.copies(tensor)
         if self.pipeline is None:

@@ -45,7 +45,7 @@ class GatherOrder:
         hang_timeout: float | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.backend, self._end, self._group = backend, len(modules), group
+        self.backend, self._end, self._gathering = backend, len(modules), group
         self._limit = min(_LONGEST_WAIT, (hang_timeout or float("inf")) / 2)
         first = dist.get_global_rank(group, 0) if group is not None else 0
         self._key = f"gather_order/{backend.broadcast_object(token_hex(4))}/{first}"
@@ -96,7 +96,7 @@ class GatherOrder:
 
     def _compare_now(self, number: int) -> None:
         both = torch.tensor([number, -number])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._gathering)
         if int(both[0]) != -int(both[1]):
             raise self._refusal()
 
@@ -106,7 +106,7 @@ class GatherOrder:
         key, call = f"{self._key}/{self._forwards}", f"{len(self._calls)}: {number}"
         if store.compare_set(f"{key}/first", "", call).decode() != call:
             store.set(f"{key}/verdict", "different")
-        elif store.add(f"{key}/count", 1) == dist.get_world_size(self._group):
+        elif store.add(f"{key}/count", 1) == dist.get_world_size(self._gathering):
             store.set(f"{key}/verdict", "equal")
         try:
             store.wait([f"{key}/verdict"], timedelta(seconds=self._limit))

@@ -39,7 +39,7 @@ class GradientUse:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._backend, self._names, self._may_differ = backend, list(parameters), may_differ
-        self._group = group
+        self._peers = group
         self._seen: list[bytes] = []
         self._sum: torch.Tensor | None = None
         self._work: Any = None
@@ -84,13 +84,13 @@ class GradientUse:
             if not equal and not self._may_differ:
                 raise self._difference(seen)
             if not equal:
-                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._peers)
         return [name for name, mark in zip(self._names, used.tolist(), strict=True) if not mark]
 
     def _reduce(self, seen: list[bytes]) -> tuple[torch.Tensor, Any]:
         digest = zlib.crc32(b"|".join(seen))
         both = torch.tensor([digest, -digest])
-        return both, dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return both, dist.all_reduce(both, dist.ReduceOp.MAX, group=self._peers, async_op=True)
 
     @staticmethod
     def _are_equal(both: torch.Tensor, work: Any) -> bool:
