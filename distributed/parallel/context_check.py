@@ -1,6 +1,6 @@
 """Compare, before the first step, what a model computes of slices with what it computes of whole sequences.
 
-Attention that sees its own slice alone, positions that begin anew in each slice, or a loss that is no sum
+Attention that sees its own slice alone, positions that restart in each slice, or a loss that is no sum
 over tokens would otherwise train something else without an error.
 """
 

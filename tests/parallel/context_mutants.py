@@ -33,7 +33,7 @@ class _EdgeLost(ContextAxis):
 
 
 class _Anew(ContextAxis):
-    """Positions begin anew in each slice."""
+    """Positions restart in each slice."""
 
     @contextmanager
     def over_slices(self, training: bool) -> Iterator[None]:

@@ -13,7 +13,7 @@ from tests.support.training import make_trainer
 
 
 class Hangs(nn.Module):
-    """Waits for ever in its fifth forward pass of training."""
+    """Hangs in its fifth forward pass of training."""
 
     def __init__(self) -> None:
         super().__init__()
