@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distributed.checkpoint.dtensor import is_sharded
 from distributed.interfaces.parallel_dims import AXES, EXPERT_AXES, ParallelDims
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "forget_mesh", "shared_mesh"]
 
 
 class Mesh:
@@ -32,15 +32,19 @@ class Mesh:
         experts: the ranks that hold different experts and differ in nothing else; None without such an axis.
         same_experts: process group of the ranks with different samples that hold the same experts; None if
             that is this rank only.
+        key: what meshes of the same ranks are equal by.
+        world: process group of all ranks.
     """
 
     def __init__(self, dims: ParallelDims, rank: int, device: str, timeout: float) -> None:
         self.dims, self.rank, self._timeout = dims, rank, timedelta(seconds=timeout)
+        self.key, self.world = (dims, device, timeout), dist.group.WORLD
         self.coordinates = dims.coordinates(rank)
         self._axes = tuple(axis for axis in AXES if dims.size(axis) > 1)
         sizes = tuple(dims.size(axis) for axis in self._axes)
         self.device_mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=self._axes)
         self._groups: dict[tuple[str, ...], Any] = {}
+        self._parts: dict[tuple[Any, ...], Any] = {}
         self.experts: DeviceMesh | None = None
         self.same_experts: Any = None
         if dims.expert > 1:
@@ -77,7 +81,13 @@ class Mesh:
 
     def part_of_group(self, axis: str, indices: Sequence[int]) -> Any:
         """Process group of those of the ranks along `axis` that have one of `indices` there; None on ranks
-        that have another. Collective over all ranks."""
+        that have another. Collective over all ranks when first called for these indices."""
+        key = (axis, *indices)
+        if key not in self._parts:
+            self._parts[key] = self._new_part(axis, indices)
+        return self._parts[key]
+
+    def _new_part(self, axis: str, indices: Sequence[int]) -> Any:
         found = None
         for rank in range(self.dims.world_size):
             if self.dims.coordinates(rank)[axis]:
@@ -104,3 +114,32 @@ class Mesh:
             for name, placement in zip(names, tensor.placements, strict=True)
             if hasattr(placement, "dim")
         }
+
+
+_meshes: dict[Any, Mesh] = {}
+"""Meshes of this process, by `Mesh.key`. Threads of a gloo group wake up a hundred times a second, so that a
+process that makes groups for each of many runs becomes slow."""
+
+
+def shared_mesh(
+    dims: ParallelDims, rank: int, device: str, timeout: float, add: Callable[[list[float]], list[float]]
+) -> Mesh:
+    """The mesh of an earlier run, if all ranks have it, or a new one. Collective.
+
+    Args:
+        dims, rank, device, timeout: as of `Mesh`.
+        add: sums numbers over all ranks.
+    """
+    key = dims, device, timeout
+    found = _meshes.get(key)
+    usable = found is not None and found.world is dist.group.WORLD
+    everywhere = add([float(usable)])[0] == dims.world_size
+    if found is None or not everywhere:
+        found = _meshes[key] = Mesh(dims, rank, device, timeout)
+    return found
+
+
+def forget_mesh(mesh: Mesh) -> None:
+    """Let no other run have `mesh`, whose groups may hold unfinished collectives."""
+    if _meshes.get(mesh.key) is mesh:
+        del _meshes[mesh.key]

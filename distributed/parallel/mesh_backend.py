@@ -28,7 +28,7 @@ from distributed.parallel.context_check import check_objective, check_slices
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
-from distributed.parallel.mesh import Mesh
+from distributed.parallel.mesh import Mesh, forget_mesh, shared_mesh
 from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
@@ -75,6 +75,7 @@ class MeshBackend(ProcessGroupBackend):
     _axis: TensorAxis | None = None
     _context: ContextAxis | None = None
     _compared = False
+    _released = False
     _first: EqualOnTensorRanks | None = None
     _partial: tuple[nn.Parameter, ...] = ()
     _shape: PipelineShape | None = None
@@ -90,7 +91,8 @@ class MeshBackend(ProcessGroupBackend):
         world = super().setup(plan)
         self._plan, self._joined = plan, plan.joined is not None
         if several:
-            self.mesh = Mesh(plan.dims, world.rank, world.device, plan.config.collective_timeout)
+            timeout = plan.config.collective_timeout
+            self.mesh = shared_mesh(plan.dims, world.rank, world.device, timeout, self.all_reduce)
         if plan.dims.pipeline > 1:
             self._shape = pipeline_shape(plan.config, plan.dims, plan.batch)
             self.counts_with_gradients = False  # a stage that sees no loss has no count
@@ -495,6 +497,7 @@ class MeshBackend(ProcessGroupBackend):
     @torch.no_grad()
     def release(self) -> None:
         super().release()
+        self._released = True
         if self._context is not None:
             self._context.release()
             self._context = None
@@ -522,6 +525,8 @@ class MeshBackend(ProcessGroupBackend):
         if self.pipeline is not None:
             self.pipeline.remove()  # a run that failed was not released
         self._settings.close()  # torch's, which this run had changed
+        if self.mesh is not None and self._joined and not self._released:
+            forget_mesh(self.mesh)  # the run failed
         super().teardown()
 
 
