@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,13 @@ class MeshBackend(ProcessGroupBackend):
             timeout = plan.config.collective_timeout
             self.mesh = shared_mesh(plan.dims, world.rank, world.device, timeout, self.all_reduce)
         if plan.dims.pipeline > 1:
-            self._shape = pipeline_shape(plan.config, plan.dims, plan.batch)
+            self._shape = shape = pipeline_shape(plan.config, plan.dims, plan.batch)
+            # As the layers see it, some of which depend on what is in one forward pass.
+            self._batch = replace(
+                plan.batch,
+                batch_size=shape.piece_rows,
+                gradient_accumulation_steps=shape.num_microbatches,
+            )
             self.counts_with_gradients = False  # a stage that sees no loss has no count
         return world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,8 @@ class NoRanks(Launcher):
         ),
         ({"schedule": "zbv", "stages": ("1", "2", "3")}, {}, "parallel.stages", "cannot have 3 stages"),
         ({"schedule": "zbv"}, {"compile": "blocks"}, "compile", "apart"),
+        ({"schedule": "zbv"}, {"activation_checkpointing": "full"}, "activation_checkpointing", "apart"),
+        ({"schedule": "zbv", "shard": 2}, {"backend": "fsdp"}, "parallel.schedule", "FSDP reduces them"),
         ({}, {"compile": "model"}, "compile", "divides the model"),
         ({}, {"matmul_precision": "fp8"}, "matmul_precision", "divides the model"),
     ],
@@ -284,7 +287,8 @@ class NoRanks(Launcher):
 def test_settings_that_are_not_exact_are_refused_in_the_plan(
     parallel: dict[str, Any], given: dict[str, Any], field: str, text: str
 ) -> None:
-    trainer = trainer_of(chain(), 2, NoRanks(), {"pipeline": 2, **parallel}, **given)
+    parallel = {"pipeline": 2, **parallel}
+    trainer = trainer_of(chain(), 2 * parallel.get("shard", 1), NoRanks(), parallel, **given)
     with pytest.raises(UserError, match=text) as caught:
         trainer.fit(DATA, max_steps=1)
     assert caught.value.field == field
@@ -344,3 +348,47 @@ def test_samples_of_another_length_are_refused(rank_pool: RankPool) -> None:
     with pytest.raises(UserError, match="another shape") as caught:
         trainer.fit(data, epochs=1)
     assert caught.value.field == "parallel.pipeline"
+
+
+class Augmented(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Leaves out a token that depends on the process, in all samples but the first."""
+
+    def __len__(self) -> int:
+        return len(DATA[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = DATA[0][index].clone()
+        if index > 1:
+            inputs[os.getpid() % LENGTH] = 0
+        return inputs, DATA[1][index]
+
+
+def test_samples_that_depend_on_the_rank_are_refused(rank_pool: RankPool) -> None:
+    """The first stage would compute other samples than the loss of the last is for."""
+    trainer = trainer_of(chain(), 2, rank_pool, {"pipeline": 2})
+    with pytest.raises(UserError, match="have different samples"):
+        trainer.fit(Augmented(), max_steps=1)
+
+
+class Limited(nn.Linear):
+    """Declares that it drops tokens."""
+
+    capacity_factor = 1.25
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (Limited(WIDTH, VOCABULARY), "drops the tokens that exceed the capacity"),
+        (nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True), "how often a row occurs"),
+    ],
+)
+def test_layers_that_depend_on_a_whole_micro_batch_are_refused(
+    layer: nn.Module, text: str, rank_pool: RankPool
+) -> None:
+    """One micro-batch is a step, of which the stages see two pieces."""
+    model = chain()
+    model.append(layer) if isinstance(layer, Limited) else model.insert(0, layer)
+    trainer = trainer_of(model.double(), 2, rank_pool, {"pipeline": 2}, batch_size=GLOBAL_BATCH)
+    with pytest.raises(UserError, match=text):
+        trainer.fit(DATA, max_steps=1)
