@@ -377,18 +377,23 @@ class Limited(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("layer", "text"),
+    ("index", "layer", "text"),
     [
-        (Limited(WIDTH, VOCABULARY), "drops the tokens that exceed the capacity"),
-        (nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True), "how often a row occurs"),
+        (-1, Limited(WIDTH, VOCABULARY), "drops the tokens that exceed the capacity"),
+        (0, nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True), "how often a row occurs"),
     ],
 )
 def test_layers_that_depend_on_a_whole_micro_batch_are_refused(
-    layer: nn.Module, text: str, rank_pool: RankPool
+    index: int, layer: nn.Module, text: str, rank_pool: RankPool
 ) -> None:
     """One micro-batch is a step, of which the stages see two pieces."""
-    model = chain()
-    model.append(layer) if isinstance(layer, Limited) else model.insert(0, layer)
+    layers: list[nn.Module] = [
+        nn.Embedding(VOCABULARY, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, VOCABULARY),
+    ]
+    layers[index] = layer
+    model = nn.Sequential(*layers)
     trainer = trainer_of(model.double(), 2, rank_pool, {"pipeline": 2}, batch_size=GLOBAL_BATCH)
     with pytest.raises(UserError, match=text):
         trainer.fit(DATA, max_steps=1)
