@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 from typing import Any
 
 import cloudpickle
@@ -70,7 +71,19 @@ def load_task(path: str | os.PathLike[str]) -> Any:
     """
     dtype, task = torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
     torch.set_default_dtype(dtype)
+    _register_outputs()
     return task
+
+
+def _register_outputs() -> None:
+    """Let models of transformers return hidden states, attentions and router logits: a class notes which of
+    them it can when a model is constructed, and one that was unpickled was not (transformers 5)."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    registry: Any = getattr(library, "_CAN_RECORD_REGISTRY", None)
+    classes = [] if registry is None else [library.PreTrainedModel]
+    for known in classes:
+        registry.setdefault(str(known), known._can_record_outputs)
+        classes.extend(known.__subclasses__())
 
 
 def _is_large(array: Any) -> bool:
