@@ -97,10 +97,11 @@ class ClaimContracts(Suite):
         """Compiled blocks give the same weights in float64 and do not run in Python; or they are refused."""
         if "compile" not in self.capabilities.levers:
             pytest.skip("does not claim to compile")
-        ranks = self.sizes[-1]
-        plain = self._train_deep(ranks, 0.0)
+        # Full micro-batches alone: each shape costs a C++ compiler's seconds.
+        ranks, samples = self.sizes[-1], 12
+        plain = self._train_deep(ranks, 0.0, samples=samples)
         try:
-            found = self._train_deep(ranks, 0.0, _Runs(0), compile="blocks")
+            found = self._train_deep(ranks, 0.0, _Runs(0), samples=samples, compile="blocks")
         except UserError as error:
             if error.field != "compile":
                 raise
@@ -108,14 +109,14 @@ class ClaimContracts(Suite):
         assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) < _ROUNDING
 
     def _train_deep(
-        self, ranks: int, dropout: float, *callbacks: Callback, **given: Any
+        self, ranks: int, dropout: float, *callbacks: Callback, samples: int = 13, **given: Any
     ) -> list[torch.Tensor]:
         """The weights of `Deep` after a few steps."""
         model = Deep(dropout)
         given |= {"optimizer": self.bench.optimizer("momentum"), "learning_rate": 0.1, "deterministic": True}
         trainer = self.trainer(model, ranks, batch_size=2, **given)
         trainer.callbacks = list(callbacks)
-        trainer.fit(problem(13), max_steps=6)
+        trainer.fit(problem(samples), max_steps=6)
         return self.bench.weights(model)
 
     def test_c9_checkpoints_resume_on_any_number_of_ranks(self, tmp_path: Path) -> None:
