@@ -17,7 +17,7 @@ from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
-__all__ = ["CutCheck", "equal_outputs", "room_for_rounding", "times_rounding"]
+__all__ = ["CutCheck", "room_for_rounding", "times_rounding"]
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
@@ -28,11 +28,6 @@ _REMEDY = (
     " begin in parallel.stages, and leave the others whole. A layer of experts can divide itself"
     " (docs/experts.md)"
 )
-
-
-def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
-    """Whether two outputs of `model` differ by no more than rounding explains."""
-    return times_rounding(_floats(before), _floats(after), room_for_rounding(model)) <= 1.0
 
 
 class CutCheck:
@@ -48,6 +43,13 @@ class CutCheck:
         self._model, self._forward, self._field = model, forward, field
         self._before = self._outputs(forward)
         self._room = room_for_rounding(model)
+
+    def accepts(self, forward: Callable[[], Any]) -> bool:
+        """Whether `forward` computes the same, up to what rounding explains."""
+        try:
+            return self._times(self._outputs(forward)) <= 1.0
+        except Exception:  # noqa: BLE001 - one with which the model fails does not
+            return False
 
     def compare(
         self,
@@ -80,7 +82,7 @@ class CutCheck:
                 " weights, not from their sizes, and use the parameters of a module by calling it",
                 remedy=_REMEDY,
             ) from error
-        times = agree(times_rounding(self._before, after, self._room) if sees_output else 0.0)
+        times = agree(self._times(after) if sees_output else 0.0)
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
@@ -91,6 +93,9 @@ class CutCheck:
                 " of its weights, and every stage from what the one before it returns",
                 remedy=_REMEDY,
             )
+
+    def _times(self, after: Sequence[Tensor]) -> float:
+        return times_rounding(self._before, after, self._room)
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
         with undisturbed(self._model):

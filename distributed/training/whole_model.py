@@ -52,7 +52,8 @@ def copy_with(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> nn.Mod
     """A deep copy of `model` whose parameters hold `values`; attributes of parameters are copied."""
     memo: dict[int, Any] = {}
     for parameter, value in values.items():
-        data = value.detach().to(parameter.device, parameter.dtype, copy=True)
+        device = value.device if parameter.is_meta else parameter.device  # meta: another stage holds it
+        data = value.detach().to(device, parameter.dtype, copy=True)
         made = nn.Parameter(data, parameter.requires_grad)
         vars(made).update(copy.deepcopy(vars(parameter)))
         memo[id(parameter)] = made
