@@ -37,11 +37,21 @@ class CutCheck:
         model: whole.
         forward: calls it.
         field: of the configuration that cuts it, for errors.
+        before: the output, where another rank has computed it; None calls `forward`.
+
+    Attributes:
+        before: the output, as float64 tensors on the CPU.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[], Any], field: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        field: str,
+        before: list[Tensor] | None = None,
+    ) -> None:
         self._model, self._forward, self._field = model, forward, field
-        self._before = self._outputs(forward)
+        self.before = self._outputs(forward) if before is None else before
         self._room = room_for_rounding(model)
 
     def accepts(self, forward: Callable[[], Any]) -> bool:
@@ -55,7 +65,6 @@ class CutCheck:
         self,
         size: int,
         agree: Callable[[float], float],
-        forward: Callable[[], Any] | None = None,
         sees_output: bool = True,
     ) -> None:
         """Compare the output of the cut model. Collective.
@@ -63,14 +72,13 @@ class CutCheck:
         Args:
             size: ranks that cut it.
             agree: mean of a number over the ranks that see the output, so that all of them decide the same.
-            forward: calls the cut model; None as before.
             sees_output: whether this rank does.
 
         Raises:
             UserError: it differs, or cannot be computed.
         """
         try:
-            after = self._outputs(forward or self._forward)
+            after = self._outputs(self._forward)
         except UserError:
             raise
         except Exception as error:
@@ -95,7 +103,7 @@ class CutCheck:
             )
 
     def _times(self, after: Sequence[Tensor]) -> float:
-        return times_rounding(self._before, after, self._room)
+        return times_rounding(self.before, after, self._room)
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
         with undisturbed(self._model):
@@ -104,7 +112,7 @@ class CutCheck:
 
 def _floats(outputs: Any) -> list[Tensor]:
     tensors = [whole(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+    return [tensor.double().cpu() for tensor in tensors if tensor.is_floating_point()]
 
 
 def room_for_rounding(model: nn.Module) -> float:

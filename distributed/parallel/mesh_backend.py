@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.context_axis import ContextAxis, attention_of, draws_numbers
 from distributed.parallel.context_check import check_objective, check_slices
 from distributed.parallel.cut_check import CutCheck
+from distributed.parallel.deferred_build import build_without_data, tensors_of
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh import Mesh
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshBackend"]
 
+_Result = TypeVar("_Result")
 _MATHS = torch.backends.mha
 _NOT_COMPARED = (
     "note: the output of the cut model was not compared with that of the whole model, because there was no"
@@ -54,6 +56,7 @@ class MeshBackend(MeshState):
 
     Attributes:
         built_by_one: whether only rank 0 has the model's values when it is placed.
+        values: these, by name, on rank 0 until the other ranks have theirs; empty elsewhere.
     """
 
     _axis: TensorAxis | None = None
@@ -66,6 +69,7 @@ class MeshBackend(MeshState):
     def __init__(self) -> None:
         super().__init__()
         self._settings = ExitStack()
+        self.values: dict[str, Tensor] = {}
 
     # -- the model --------------------------------------------------------------------
 
@@ -144,7 +148,7 @@ class MeshBackend(MeshState):
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
             check.compare(size, lambda times: self.all_reduce([times])[0] / self.world.size)
-        elif self.world.rank == 0:
+        elif self.world.rank == 0 and self.pipeline is None:  # which compares its stages
             print_line(_NOT_COMPARED, sys.stdout)
 
     def _slices_of(self, model: nn.Module, mesh: Mesh) -> ContextAxis:
@@ -180,23 +184,44 @@ class MeshBackend(MeshState):
 
     def _pairs(self, model: nn.Module) -> Mapping[str, str]:
         """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""
+        return self.on_first_rank(lambda: find_pairs(model, forward_of(self._task, model)[0]))
+
+    def on_first_rank(self, function: Callable[[], _Result]) -> _Result:
+        """What `function` returns on rank 0, whose model has values; its error is raised on all ranks.
+        Collective."""
         found: Any = None
         if self.world.rank == 0:
             try:
-                found = find_pairs(model, forward_of(self._task, model)[0])
-            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                found = function()
+            except Exception as error:  # noqa: BLE001 - raised below, on all ranks
                 found = error
         found = self.broadcast_object(found)
         if isinstance(found, BaseException):
             raise found
-        pairs: Mapping[str, str] = found
-        return pairs
+        result: _Result = found
+        return result
+
+    @property
+    def builds_on_one(self) -> bool:
+        """Whether rank 0 alone builds the model of a factory with values."""
+        return self.has_stages
+
+    def build(self, model: Any) -> nn.Module:
+        self.built_by_one = self.builds_on_one and not isinstance(model, nn.Module)
+        if self.built_by_one and self.world.rank > 0:
+            return build_without_data(model, self.config.seed)
+        return super().build(model)
 
     def place(self, model: nn.Module) -> nn.Module:
+        first = self.built_by_one and self.world.rank == 0
+        self.values = {name: tensor.detach() for name, tensor in tensors_of(model)} if first else {}
         self.read_stages(model)
         self.cut(model)
         if self.pipeline is not None:
             self.pipeline.tensors.drop(model)
+            if self.built_by_one:
+                self._hooks.follow(self.pipeline.tensors.deal_out(model, self.values))
+                self.values = {}
         model = self.place_parts(model)
         if self.pipeline is not None:
             self.pipeline.begin(model)

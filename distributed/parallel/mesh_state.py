@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import is_sharded, local_part, whole
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
-from distributed.interfaces.parallel_dims import AXES, DATA_AXES, MODEL_AXES, ParallelDims
+from distributed.interfaces.parallel_dims import DATA_AXES, MODEL_AXES, ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
+from distributed.parallel.deferred_build import tensors_of
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.original_model import OriginalModel
+from distributed.parallel.stage_tensors import WITHIN_STAGE
 from distributed.planner.pipeline import PipelineShape, pipeline_shape
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
@@ -33,7 +35,6 @@ _CONTRIBUTE = (*DATA_AXES, "context")
 """Axes along which losses, counts and gradients add up: samples, or slices of them, differ."""
 _PARTS = tuple(axis for axis in MODEL_AXES if axis not in _CONTRIBUTE)
 """Axes along which ranks hold different parts of the model."""
-_WITHIN_STAGE = tuple(axis for axis in AXES if axis != "pipeline")
 
 
 class MeshState(ProcessGroupBackend):
@@ -93,7 +94,7 @@ class MeshState(ProcessGroupBackend):
         """Process group of the ranks that have the same stages; None for all, or for this rank only."""
         if self.mesh is None or self._shape is None:
             return None
-        return self.mesh.group(*_WITHIN_STAGE)
+        return self.mesh.group(*WITHIN_STAGE)
 
     @property
     def count_group(self) -> Any:
@@ -123,7 +124,7 @@ class MeshState(ProcessGroupBackend):
     def leads(self, name: str) -> bool:
         if self.pipeline is None or self.mesh is None:
             return super().leads(name)
-        inner = self.mesh.dims.index(self.world.rank, *_WITHIN_STAGE)
+        inner = self.mesh.dims.index(self.world.rank, *WITHIN_STAGE)
         return inner == 0 and self.pipeline.tensors.copy_of(name)[0] == 0
 
     def replicated(self) -> Mapping[str, Any] | None:
@@ -155,11 +156,10 @@ class MeshState(ProcessGroupBackend):
         return read_only(self.original.whole_copy(self._gatherer()))
 
     def _gatherer(self) -> Callable[[Tensor], Tensor]:
-        """What makes a parameter of the model whole."""
+        """What makes a parameter or buffer of the model whole."""
         if self.pipeline is None:
             return whole
-        self.pipeline.tensors.gather_buffers(self.module)
-        names = {id(p): canonical_name(name) for name, p in self.module.named_parameters()}
+        names = {id(tensor): canonical_name(name) for name, tensor in tensors_of(self.module)}
         return partial(self.pipeline.tensors.gather, names=names)
 
     @torch.no_grad()
@@ -187,7 +187,8 @@ class MeshState(ProcessGroupBackend):
 
     def share_buffers(self) -> None:
         """Give all ranks that hold the same the buffers of the first of them. Collective."""
-        broadcast_values(self.module.buffers(), self.replica_group)
+        held = (b for name, b in self.module.named_buffers() if self.held(canonical_name(name)))
+        broadcast_values(held, self.replica_group)
 
 
 def _whole(value: Any, device: torch.device) -> Any:

@@ -29,30 +29,34 @@ from distributed.planner.pipeline import PipelineShape
 from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
-from distributed.training.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
+    from distributed.parallel.mesh_backend import MeshBackend
     from distributed.parallel.pipeline_schedule import Schedule
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """One rank of a pipeline.
+    """One rank of a pipeline. Collective.
 
     Args:
         backend: whose model the ranks divide.
         shape: of the pipeline.
         mesh: the ranks.
-        model: whole.
+        model: whole; ranks other than 0 read no values of it.
         task: the training, whose first samples show how the model is called.
+
+    Attributes:
+        stages: the stages of this rank, in order.
+        tensors: who holds which tensor of the model.
 
     Raises:
         UserError: the model cannot be divided exactly.
     """
 
     def __init__(
-        self, backend: TorchBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+        self, backend: MeshBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
     ) -> None:
         self._backend, self._shape, self._mesh = backend, shape, mesh
         self._group = mesh.group("pipeline")
@@ -60,10 +64,11 @@ class Pipeline:
         self.stages = shape.stages_of(self._rank)
         self._device = backend.world.device
         self._task = task
-        _check_model(model, shape, backend.config.backend)
-        self._layout, self._check = self._read(model)
+        self._whole_output: list[Tensor] = []
+        self._layout, shapes = backend.on_first_rank(partial(self._read, model))
         self.tensors = StageTensors(self._layout.stages, shape, mesh, self._device)
-        self._staged = StagedModel(self._layout, self._device)
+        self._deal_output(shapes)
+        self._staged = StagedModel(model, self._layout, self._device)
         self._schedule: Schedule | None = None
         self._window = Window((), 0)
         self._scale = 1.0
@@ -74,16 +79,26 @@ class Pipeline:
         self._sent: list[tuple[Any, Tensor]] = []
         self._compared = False
 
-    def _read(self, model: nn.Module) -> tuple[Layout, CutCheck]:
-        """A division of `model` that leaves its output as it is, and that output."""
+    def _read(self, model: nn.Module) -> tuple[Layout, list[torch.Size]]:
+        """A division of `model` that leaves its output as it is, and the shapes of that output."""
+        _check_model(model, self._shape, self._backend.config.backend)
         one, two = (forward_of(self._task, model, number, field=_FIELD) for number in (1, 2))
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
             check = CutCheck(model, two[0], _FIELD)
             for layout in read_layouts(model, (one[0], two[0]), one[1], number, names):
-                if check.accepts(partial(_in_stages, layout, *two)):
-                    return layout, check
+                if check.accepts(partial(_in_stages, model, layout, *two)):
+                    self._whole_output = check.before
+                    return layout, [output.shape for output in check.before]
         raise no_equal_layout(number, bool(names))
+
+    def _deal_output(self, shapes: Sequence[torch.Size]) -> None:
+        """Give the output of the whole model to the ranks that compute it in stages. Collective."""
+        own: Sequence[Tensor | None] = self._whole_output or [None] * len(shapes)
+        last = (self._shape.rank_of(self._shape.num_stages - 1),)
+        forms = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in shapes]
+        dealt = [self.tensors.deal(full, form, last) for full, form in zip(own, forms, strict=True)]
+        self._whole_output = [output.cpu() for output in dealt if output is not None]
 
     def report(self) -> None:
         """Print which blocks each stage has, and its share of the operations."""
@@ -116,15 +131,14 @@ class Pipeline:
         self._staged.install()
         forward, batch = forward_of(self._task, model, device=self._device, field=_FIELD)
         ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
-        assert self._check is not None
+        staged = partial(self.evaluate, batch, forward)
         with self._backend.autocast():
-            self._check.compare(
+            CutCheck(model, staged, _FIELD, self._whole_output).compare(
                 stage_ranks,
                 lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
-                lambda: self.evaluate(batch, forward),
                 self.sees_loss,
             )
-        self._check = None
+        self._whole_output = []
 
     def remove(self) -> None:
         """Let the model compute as a whole again."""
@@ -330,9 +344,9 @@ def _own_parameters_alone(stage: int) -> Iterator[None]:
         ) from error
 
 
-def _in_stages(layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
+def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
     """What the stages of `layout` compute one after the other."""
-    staged, rows, found = StagedModel(layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
+    staged, rows, found = StagedModel(model, layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
     staged.install()
     try:
         for stage in range(layout.num_stages):

@@ -9,14 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import local_part, whole
+from distributed.checkpoint.dtensor import is_sharded, local_part, whole
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
+from distributed.interfaces.parallel_dims import AXES
+from distributed.parallel.deferred_build import fill, tensors_of
 from distributed.parallel.gradient_reducer import align_gradient
 from distributed.parallel.mesh import Mesh
 from distributed.planner.pipeline import PipelineShape
 
-__all__ = ["StageTensors"]
+__all__ = ["WITHIN_STAGE", "StageTensors"]
+
+WITHIN_STAGE = tuple(axis for axis in AXES if axis != "pipeline")
+"""Axes along which ranks have the same stages."""
 
 
 class StageTensors:
@@ -35,6 +40,8 @@ class StageTensors:
         self._stages = {canonical_name(name): found for name, found in stages.items()}
         self._shape, self._device = shape, device
         self._group, self._rank = mesh.group("pipeline"), mesh.coordinates["pipeline"]
+        self._within = mesh.group(*WITHIN_STAGE)
+        self._is_first = mesh.dims.index(mesh.rank, *WITHIN_STAGE) == 0
         self._groups: dict[tuple[int, ...], Any] = {}
         for ranks in sorted({self.ranks_of(name) for name in self._stages}):
             if len(ranks) == shape.num_ranks:
@@ -84,6 +91,69 @@ class StageTensors:
                     placeholders[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
                 module._parameters[name] = placeholders[id(parameter)]
 
+    # -- a model that rank 0 has built ----------------------------------------------
+
+    @torch.no_grad()
+    def deal_out(self, model: nn.Module, built: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+        """Give each rank the tensors that it holds, one at a time. Those on the meta device are replaced.
+        Collective.
+
+        Args:
+            model: cut, without values on ranks other than 0.
+            built: rank 0's whole tensors by name; empty elsewhere.
+
+        Returns:
+            Tensors that were replaced -> those in their place.
+        """
+        made: dict[Tensor, Tensor] = {}
+        for name, tensor in tensors_of(model):
+            ranks = self.ranks_of(canonical_name(name))
+            full = self.deal(built.get(name), tensor, ranks)
+            if full is None:
+                continue
+            place = self._with_memory(tensor) if tensor.is_meta else tensor
+            fill(place, full)
+            if place is not tensor:
+                made[tensor] = place
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                replaced = {key: made[t] for key, t in table.items() if t is not None and t in made}
+                table.update(replaced)  # type: ignore[arg-type]
+        return made
+
+    def deal(self, full: Tensor | None, form: Tensor, ranks: tuple[int, ...]) -> Tensor | None:
+        """Give a tensor of rank 0 to all ranks of some stages, on their device. Collective.
+
+        Args:
+            full: the tensor, on rank 0.
+            form: has its shape and dtype.
+            ranks: indices along the axis of those that receive it; others get None.
+        """
+        holds = self._rank in ranks
+        if full is not None:
+            wire = full.detach().to(self._device).contiguous()
+        elif holds:
+            wire = torch.empty(form.shape, dtype=form.dtype, device=self._device)
+        else:
+            return None
+        for index in ranks if wire.numel() else ():
+            # From rank 0 to the first rank of each stage, and from there to those that have the same stage.
+            if self._is_first and index and self._rank in (0, index):
+                send = dist.send if self._rank == 0 else dist.recv
+                other = {"group_dst": index} if self._rank == 0 else {"group_src": 0}
+                send(wire.reshape(-1).view(torch.uint8), group=self._group, **other)
+            if index == self._rank and self._within is not None:
+                broadcast_values([wire], self._within)
+        return wire if holds else None
+
+    def _with_memory(self, tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device=self._device if is_sharded(tensor) else "cpu")
+        if not isinstance(tensor, nn.Parameter):
+            return made
+        parameter = nn.Parameter(made, tensor.requires_grad)
+        vars(parameter).update(vars(tensor))
+        return parameter
+
     # -- gradients --------------------------------------------------------------------
 
     def share(self, model: nn.Module) -> None:
@@ -116,33 +186,19 @@ class StageTensors:
 
     @torch.no_grad()
     def gather(self, tensor: Tensor, names: Mapping[int, str]) -> Tensor:
-        """The whole of a parameter on all ranks. Collective.
+        """The whole of a parameter or buffer on all ranks. Collective.
 
         Args:
-            names: id of a parameter -> its canonical name.
+            names: id of a tensor -> its canonical name.
         """
         ranks = self.ranks_of(names[id(tensor)])
         if self._rank in ranks:
             value = whole(tensor).detach()
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        self._broadcast(value, ranks)
-        return value
-
-    def _broadcast(self, value: Tensor, ranks: tuple[int, ...]) -> None:
-        """Give `value` to all ranks of the pipeline, in place. Collective.
-
-        Args:
-            ranks: those that have it.
-        """
         if len(ranks) < self._shape.num_ranks:
             broadcast_values([value], self._group, ranks[0])
-
-    @torch.no_grad()
-    def gather_buffers(self, model: nn.Module) -> None:
-        """Give each rank the buffers of the stages that hold them. Collective."""
-        for raw, buffer in model.named_buffers():
-            self._broadcast(buffer, self.ranks_of(canonical_name(raw)))
+        return value
 
     @torch.no_grad()
     def gather_state(self, name: str, state: dict[str, Any]) -> dict[str, Any]:

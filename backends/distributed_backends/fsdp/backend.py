@@ -23,7 +23,6 @@ from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
 from distributed.training.torch_backend import StepModule
-from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import find_units
@@ -64,7 +63,6 @@ class FSDPBackend(MeshBackend):
         super().__init__()
         self._sharded: ShardedModel | None = None
         self._units: list[nn.Module] = []
-        self._built: dict[str, torch.Tensor] | None = None
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
@@ -73,13 +71,9 @@ class FSDPBackend(MeshBackend):
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
 
-    def build(self, model: Any) -> nn.Module:
-        # Of a pipeline, each rank reads its stages from the whole model.
-        several = self.world.size > 1 and not self.has_stages
-        self.built_by_one = several and not isinstance(model, nn.Module)
-        if self.built_by_one and self.world.rank > 0:
-            return build_without_data(model, self.config.seed)
-        return super().build(model)
+    @property
+    def builds_on_one(self) -> bool:
+        return self.has_stages or self.world.data_parallel_size > 1
 
     def place(self, model: nn.Module) -> nn.Module:
         model = self.with_shared_statistics(model)
@@ -87,7 +81,6 @@ class FSDPBackend(MeshBackend):
         if self.mesh is not None:
             refuse(model, "fsdp", _CANNOT)
             self.remember(model)
-            self._built = {n: t.detach() for n, t in tensors_of(model)} if self.built_by_one else None
         return super().place(model)
 
     def place_parts(self, model: nn.Module) -> nn.Module:
@@ -96,21 +89,14 @@ class FSDPBackend(MeshBackend):
         self.apply_levers(model)
         assert self.original is not None
         section, across = FSDPSection.of(self.config), self.mesh.submesh("data", "shard")
-        units, self._units = self._units, []
-        built, self._built = self._built, None
+        units, self._units, group = self._units, [], self.stage_group
+        built = self.values if self.built_by_one and self.pipeline is None else None
         self._sharded = ShardedModel(
-            model,
-            units,
-            section,
-            self.world,
-            across,
-            self.original,
-            built,
-            self.stage_group,
-            self.is_expert,
+            model, units, section, self.world, across, self.original, built, group, self.is_expert
         )
-        self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=self.stage_group)
-        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, self.stage_group)
+        self.values = {}
+        self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
+        self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
         return model
 
     def offload_optimizer(self) -> None:
