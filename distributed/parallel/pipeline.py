@@ -251,7 +251,7 @@ class Pipeline:
             raise UserError(
                 "the ranks of a pipeline, which share each sample, have different samples. The step was not"
                 " taken",
-                field=_FIELD,
+                field="parallel.pipeline",
                 got=self._shape.num_ranks,
                 allowed="data that is the same on the ranks that share a model",
                 remedy="Let no sample depend on the rank (data.per_sample_rng=true for augmentation)",
@@ -337,7 +337,7 @@ def _own_parameters_alone(stage: int) -> Iterator[None]:
         raise UserError(
             f"stage {stage} of the pipeline used a parameter that another stage holds: the forward pass calls"
             f" other modules than for the first samples ({type(error).__name__}: {error})",
-            field=_FIELD,
+            field="parallel.pipeline",
             got=f"stage {stage}",
             allowed="models that call the same modules for all samples",
             remedy="Use parallel.tensor or parallel.data",
@@ -361,7 +361,7 @@ def _check_model(model: nn.Module, shape: PipelineShape, backend: str) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         raise UserError(
             "the model recomputes activations by itself, in backward, when another stage may be computing",
-            field=_FIELD,
+            field="parallel.pipeline",
             got="model.gradient_checkpointing_enable()",
             remedy="Call model.gradient_checkpointing_disable(), and set activation_checkpointing=full",
         )
