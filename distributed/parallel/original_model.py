@@ -16,7 +16,7 @@ from distributed.parallel.deferred_build import tensors_of
 from distributed.system.tensors import assign_values
 from distributed.training.whole_model import copy_with
 
-__all__ = ["OriginalModel"]
+__all__ = ["OriginalModel", "filled"]
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 _ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
@@ -127,7 +127,7 @@ class OriginalModel:
         for module, name, parameter, device in self._parameters:
             current: Any = module._parameters[name]
             if id(parameter) not in full:
-                full[id(parameter)] = _filled(parameter, gather(current).detach().to(device))
+                full[id(parameter)] = filled(parameter, gather(current).detach().to(device))
             module._parameters[name] = full[id(parameter)]
         for module, name, device in self._buffers:
             buffer = module._buffers[name]
@@ -151,7 +151,7 @@ def _real(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+def filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """`parameter` holding `data`; another in its place where it came without memory."""
     if parameter.is_meta:
         filled = nn.Parameter(data, parameter.requires_grad)

@@ -16,6 +16,7 @@ from distributed.interfaces.parallel_dims import AXES
 from distributed.parallel.deferred_build import fill, tensors_of
 from distributed.parallel.gradient_reducer import align_gradient
 from distributed.parallel.mesh import Mesh
+from distributed.parallel.original_model import filled
 from distributed.planner.pipeline import PipelineShape
 
 __all__ = ["WITHIN_STAGE", "StageTensors"]
@@ -148,11 +149,7 @@ class StageTensors:
 
     def _with_memory(self, tensor: Tensor) -> Tensor:
         made = torch.empty_like(tensor, device=self._device if is_sharded(tensor) else "cpu")
-        if not isinstance(tensor, nn.Parameter):
-            return made
-        parameter = nn.Parameter(made, tensor.requires_grad)
-        vars(parameter).update(vars(tensor))
-        return parameter
+        return filled(tensor, made) if isinstance(tensor, nn.Parameter) else made
 
     # -- gradients --------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.task import Task
@@ -123,8 +124,8 @@ class WeighsItsShare(DDPBackend):
         super().read_stages(model)
         assert self.pipeline is not None
         tensors = dict(tensors_of(model))
-        if self.world.rank:
-            assert all(tensor.is_meta for tensor in tensors.values()), "a rank other than 0 has values"
+        has_values = self.world.rank > 0 and not all(tensor.is_meta for tensor in tensors.values())
+        self.refuse("a rank other than 0 has values" if has_values else "")
         own = sum(t.nbytes for name, t in tensors.items() if self.pipeline.tensors.holds(name))
         limit = own + max(t.nbytes for t in tensors.values())
         deal_out = self.pipeline.tensors.deal_out
@@ -132,10 +133,16 @@ class WeighsItsShare(DDPBackend):
         def weighed(*args: Any) -> Any:
             with Live() as live:
                 made = deal_out(*args)
-            assert own <= live.most <= limit or self.world.rank == 0, f"allocates {live.most} of {limit}"
+            fits = own <= live.most <= limit or self.world.rank == 0
+            self.refuse("" if fits else f"a rank allocates {live.most} bytes, and may {limit}")
             return made
 
         self.pipeline.tensors.deal_out = weighed  # type: ignore[method-assign]
+
+    def refuse(self, found: str) -> None:
+        """Raise on all ranks what one of them has found, so that their pool stays. Collective."""
+        for text in filter(None, self.gather_objects(found)):
+            raise UserError(text)
 
 
 class BuildsOnEveryRank(WeighsItsShare):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Callback
+from distributed import Callback, UserError
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.interfaces.callback import Context
 from distributed.registry.catalog import get_catalog
@@ -138,5 +138,5 @@ def test_a_broken_form_is_noticed(backend: str, text: str, rank_pool: RankPool) 
     factory = partial(named, "llama tied")
     trainer = trainer_of(factory, 2, rank_pool, {"pipeline": 2}, backend=backend)
     trainer.callbacks = [AsBuilt(factory)]
-    with pytest.raises(Exception, match=text):
+    with pytest.raises(UserError, match=text):
         trainer.fit(DATA, max_steps=1)
