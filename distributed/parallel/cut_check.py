@@ -17,7 +17,7 @@ from distributed.checkpoint.dtensor import whole
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
-__all__ = ["CutCheck", "equal_outputs", "room_for_rounding", "times_rounding"]
+__all__ = ["CutCheck", "room_for_rounding", "times_rounding"]
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference that the order of additions explains, relative to the largest output, by dtype of the weights.
@@ -30,11 +30,6 @@ _REMEDY = (
 )
 
 
-def equal_outputs(before: Any, after: Any, model: nn.Module) -> bool:
-    """Whether two outputs of `model` differ by no more than rounding explains."""
-    return times_rounding(_floats(before), _floats(after), room_for_rounding(model)) <= 1.0
-
-
 class CutCheck:
     """The output of a whole model for two samples.
 
@@ -42,18 +37,34 @@ class CutCheck:
         model: whole.
         forward: calls it.
         field: of the configuration that cuts it, for errors.
+        before: the output, where another rank has computed it; None calls `forward`.
+
+    Attributes:
+        before: the output, as float64 tensors on the CPU.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[], Any], field: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        field: str,
+        before: list[Tensor] | None = None,
+    ) -> None:
         self._model, self._forward, self._field = model, forward, field
-        self._before = self._outputs(forward)
+        self.before = self._outputs(forward) if before is None else before
         self._room = room_for_rounding(model)
+
+    def accepts(self, forward: Callable[[], Any]) -> bool:
+        """Whether `forward` computes the same, up to what rounding explains."""
+        try:
+            return self._times(self._outputs(forward)) <= 1.0
+        except Exception:  # noqa: BLE001 - one with which the model fails does not
+            return False
 
     def compare(
         self,
         size: int,
         agree: Callable[[float], float],
-        forward: Callable[[], Any] | None = None,
         sees_output: bool = True,
     ) -> None:
         """Compare the output of the cut model. Collective.
@@ -61,14 +72,13 @@ class CutCheck:
         Args:
             size: ranks that cut it.
             agree: mean of a number over the ranks that see the output, so that all of them decide the same.
-            forward: calls the cut model; None as before.
             sees_output: whether this rank does.
 
         Raises:
             UserError: it differs, or cannot be computed.
         """
         try:
-            after = self._outputs(forward or self._forward)
+            after = self._outputs(self._forward)
         except UserError:
             raise
         except Exception as error:
@@ -80,7 +90,7 @@ class CutCheck:
                 " weights, not from their sizes, and use the parameters of a module by calling it",
                 remedy=_REMEDY,
             ) from error
-        times = agree(times_rounding(self._before, after, self._room) if sees_output else 0.0)
+        times = agree(self._times(after) if sees_output else 0.0)
         if times > 1.0:
             raise UserError(
                 f"the model computes something else when {size} ranks cut it: its output for the first"
@@ -92,6 +102,9 @@ class CutCheck:
                 remedy=_REMEDY,
             )
 
+    def _times(self, after: Sequence[Tensor]) -> float:
+        return times_rounding(self.before, after, self._room)
+
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
         with undisturbed(self._model):
             return _floats(forward())
@@ -99,7 +112,7 @@ class CutCheck:
 
 def _floats(outputs: Any) -> list[Tensor]:
     tensors = [whole(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+    return [tensor.double().cpu() for tensor in tensors if tensor.is_floating_point()]
 
 
 def room_for_rounding(model: nn.Module) -> float:

@@ -149,8 +149,8 @@ def _buckets(
     for parameter in reversed(parameters):
         nbytes = local_part(parameter).nbytes
         last = buckets[-1][0] if buckets else parameter
-        alike = last.dtype == parameter.dtype and groups[last] is groups[parameter]
-        if not buckets or size + nbytes > limit or not alike:
+        fits = last.dtype == parameter.dtype and groups[last] is groups[parameter]
+        if not buckets or size + nbytes > limit or not fits:
             buckets.append([])
             size = 0.0
         buckets[-1].append(parameter)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 
 from distributed.checkpoint.dtensor import whole
+from distributed.parallel.deferred_build import tensors_of
+from distributed.system.tensors import assign_values
 from distributed.training.whole_model import copy_with
 
-__all__ = ["OriginalModel"]
+__all__ = ["OriginalModel", "filled"]
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 _ADDED_BY = ("torch.distributed.", "distributed.training.gather_order", "distributed.parallel.")
@@ -106,9 +108,9 @@ class OriginalModel:
         """A copy of the whole model. Collective.
 
         Args:
-            gather: a parameter in its place -> the whole of it.
+            gather: a parameter or buffer in its place -> the whole of it.
         """
-        values = {p: gather(p) for p in self._model.parameters()}
+        values = {tensor: gather(tensor) for _, tensor in tensors_of(self._model)}
         with self.undone():
             unsharded = copy_with(self._model, values)
         values.clear()
@@ -119,17 +121,21 @@ class OriginalModel:
         """The same parameter objects, filled; the same classes and hooks. Collective.
 
         Args:
-            gather: a parameter in its place -> the whole of it.
+            gather: a parameter or buffer in its place -> the whole of it.
         """
-        full: dict[int, nn.Parameter] = {}
+        full: dict[int, Any] = {}
         for module, name, parameter, device in self._parameters:
             current: Any = module._parameters[name]
             if id(parameter) not in full:
-                full[id(parameter)] = _filled(parameter, gather(current).detach().to(device))
+                full[id(parameter)] = filled(parameter, gather(current).detach().to(device))
             module._parameters[name] = full[id(parameter)]
         for module, name, device in self._buffers:
             buffer = module._buffers[name]
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+            if buffer is None:
+                continue
+            if id(buffer) not in full:
+                full[id(buffer)] = _filled_buffer(buffer, gather(buffer)).to(device)
+            module._buffers[name] = full[id(buffer)]
         for module, kind, _ in self._modules:
             module.__class__ = kind
             _module_state_mapping.pop(module, None)
@@ -145,7 +151,7 @@ def _real(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+def filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """`parameter` holding `data`; another in its place where it came without memory."""
     if parameter.is_meta:
         filled = nn.Parameter(data, parameter.requires_grad)
@@ -153,6 +159,15 @@ def _filled(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
         return filled
     parameter.data, parameter.grad = data, None
     return parameter
+
+
+def _filled_buffer(buffer: Tensor, data: Tensor) -> Tensor:
+    """`buffer` holding `data`; another in its place where it came without memory."""
+    if buffer.is_meta:
+        return data
+    if data.data_ptr() != buffer.data_ptr():
+        assign_values(buffer, data)
+    return buffer
 
 
 def _own(tensors: dict[str, Any]) -> list[tuple[str, Any]]:

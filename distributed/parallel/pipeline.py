@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -15,62 +15,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distributed.checkpoint.dtensor import local_part, whole
-from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.task import Task
-from distributed.parallel.cut_check import CutCheck, equal_outputs
-from distributed.parallel.gradient_reducer import align_gradient
+from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
 from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_of, tensors_of
-from distributed.parallel.sample_batch import forward_of, is_short, undisturbed
+from distributed.parallel.sample_batch import forward_of, undisturbed
+from distributed.parallel.stage_tensors import StageTensors
 from distributed.parallel.staged_model import StagedModel
 from distributed.planner.pipeline import PipelineShape
 from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
-from distributed.training.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
+    from distributed.parallel.mesh_backend import MeshBackend
     from distributed.parallel.pipeline_schedule import Schedule
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """One rank of a pipeline.
+    """One rank of a pipeline. Collective.
 
     Args:
         backend: whose model the ranks divide.
         shape: of the pipeline.
         mesh: the ranks.
-        model: whole.
+        model: whole; ranks other than 0 read no values of it.
         task: the training, whose first samples show how the model is called.
+
+    Attributes:
+        stages: the stages of this rank, in order.
+        tensors: who holds which tensor of the model.
 
     Raises:
         UserError: the model cannot be divided exactly.
     """
 
     def __init__(
-        self, backend: TorchBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+        self, backend: MeshBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
     ) -> None:
         self._backend, self._shape, self._mesh = backend, shape, mesh
         self._group = mesh.group("pipeline")
-        self._rank = mesh.dims.coordinates(mesh.rank)["pipeline"]
+        self._rank = mesh.coordinates["pipeline"]
         self.stages = shape.stages_of(self._rank)
         self._device = backend.world.device
         self._task = task
-        _check_model(model, shape, backend.config.backend)
-        self._layout = self._read(model, task)
-        self._check = self._whole_output(model)
-        self._names = {canonical_name(name): found for name, found in self._layout.stages.items()}
-        self._staged = StagedModel(self._layout, self._device)
+        self._whole_output: list[Tensor] = []
+        self._layout, shapes = backend.on_first_rank(partial(self._read, model))
+        self.tensors = StageTensors(self._layout.stages, shape, mesh, self._device)
+        self._deal_output(shapes)
+        self._staged = StagedModel(model, self._layout, self._device)
         self._schedule: Schedule | None = None
-        self._groups = {
-            ranks: self._group_of(ranks) for ranks in sorted(set(map(self.ranks_of, self._names)))
-        }
         self._window = Window((), 0)
         self._scale = 1.0
         self._known: Sequence[float | None] = ()
@@ -80,30 +79,26 @@ class Pipeline:
         self._sent: list[tuple[Any, Tensor]] = []
         self._compared = False
 
-    def _read(self, model: nn.Module, task: Task) -> Layout:
-        source = task.train_data
-        if source is None or not source.is_map:
-            raise UserError(
-                "the stages of a pipeline are read from a forward pass with the first samples, and the data"
-                " is a stream, of which they would be missing afterwards",
-                field="parallel.pipeline",
-                got="an iterable dataset",
-                allowed="datasets with __getitem__ and __len__",
-                remedy="Give such a dataset, or use parallel.tensor or parallel.data",
-            )
-        one, two = (forward_of(task, model, number) for number in (1, 2))
+    def _read(self, model: nn.Module) -> tuple[Layout, list[torch.Size]]:
+        """A division of `model` that leaves its output as it is, and the shapes of that output."""
+        _check_model(model, self._shape, self._backend.config.backend)
+        one, two = (forward_of(self._task, model, number, field=_FIELD) for number in (1, 2))
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
-            whole_output = two[0]()
+            check = CutCheck(model, two[0], _FIELD)
             for layout in read_layouts(model, (one[0], two[0]), one[1], number, names):
-                if equal_outputs(whole_output, _in_stages(layout, *two), model):
-                    return layout
+                if check.accepts(partial(_in_stages, model, layout, *two)):
+                    self._whole_output = check.before
+                    return layout, [output.shape for output in check.before]
         raise no_equal_layout(number, bool(names))
 
-    def _whole_output(self, model: nn.Module) -> CutCheck | None:
-        forward, batch = forward_of(self._task, model)
-        with self._backend.autocast():
-            return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
+    def _deal_output(self, shapes: Sequence[torch.Size]) -> None:
+        """Give the output of the whole model to the ranks that compute it in stages. Collective."""
+        own: Sequence[Tensor | None] = self._whole_output or [None] * len(shapes)
+        last = (self._shape.rank_of(self._shape.num_stages - 1),)
+        forms = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in shapes]
+        dealt = [self.tensors.deal(full, form, last) for full, form in zip(own, forms, strict=True)]
+        self._whole_output = [output.cpu() for output in dealt if output is not None]
 
     def report(self) -> None:
         """Print which blocks each stage has, and its share of the operations."""
@@ -116,55 +111,12 @@ class Pipeline:
         text = ", ".join(stages)
         print_line(f"note: stages of the pipeline, with their share of the operations: {text}", sys.stdout)
 
-    # -- who holds what ---------------------------------------------------------------
-
-    def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Indices, along the axis, of the ranks that hold the tensor or module of a canonical name."""
-        stages = self._names.get(name)
-        if stages is None:  # a module with state of its own: where its tensors are
-            inside = [s for other, s in self._names.items() if other.startswith(f"{name}.")]
-            stages = tuple(sorted({s for found in inside for s in found})) or tuple(
-                range(self._shape.num_stages)
-            )
-        return tuple(sorted({self._shape.rank_of(stage) for stage in stages}))
-
-    def holds(self, name: str) -> bool:
-        """Whether this rank does."""
-        return self._rank in self.ranks_of(name)
-
-    def copy_of(self, name: str) -> tuple[int, int]:
-        """Index of this rank among those that hold it, and their number."""
-        ranks = self.ranks_of(name)
-        return ranks.index(self._rank), len(ranks)
-
     @property
     def sees_loss(self) -> bool:
         """Whether the last stage is on this rank."""
         return self._shape.num_stages - 1 in self.stages
 
-    def _group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Process group of the ranks with these indices along the axis. Collective over all ranks."""
-        if len(ranks) == 1:
-            return None
-        if len(ranks) == self._shape.num_ranks:
-            return self._group
-        return self._mesh.part_of_group("pipeline", ranks)
-
     # -- the model --------------------------------------------------------------------
-
-    @torch.no_grad()
-    def drop(self, model: nn.Module) -> None:
-        """Put parameters without data in the place of those that other ranks hold. Tied ones stay tied."""
-        placeholders: dict[int, nn.Parameter] = {}
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, parameter in list(module._parameters.items()):
-                full = canonical_name(f"{prefix}.{name}".lstrip("."))
-                if parameter is None or parameter.is_meta or self.holds(full):
-                    continue
-                if id(parameter) not in placeholders:
-                    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    placeholders[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-                module._parameters[name] = placeholders[id(parameter)]
 
     def move(self, model: nn.Module) -> None:
         """Move what this rank holds to its device."""
@@ -177,28 +129,21 @@ class Pipeline:
             UserError: the stages compute something else than the whole model.
         """
         self._staged.install()
-        if self._check is not None:
-            forward, batch = forward_of(self._task, model, device=self._device)
-            ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
-            with self._backend.autocast():
-                self._check.compare(
-                    stage_ranks,
-                    lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
-                    lambda: self.evaluate(batch, forward),
-                    self.sees_loss,
-                )
-        self._check = None
+        forward, batch = forward_of(self._task, model, device=self._device, field=_FIELD)
+        self._compare([batch])
+        ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
+        staged = partial(self.evaluate, batch, forward)
+        with self._backend.autocast():
+            CutCheck(model, staged, _FIELD, self._whole_output).compare(
+                stage_ranks,
+                lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
+                self.sees_loss,
+            )
+        self._whole_output = []
 
     def remove(self) -> None:
         """Let the model compute as a whole again."""
         self._staged.remove()
-
-    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
-        return [
-            p
-            for name, p in self._backend.module.named_parameters()
-            if p.requires_grad and stage in self._names[canonical_name(name)]
-        ]
 
     # -- one step ---------------------------------------------------------------------
 
@@ -216,7 +161,8 @@ class Pipeline:
         for batch, _ in self._window.micro_batches:
             check_inputs(batch, self._layout.inputs)
         if not self._compared:
-            self._compare(window)
+            self._compare(micro.batch for micro in window.micro_batches)
+            self._compared = True
         self._scale, self._known = scale, self._backend.known_counts(self._window)
         self._total, self._count, self._forward_seconds = 0.0, 0, 0.0
         if self._backend.scaler is not None:
@@ -252,7 +198,7 @@ class Pipeline:
                 self._device,
                 forms,
                 self._compute,
-                self._parameters_of,
+                partial(self.tensors.parameters_of, self._backend.module),
                 self._note,
             )
         return self._schedule
@@ -297,12 +243,11 @@ class Pipeline:
             received.narrow(form.axis, 0, form.sized(rows)[form.axis]) if form.axis is not None else received
         )
 
-    def _compare(self, window: Window) -> None:
+    def _compare(self, batches: Iterable[Any]) -> None:
         """Raise a UserError if the ranks of the pipeline have different samples. Collective."""
         from distributed.parallel.first_step import differ
 
-        self._compared = True
-        tensors = [t for micro in window.micro_batches for t in tensors_of(micro.batch)]
+        tensors = [tensor for batch in batches for tensor in tensors_of(batch)]
         if tensors and differ(tensors, self._group):
             raise UserError(
                 "the ranks of a pipeline, which share each sample, have different samples. The step was not"
@@ -312,24 +257,6 @@ class Pipeline:
                 allowed="data that is the same on the ranks that share a model",
                 remedy="Let no sample depend on the rank (data.per_sample_rng=true for augmentation)",
             )
-
-    @torch.no_grad()
-    def add_shared(self, used: Callable[[str, nn.Parameter], bool]) -> set[str]:
-        """Add up the gradients of parameters that several ranks of the pipeline hold. Collective.
-
-        Args:
-            used: whether this rank has computed a gradient of a parameter.
-
-        Returns:
-            Names of those that some rank has used.
-        """
-        found: set[str] = set()
-        named = [(n, p) for n, p in self._backend.module.named_parameters() if p.requires_grad]
-        for ranks, group in self._groups.items():
-            held = {n: p for n, p in named if self.ranks_of(canonical_name(n)) == ranks}
-            if group is not None and self._rank in ranks and held:
-                found |= _add_up(held, used, group)
-        return found
 
     # -- evaluation -------------------------------------------------------------------
 
@@ -371,53 +298,6 @@ class Pipeline:
             wire = output.detach().contiguous()
             self._sent.append((dist.isend(wire, group=self._group, group_dst=target), wire))
 
-    # -- the whole model --------------------------------------------------------------
-
-    @torch.no_grad()
-    def gather(self, tensor: Tensor, names: Mapping[int, str]) -> Tensor:
-        """The whole of a parameter on all ranks. Collective.
-
-        Args:
-            names: id of a parameter -> its canonical name.
-        """
-        return self._from_holder(names[id(tensor)], tensor)
-
-    def _from_holder(self, name: str, tensor: Tensor) -> Tensor:
-        ranks = self.ranks_of(name)
-        held = self._rank in ranks
-        value = (
-            whole(tensor).detach()
-            if held
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        )
-        if len(ranks) < self._shape.num_ranks:
-            value = value.contiguous()
-            dist.broadcast(_bytes(value), group=self._group, group_src=ranks[0])
-        return value
-
-    @torch.no_grad()
-    def gather_buffers(self, model: nn.Module) -> None:
-        """Give each rank the buffers of the stages that hold them. Collective."""
-        for raw, buffer in model.named_buffers():
-            ranks = self.ranks_of(canonical_name(raw))
-            if len(ranks) < self._shape.num_ranks and buffer.numel():
-                wire = buffer.detach().contiguous()
-                dist.broadcast(_bytes(wire), group=self._group, group_src=ranks[0])
-                if wire.data_ptr() != buffer.data_ptr():
-                    buffer.copy_(wire)
-
-    @torch.no_grad()
-    def gather_state(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole, on all ranks. Collective."""
-        ranks = self.ranks_of(name)
-        full = {k: whole(v) if isinstance(v, Tensor) else v for k, v in state.items()}
-        if len(ranks) == self._shape.num_ranks:
-            return full
-        box: list[Any] = [full if self._rank == ranks[0] else None]
-        dist.broadcast_object_list(box, group=self._group, group_src=ranks[0])
-        received: dict[str, Any] = full if self._rank in ranks else box[0]
-        return received
-
 
 _ACTIONS = {
     "forward": ("forward", "computing micro-batch {micro_batch} in stage {stage}"),
@@ -440,6 +320,7 @@ _ACTIONS = {
     ),
 }
 """Action of a schedule -> phase, and the action in words."""
+_FIELD = "parallel.pipeline"
 _CANNOT = {
     META: "it has no values",
     SPARSE: "a pipeline adds up dense gradients",
@@ -464,16 +345,14 @@ def _own_parameters_alone(stage: int) -> Iterator[None]:
         ) from error
 
 
-def _in_stages(layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
-    """What the stages of `layout` compute one after the other; None if they cannot."""
-    staged, rows, found = StagedModel(layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
+def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
+    """What the stages of `layout` compute one after the other."""
+    staged, rows, found = StagedModel(model, layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
     staged.install()
     try:
         for stage in range(layout.num_stages):
             found = staged.run(stage, found, rows, forward)
         return found
-    except Exception:  # noqa: BLE001 - a division with which the model fails is no equal one; the next is tried
-        return None
     finally:
         staged.remove()
 
@@ -508,22 +387,3 @@ def _padded(tensor: Tensor, form: TensorForm, rows: int) -> Tensor:
         missing[form.axis] -= tensor.shape[form.axis]
         tensor = torch.cat([tensor, tensor.new_zeros(missing)], form.axis)
     return tensor.contiguous()
-
-
-def _add_up(
-    parameters: Mapping[str, nn.Parameter], used: Callable[[str, nn.Parameter], bool], group: Any
-) -> set[str]:
-    device = local_part(next(iter(parameters.values()))).device
-    users = torch.tensor([float(used(name, p)) for name, p in parameters.items()], device=device)
-    dist.all_reduce(users, group=group)
-    found = {name for name, count in zip(parameters, users.tolist(), strict=True) if count}
-    for p in (parameters[name] for name in parameters if name in found):
-        align_gradient(p)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        dist.all_reduce(local_part(p.grad), group=group)
-    return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -62,13 +62,11 @@ class Block:
     """A module of the chain that stages divide.
 
     Attributes:
-        module: the module.
         name: its name in the model.
         key: the argument that holds what the block before has returned.
         output: what it returns, with `TensorForm` in place of tensors.
     """
 
-    module: nn.Module
     name: str
     key: Key
     output: Any
@@ -82,13 +80,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model divided into stages.
+    """A model divided into stages, described by names, so that another rank can use it.
 
     Attributes:
         blocks: the chain.
         starts: index of the first block of each stage.
-        before: modules with parameters that are called before the chain -> what each call returns, with
-            `TensorForm` in place of tensors.
+        before: names of modules with parameters that are called before the chain -> what each call returns,
+            with `TensorForm` in place of tensors.
         stages: names of parameters and buffers -> the stages that hold them, in order.
         inputs: shapes of one sample of the tensors in a batch.
         costs: floating-point operations of each stage for one sample.
@@ -96,7 +94,7 @@ class Layout:
 
     blocks: tuple[Block, ...]
     starts: tuple[int, ...]
-    before: dict[nn.Module, list[Any]]
+    before: dict[str, list[Any]]
     stages: dict[str, tuple[int, ...]]
     inputs: tuple[tuple[int, ...], ...]
     costs: tuple[float, ...]
@@ -187,11 +185,10 @@ def _layout(
     blocks = []
     for index, call in enumerate(chain.run):
         key = takes(call, chain.run[index - 1]) if index else first_tensor(call)
-        blocks.append(Block(call.module, known[call.module], 0 if key is None else key, forms(call)))
-    before: dict[nn.Module, list[Any]] = {}
-    for call in chain.before:
-        if any(True for _ in call.module.parameters()):
-            before.setdefault(call.module, []).append(forms(call))
+        blocks.append(Block(known[call.module], 0 if key is None else key, forms(call)))
+    before: dict[str, list[Any]] = {}
+    for call in filter(_has_parameters, chain.before):
+        before.setdefault(known[call.module], []).append(forms(call))
     return Layout(
         tuple(blocks),
         tuple(chain.starts),
@@ -251,14 +248,15 @@ def _around(calls: list[Call], run: list[Call]) -> tuple[list[Call], list[Call]]
 def _stages_of_tensors(model: nn.Module, chain: _Chain) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter and buffer: those that call its module; all, where no call shows
     which stage uses it."""
-    last = len(chain.starts) - 1
+    everywhere = set(range(len(chain.starts)))
     used: dict[nn.Module, set[int]] = {}
     for index, call in enumerate(chain.run):
-        _add(used, call.module, max(s for s, start in enumerate(chain.starts) if start <= index))
-    for calls, stage in ((chain.before, 0), (chain.after, last)):
-        for call in calls:
-            _add(used, call.module, stage)
-    everywhere = set(range(last + 1))
+        _add(used, call.module, {max(s for s, start in enumerate(chain.starts) if start <= index)})
+    for call in chain.before:
+        # Every stage computes what needs no parameters, such as rotary embeddings.
+        _add(used, call.module, {0} if _has_parameters(call) else everywhere)
+    for call in chain.after:
+        _add(used, call.module, {max(everywhere)})
     holders: dict[int, set[int]] = {}
     named: dict[str, int] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -269,9 +267,13 @@ def _stages_of_tensors(model: nn.Module, chain: _Chain) -> dict[str, tuple[int, 
     return {name: tuple(sorted(holders[key])) for name, key in named.items()}
 
 
-def _add(used: dict[nn.Module, set[int]], outer: nn.Module, stage: int) -> None:
+def _add(used: dict[nn.Module, set[int]], outer: nn.Module, stages: set[int]) -> None:
     for module in outer.modules():
-        used.setdefault(module, set()).add(stage)
+        used.setdefault(module, set()).update(stages)
+
+
+def _has_parameters(call: Call) -> bool:
+    return any(True for _ in call.module.parameters())
 
 
 def _forms(one: Any, two: Any, name: str, num_stages: int) -> Any:

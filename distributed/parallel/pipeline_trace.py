@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,7 +69,7 @@ class _Recorder:
 
 @contextmanager
 def calls_replaced(
-    modules: dict[nn.Module, Callable[..., Any]],
+    modules: Mapping[nn.Module, Callable[..., Any]],
 ) -> Iterator[None]:
     """Within the block, a call of a module of `modules` calls its function instead, hooks included, with what
     the call would have been as the first argument."""

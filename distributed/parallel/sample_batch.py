@@ -18,12 +18,22 @@ from distributed.training.seeding import isolated_rng
 
 __all__ = ["forward_of", "is_short", "undisturbed"]
 
+_WITHOUT_SAMPLES = {
+    "parallel.tensor": "name modules in parallel.tensor_plan, such as {'layers.*.up': colwise,"
+    " 'layers.*.down': rowwise}",
+    "parallel.pipeline": "use parallel.tensor or parallel.data",
+}
+"""Field -> what does without samples."""
 _OPERATIONS = 1e13
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
 
 def forward_of(
-    task: Task, model: nn.Module, number: int = 2, device: str | None = None
+    task: Task,
+    model: nn.Module,
+    number: int = 2,
+    device: str | None = None,
+    field: str = "parallel.tensor",
 ) -> tuple[Callable[[], Any], Any]:
     """(what calls `model` with the first samples as a training step does and returns its output, these
     samples)
@@ -31,6 +41,7 @@ def forward_of(
     Args:
         number: of samples; fewer if there are no more.
         device: of the samples; None for that of the first parameter.
+        field: of the configuration that divides the model, for errors.
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -38,12 +49,12 @@ def forward_of(
     source = task.train_data
     if source is None or not source.is_map:
         raise UserError(
-            "which layers can be cut is read from a forward pass with the first samples, and the data is a"
-            " stream",
-            field="parallel.tensor",
-            got="a model without a plan",
-            remedy="Name modules in parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down':"
-            " rowwise}",
+            f"how {field} divides the model is read from a forward pass with the first samples, and the data"
+            " is a stream, of which they would be missing afterwards",
+            field=field,
+            got="an iterable dataset",
+            allowed="datasets with __getitem__ and __len__",
+            remedy=f"Give such a dataset, or {_WITHOUT_SAMPLES[field]}",
         )
     number = min(number, source.length or number)
     with isolated_rng():

@@ -33,26 +33,31 @@ class StagedModel:
     """Lets calls of `model` compute one stage at a time, between `install` and `remove`.
 
     Args:
+        model: the model.
         layout: which blocks each stage has.
         device: of this rank.
     """
 
-    def __init__(self, layout: Layout, device: str) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, model: nn.Module, layout: Layout, device: str) -> None:
+        self._model, self._layout, self._device = model, layout, device
         self._stage: int | None = None
         self._received: Tensor | None = None
         self._passed: Any = None
         self._next = self._rows = 0
-        self._calls: dict[nn.Module, int] = {}
+        self._calls: dict[str, int] = {}
         self._stack = ExitStack()
 
     def install(self) -> None:
         """Change what calls of the modules do."""
-        replaced: dict[nn.Module, Callable[..., Any]] = {
-            block.module: partial(self._call_block, index) for index, block in enumerate(self._layout.blocks)
+        calls = {block.name: partial(self._call_block, i) for i, block in enumerate(self._layout.blocks)}
+        calls |= {name: partial(self._call_before, name) for name in self._layout.before}
+        absent: dict[nn.Module, Callable[..., Any]] = {
+            module: partial(self._call_absent, name)
+            for name, module in self._model.named_modules()
+            if any(p is not None and p.is_meta for p in module._parameters.values())
         }
-        replaced |= {module: partial(self._call_before, module) for module in self._layout.before}
-        self._stack.enter_context(calls_replaced(replaced))
+        replaced = {self._model.get_submodule(name): call for name, call in calls.items()}
+        self._stack.enter_context(calls_replaced(absent | replaced))
 
     def remove(self) -> None:
         """Let calls of the modules do what they did before."""
@@ -89,12 +94,23 @@ class StagedModel:
         """Form of the tensor that `stage` gives to the next."""
         return self._layout.blocks[self._layout.blocks_of(stage)[-1]].form
 
-    def _call_before(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_before(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._stage or self._next:
             return call(*args, **kwargs)
-        times = self._calls[module] = self._calls.get(module, 0) + 1
-        outputs = self._layout.before[module]
+        times = self._calls[name] = self._calls.get(name, 0) + 1
+        outputs = self._layout.before[name]
         return fill(outputs[min(times, len(outputs)) - 1], self._rows, self._device)
+
+    def _call_absent(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Some operations return memory that was never written for parameters without data (torch 2.13).
+        raise UserError(
+            f"stage {self._stage} of the pipeline called '{name}', whose parameters another stage holds: the"
+            " forward pass calls other modules than for the first samples",
+            field="parallel.pipeline",
+            got=f"stage {self._stage}",
+            allowed="models that call the same modules for all samples, in training and in evaluation",
+            remedy="Use parallel.tensor or parallel.data",
+        )
 
     def _call_block(self, index: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:

@@ -44,6 +44,18 @@ def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -
 
 
 _NOT_WITH: dict[tuple[str, str], tuple[tuple[object, ...], str]] = {
+    ("pipeline", "compile"): (
+        ("none", "blocks"),
+        "divides the model: a stage computes a part of the model's forward pass",
+    ),
+    ("pipeline", "matmul_precision"): (
+        ("default", "tf32"),
+        "divides the model: fp8 layers would take the place of blocks",
+    ),
+    ("pipeline", "optimizer_bits"): (
+        (32,),
+        "divides the model: quantized state is not exchanged between stages",
+    ),
     ("tensor", "optimizer_bits"): (
         (32,),
         "cuts layers: its state is quantized in blocks of a whole parameter",

@@ -10,7 +10,7 @@ from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import BatchPlan
 
-__all__ = ["MEASURABLE", "ZERO_BUBBLE", "PipelineShape", "check_settings", "pipeline_shape", "plain_shape"]
+__all__ = ["MEASURABLE", "ZERO_BUBBLE", "PipelineShape", "pipeline_shape", "plain_shape"]
 
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of weights apart from those of activations."""
@@ -105,35 +105,20 @@ class PipelineShape:
         return (self.num_ranks - 1) / (work + self.num_ranks - 1)
 
 
-_DIVIDED = {
-    "compile": (("none", "blocks"), "a stage computes a part of the model's forward pass"),
-    "matmul_precision": (("default", "tf32"), "fp8 layers would take the place of blocks"),
-    "optimizer_bits": ((32,), "quantized state is not exchanged between stages"),
-}
 _SPLIT = {
     "compile": (("none",), "a compiled block computes both in one"),
     "activation_checkpointing": (("none",), "a block that is computed again computes both in one"),
 }
-"""Field -> values with which a pipeline is exact, and why not with others: of all schedules, and of those in
-`ZERO_BUBBLE`."""
+"""Field -> values with which the schedules of `ZERO_BUBBLE` are exact, and why not with others."""
 
 
-def check_settings(config: DistributedConfig, schedule: str, shards: int) -> None:
-    """Raise a UserError for settings that a pipeline cannot train exactly with.
+def _check_settings(config: DistributedConfig, schedule: str, shards: int) -> None:
+    """Raise a UserError for settings that `schedule` cannot train exactly with.
 
     Args:
         shards: ranks over which parameters are sharded.
     """
     splits = schedule in ZERO_BUBBLE
-    for field, (allowed, why) in _DIVIDED.items():
-        if getattr(config, field) not in allowed:
-            raise UserError(
-                f"parallel.pipeline={config.parallel.pipeline} divides the model: {why}",
-                field=field,
-                got=getattr(config, field),
-                allowed=", ".join(map(str, allowed)),
-                remedy="Choose one of these, or parallel.pipeline=1",
-            )
     for field, (allowed, why) in _SPLIT.items() if splits else ():
         if getattr(config, field) not in allowed:
             raise UserError(
@@ -182,7 +167,7 @@ def pipeline_shape(config: DistributedConfig, dims: ParallelDims, batch: BatchPl
     """
     section = config.parallel
     schedule = section.schedule or _DEFAULT
-    check_settings(config, schedule, dims.shard)
+    _check_settings(config, schedule, dims.shard)
     rule, ranks = _RULES[schedule], dims.pipeline
     num_stages = len(section.stages) or ranks * rule.stages[0]
     fewest, most = rule.stages

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["DeferredHooks"]
 
@@ -24,7 +24,7 @@ class DeferredHooks:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._deferred: list[tuple[nn.Parameter, MutableMapping[int, Any], int, bool]] = []
+        self._deferred: list[tuple[Tensor, MutableMapping[int, Any], int, bool]] = []
         for parameter in parameters:
             accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
             for table, replaces in ((parameter._backward_hooks, True), (accumulated, False)):
@@ -33,6 +33,16 @@ class DeferredHooks:
 
     def __bool__(self) -> bool:
         return bool(self._deferred)
+
+    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
+        """Call the hooks with the parameters that took the place of others.
+
+        Args:
+            replaced: parameter -> the one in its place.
+        """
+        self._deferred = [
+            (replaced.get(p, p), table, key, replaces) for p, table, key, replaces in self._deferred
+        ]
 
     def held_back(self) -> AbstractContextManager[None]:
         """Take the hooks off their parameters in the block."""

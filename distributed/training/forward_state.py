@@ -17,7 +17,7 @@ logger = logging.getLogger("distributed")
 
 
 class Buffers:
-    """The buffers of a model at one moment.
+    """The buffers of a model at one moment, without those that another rank holds.
 
     Args:
         model: whose buffers are copied.
@@ -28,7 +28,7 @@ class Buffers:
             (module, f"{prefix}.{name}".lstrip("."), name, tensor, tensor.clone())
             for prefix, module in model.named_modules()
             for name, tensor in module._buffers.items()
-            if tensor is not None
+            if tensor is not None and not tensor.is_meta
         ]
 
     def changed(self) -> list[str]:

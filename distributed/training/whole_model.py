@@ -48,14 +48,17 @@ def read_only(opened: AbstractContextManager[nn.Module]) -> Iterator[nn.Module]:
             )
 
 
-def copy_with(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> nn.Module:
-    """A deep copy of `model` whose parameters hold `values`; attributes of parameters are copied."""
+def copy_with(model: nn.Module, values: Mapping[Any, Tensor]) -> nn.Module:
+    """A deep copy of `model` whose parameters and buffers hold `values`; attributes of parameters are
+    copied."""
     memo: dict[int, Any] = {}
-    for parameter, value in values.items():
-        data = value.detach().to(parameter.device, parameter.dtype, copy=True)
-        made = nn.Parameter(data, parameter.requires_grad)
-        vars(made).update(copy.deepcopy(vars(parameter)))
-        memo[id(parameter)] = made
+    for tensor, value in values.items():
+        device = value.device if tensor.is_meta else tensor.device  # another rank holds it
+        made = value.detach().to(device, tensor.dtype, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+            vars(made).update(copy.deepcopy(vars(tensor)))
+        memo[id(tensor)] = made
     return copy.deepcopy(model, memo)
 
 

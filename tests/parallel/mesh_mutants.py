@@ -36,8 +36,8 @@ class CopiesCountTwice(DDPBackend):
 class TiesComeApart(DDPBackend):
     """An embedding and the layer that shares its weight each get a part of their own."""
 
-    def cut(self, model: nn.Module, built_by_one: bool = False) -> None:
-        super().cut(model, built_by_one)
+    def cut(self, model: nn.Module) -> None:
+        super().cut(model)
         seen: set[int] = set()
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):

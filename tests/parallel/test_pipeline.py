@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 from distributed import Callback, Trainer, UserError
 from distributed.interfaces.launcher import Launcher, RankCommand
@@ -34,14 +36,14 @@ pytest.importorskip("transformers")
 
 DATA = tokens(21)
 GLOBAL_BATCH, STEPS, MAX_NORM = 8, 10, 0.5
-_references: dict[str, Reference] = {}
+_references: dict[tuple[str, int], Reference] = {}
 
 
-def reference(name: str, build: Any) -> Reference:
-    if name not in _references:
-        options = {"global_batch_size": GLOBAL_BATCH, "steps": STEPS, "max_norm": MAX_NORM}
-        _references[name] = train_plainly(build(), DATA, **options)
-    return _references[name]
+def reference(name: str, build: Any, steps: int = STEPS) -> Reference:
+    if (name, steps) not in _references:
+        options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "steps": steps, "max_norm": MAX_NORM}
+        _references[name, steps] = train_plainly(build(), DATA, **options)
+    return _references[name, steps]
 
 
 def trainer_of(model: Any, ranks: int, launcher: Launcher | None, parallel: Any, **given: Any) -> Trainer:
@@ -217,11 +219,9 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, 1)])
-def test_a_checkpoint_of_one_mesh_is_resumed_on_another(
-    first: int, second: int, rank_pool: RankPool, tmp_path: Path
-) -> None:
-    for number, steps in ((first, 5), (second, STEPS)):
+def test_a_checkpoint_of_one_mesh_is_resumed_on_another(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Each resumes from what the one before has saved, among others in the middle of an epoch."""
+    for number, steps in ((1, 2), (0, 3), (1, 5), (2, 6), (3, 7), (4, 8), (1, STEPS)):
         ranks, parallel = MESHES[number]
         model = MODELS["dilated"]()
         trainer = trainer_of(
@@ -230,10 +230,10 @@ def test_a_checkpoint_of_one_mesh_is_resumed_on_another(
             rank_pool if ranks > 1 else None,
             parallel,
             checkpoint_dir=str(tmp_path),
-            resume_from_checkpoint=steps == STEPS,
+            resume_from_checkpoint=steps > 2,
         )
         trainer.fit(DATA, max_steps=steps)
-    assert difference(model, reference("dilated", MODELS["dilated"])) < EXACT
+        assert difference(model, reference("dilated", MODELS["dilated"], steps)) < EXACT, (number, steps)
 
 
 def test_the_same_mesh_resumes_with_the_same_bits(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -321,9 +321,28 @@ class Normed(nn.Module):
         return logits
 
 
+class Wanders(nn.Sequential):
+    """In training, its last block also uses a layer inside the first one."""
+
+    def __init__(self) -> None:
+        first = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        super().__init__(first, nn.Tanh(), Borrows(first[1]))
+
+
+class Borrows(nn.Module):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other, self.head = (other,), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x + self.other[0](x) if self.training else x)
+        return logits
+
+
 @pytest.mark.parametrize(
     ("build", "ranks", "field", "text"),
     [
+        (Wanders, 2, "parallel.pipeline", "whose parameters another stage holds"),
         (Skips, 2, "parallel.pipeline", "something else"),
         (lambda: nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY)), 2, "parallel.pipeline", "no chain"),
         (Normed, 2, "parallel.num_microbatches", "normalizes over the samples"),
@@ -336,6 +355,19 @@ def test_models_that_stages_would_change_are_refused(
     with pytest.raises(UserError, match=text) as caught:
         trainer.fit(DATA, max_steps=1)
     assert caught.value.field == field
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*DATA, strict=True)
+
+
+def test_a_stream_is_refused(rank_pool: RankPool) -> None:
+    """The first samples would be missing from it."""
+    trainer = trainer_of(chain(), 2, rank_pool, {"pipeline": 2})
+    with pytest.raises(UserError, match=r"a forward pass with the first samples, .* is a stream") as caught:
+        trainer.fit(Stream(), max_steps=1)
+    assert caught.value.field == "parallel.pipeline"
 
 
 def test_samples_of_another_length_are_refused(rank_pool: RankPool) -> None:
@@ -351,23 +383,31 @@ def test_samples_of_another_length_are_refused(rank_pool: RankPool) -> None:
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Leaves out a token that depends on the process, in all samples but the first."""
+    """Leaves out a token that depends on the process.
+
+    Args:
+        start: index of the first sample of which it does.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
 
     def __len__(self) -> int:
         return len(DATA[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs = DATA[0][index].clone()
-        if index > 1:
+        if index >= self.start:
             inputs[os.getpid() % LENGTH] = 0
         return inputs, DATA[1][index]
 
 
-def test_samples_that_depend_on_the_rank_are_refused(rank_pool: RankPool) -> None:
+@pytest.mark.parametrize("start", [0, 2], ids=["all", "after the first two"])
+def test_samples_that_depend_on_the_rank_are_refused(start: int, rank_pool: RankPool) -> None:
     """The first stage would compute other samples than the loss of the last is for."""
     trainer = trainer_of(chain(), 2, rank_pool, {"pipeline": 2})
     with pytest.raises(UserError, match="have different samples"):
-        trainer.fit(Augmented(), max_steps=1)
+        trainer.fit(Augmented(start), max_steps=1)
 
 
 class Limited(nn.Linear):

@@ -87,6 +87,12 @@ def test_two_data_axes_and_a_tensor_axis(rank_pool: RankPool) -> None:
     assert difference(model, reference("llama tied", ENTRIES["llama tied"].build).weights) < EXACT
 
 
+def test_a_factory_without_ranks_to_shard_over(rank_pool: RankPool) -> None:
+    trainer = trainer_of(ENTRIES["perceptron"].build, "fsdp", 2, rank_pool, {"tensor": 2})
+    trainer.fit(DATA, max_steps=STEPS)
+    assert difference(trainer.model, reference("perceptron", ENTRIES["perceptron"].build).weights) < EXACT
+
+
 @pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp"])
 def test_frozen_parts_stay_and_count_in_nothing(backend: str, rank_pool: RankPool) -> None:
     def build() -> nn.Module:

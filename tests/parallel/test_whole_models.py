@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_callback_sees_the_whole_model(backend: str, name: str, rank_pool: Ran
 
 
 SCRIPT = """
-import os, sys, torch
+import json, os, sys, torch
 from functools import partial
 from torch import nn
 from distributed import Trainer
@@ -66,7 +67,7 @@ kinds = [type(m) for m in model.modules()]
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
 trainer = Trainer(
     model, optimizer=optimizer, device="cpu", global_batch_size=8, gradient_clipping=0.5, backend=sys.argv[1],
-    parallel={"tensor": 2}, tracking={"progress": "off"},
+    parallel=json.loads(sys.argv[3]), tracking={"progress": "off"},
 )
 for steps in (4, 6):
     trainer.fit(tokens(21), max_steps=steps)
@@ -83,8 +84,11 @@ if os.environ["RANK"] == "0":
 """
 
 
+MESHES = {"pytorch-ddp": {"tensor": 2, "pipeline": 2}, "fsdp": {"tensor": 2}}
+
+
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp"])
+@pytest.mark.parametrize("backend", list(MESHES))
 def test_ranks_of_torchrun_get_their_own_model_back(backend: str, tmp_path: Path) -> None:
     """The same parameters, classes and optimizer, whole; and a second fit continues with them."""
     script, saved = tmp_path / "train.py", tmp_path / "weights.pt"
@@ -92,7 +96,10 @@ def test_ranks_of_torchrun_get_their_own_model_back(backend: str, tmp_path: Path
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     words = ["-m", "torch.distributed.run", "--nproc-per-node=4", "--master-port", str(free_port())]
     done = commands.run(
-        [sys.executable, *words, str(script), backend, str(saved)], env=env, capture_output=True, timeout=200
+        [sys.executable, *words, str(script), backend, str(saved), json.dumps(MESHES[backend])],
+        env=env,
+        capture_output=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     weights = torch.load(saved)

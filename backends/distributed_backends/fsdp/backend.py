@@ -17,15 +17,12 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.gradient_reducer import GradientReducer
-from distributed.parallel.mesh import Mesh
 from distributed.parallel.mesh_backend import MeshBackend
-from distributed.parallel.original_model import OriginalModel
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
 from distributed.training.torch_backend import StepModule
-from distributed_backends.fsdp.deferred_build import build_without_data, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import find_units
@@ -65,7 +62,7 @@ class FSDPBackend(MeshBackend):
     def __init__(self) -> None:
         super().__init__()
         self._sharded: ShardedModel | None = None
-        self._built_by_one = False
+        self._units: list[nn.Module] = []
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
@@ -74,57 +71,33 @@ class FSDPBackend(MeshBackend):
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
 
-    def build(self, model: Any) -> nn.Module:
-        # Of a pipeline, each rank reads its stages from the whole model.
-        several = self.world.size > 1 and not self.has_stages
-        self._built_by_one = several and not isinstance(model, nn.Module)
-        if self._built_by_one and self.world.rank > 0:
-            return build_without_data(model, self.config.seed)
-        return super().build(model)
+    @property
+    def builds_on_one(self) -> bool:
+        return self.has_stages or self.world.data_parallel_size > 1
 
     def place(self, model: nn.Module) -> nn.Module:
-        section = FSDPSection.of(self.config)
         model = self.with_shared_statistics(model)
-        units = find_units(model, section)
-        if self.mesh is None:
-            return super().place(model)
-        refuse(model, "fsdp", _CANNOT)
-        self.remember(model, self._built_by_one)
-        assert self.original is not None
-        built = {n: tensor.detach() for n, tensor in tensors_of(model)} if self._built_by_one else None
-        self.read_stages(model)
-        self.cut(model, self._built_by_one)
-        if self.pipeline is not None:
-            self.pipeline.drop(model)
-        self.apply_levers(model)
-        if self.mesh.dims.data_parallel_size > 1:
-            self._shard(self.mesh, model, units, section, self.original, built)
-        elif self.pipeline is None:
-            model.to(self.world.device)
-        else:
-            self.pipeline.move(model)
-        if self.pipeline is not None:
-            self.pipeline.begin(model)
-            self._reshard()
-        if self._sharded is None:
-            self.settle()
-        return model
+        self._units = find_units(model, FSDPSection.of(self.config))
+        if self.mesh is not None:
+            refuse(model, "fsdp", _CANNOT)
+            self.remember(model)
+        return super().place(model)
 
-    def _shard(
-        self,
-        mesh: Mesh,
-        model: nn.Module,
-        units: list[nn.Module],
-        section: FSDPSection,
-        original: OriginalModel,
-        built: dict[str, torch.Tensor] | None,
-    ) -> None:
-        group, across = self.stage_group, mesh.submesh("data", "shard")
+    def place_parts(self, model: nn.Module) -> nn.Module:
+        if self.mesh is None or self.mesh.dims.data_parallel_size == 1:
+            return super().place_parts(model)
+        self.apply_levers(model)
+        assert self.original is not None
+        section, across = FSDPSection.of(self.config), self.mesh.submesh("data", "shard")
+        units, self._units, group = self._units, [], self.stage_group
+        built = self.values if self.built_by_one and self.pipeline is None else None
         self._sharded = ShardedModel(
-            model, units, section, self.world, across, original, built, group, self.is_expert
+            model, units, section, self.world, across, self.original, built, group, self.is_expert
         )
+        self.values = {}
         self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
+        return model
 
     def offload_optimizer(self) -> None:
         return None  # it is where the shards are: see `check_plan`
@@ -210,7 +183,9 @@ class FSDPBackend(MeshBackend):
         self._reshard()  # a stage whose output needs no gradient had no backward, which does
         names = self._sharded.parameters
         used = dict(zip(names, self._sharded.take_used(), strict=True))
-        shared = pipeline.add_shared(lambda name, parameter: used.get(name, parameter.grad is not None))
+        shared = pipeline.tensors.add_shared(
+            lambda name, parameter: used.get(name, parameter.grad is not None)
+        )
         self._use.add([used[name] or name in shared for name in names])
 
     def _average_experts(self, experts: GradientReducer) -> None:

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
+from distributed.parallel.deferred_build import deal_out, tensors_of
 from distributed.parallel.original_model import OriginalModel
-from distributed_backends.fsdp.deferred_build import deal_out, tensors_of
 from distributed_backends.fsdp.section import FSDPSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,4 +1,4 @@
-"""Build a model on rank 0 only; other ranks hold just their shards."""
+"""Build a model on rank 0 only; the others receive just what they hold of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import copy_part, is_sharded, local_part
+from distributed.checkpoint.dtensor import copy_part, is_sharded
 from distributed.communication.broadcast import broadcast_values
 from distributed.system.tensors import assign_values
 from distributed.training.optimizers import build_model
+
+__all__ = ["build_without_data", "deal_out", "fill", "tensors_of"]
 
 
 def build_without_data(factory: Any, seed: int) -> nn.Module:
@@ -44,6 +46,15 @@ def _has_meta(value: Any) -> bool:
 
 
 @torch.no_grad()
+def fill(tensor: Tensor, full: Tensor) -> None:
+    """Copy into `tensor` what it holds of `full`, the whole one."""
+    if is_sharded(tensor):
+        copy_part(tensor, full)
+    else:
+        assign_values(tensor, full)
+
+
+@torch.no_grad()
 def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
     """Fill every rank's share of `model` from rank 0's tensors, one at a time. Collective.
 
@@ -60,10 +71,7 @@ def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
             else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         )
         broadcast_values([full])
-        if is_sharded(tensor):
-            copy_part(tensor, full)
-        else:
-            assign_values(local_part(tensor), full)
+        fill(tensor, full)
 
 
 def tensors_of(model: nn.Module) -> Iterable[tuple[str, Any]]:
