@@ -24,7 +24,7 @@ from distributed.parallel import expert_layers
 from distributed.parallel.asynchronous import overlapped_collectives
 from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.context_axis import ContextAxis, attention_of, draws_numbers
-from distributed.parallel.context_check import check_objective, check_slices
+from distributed.parallel.context_check import check_objective, check_slices, check_whole_model
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.first_step import EqualOnTensorRanks
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -167,8 +167,7 @@ class MeshBackend(ProcessGroupBackend):
         Args:
             built_by_one: only rank 0 has the model's values.
         """
-        if self.mesh is not None and self.mesh.dims.context > 1:
-            self._context = self._slices_of(model, self.mesh)
+        self._divide_sequences(model)
         dims = self.mesh.dims if self.mesh is not None else ParallelDims()
         if dims.expert == dims.tensor == 1:
             return
@@ -178,6 +177,10 @@ class MeshBackend(ProcessGroupBackend):
             self._divide_experts(model, built_by_one)
         if dims.tensor > 1:
             self._cut_layers(model, built_by_one)
+
+    def _divide_sequences(self, model: nn.Module) -> None:
+        if self._context is None and self.mesh is not None and self.mesh.dims.context > 1:
+            self._context = self._slices_of(model, self.mesh)
 
     def _divide_experts(self, model: nn.Module, built_by_one: bool) -> None:
         assert self.mesh is not None
@@ -279,9 +282,14 @@ class MeshBackend(ProcessGroupBackend):
         if self.original is None:
             self.remember(model, built_by_one)
         # Imported only where it is needed.
-        from distributed.parallel.pipeline import Pipeline
+        from distributed.parallel.pipeline import Pipeline, check_data
 
-        self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task)
+        self._divide_sequences(model)
+        if self._context is not None and not self._compared:
+            check_data(self._task)
+            check_whole_model(model, self._task, self._context, self.all_reduce)
+            self._compared = True
+        self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task, self._context)
         if self.world.rank == 0:
             self.pipeline.report()
 

@@ -20,6 +20,7 @@ from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.task import Task
+from distributed.parallel.context_axis import ContextAxis
 from distributed.parallel.cut_check import CutCheck, equal_outputs
 from distributed.parallel.gradient_reducer import align_gradient
 from distributed.parallel.mesh import Mesh
@@ -36,7 +37,7 @@ from distributed.training.torch_backend import TorchBackend
 if TYPE_CHECKING:
     from distributed.parallel.pipeline_schedule import Schedule
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "check_data"]
 
 
 class Pipeline:
@@ -48,20 +49,27 @@ class Pipeline:
         mesh: the ranks.
         model: whole.
         task: the training, whose first samples show how the model is called.
+        slices: the ranks that hold slices of each sequence, of which stages compute theirs.
 
     Raises:
         UserError: the model cannot be divided exactly.
     """
 
     def __init__(
-        self, backend: TorchBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+        self,
+        backend: TorchBackend,
+        shape: PipelineShape,
+        mesh: Mesh,
+        model: nn.Module,
+        task: Task,
+        slices: ContextAxis | None = None,
     ) -> None:
         self._backend, self._shape, self._mesh = backend, shape, mesh
         self._group = mesh.group("pipeline")
         self._rank = mesh.dims.coordinates(mesh.rank)["pipeline"]
         self.stages = shape.stages_of(self._rank)
         self._device = backend.world.device
-        self._task = task
+        self._task, self._slices = task, slices
         _check_model(model, shape, backend.config.backend)
         self._layout = self._read(model, task)
         self._check = self._whole_output(model)
@@ -78,30 +86,26 @@ class Pipeline:
         self._count: Any = 0
         self._forward_seconds = 0.0
         self._sent: list[tuple[Any, Tensor]] = []
+        self._states: dict[tuple[int, int], Any] = {}
         self._compared = False
 
     def _read(self, model: nn.Module, task: Task) -> Layout:
-        source = task.train_data
-        if source is None or not source.is_map:
-            raise UserError(
-                "the stages of a pipeline are read from a forward pass with the first samples, and the data"
-                " is a stream, of which they would be missing afterwards",
-                field="parallel.pipeline",
-                got="an iterable dataset",
-                allowed="datasets with __getitem__ and __len__",
-                remedy="Give such a dataset, or use parallel.tensor or parallel.data",
-            )
-        one, two = (forward_of(task, model, number) for number in (1, 2))
+        check_data(task)
+        one, two = (forward_of(task, model, number, slices=self._slices) for number in (1, 2))
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
             whole_output = two[0]()
             for layout in read_layouts(model, (one[0], two[0]), one[1], number, names):
-                if equal_outputs(whole_output, _in_stages(layout, *two), model):
+                if self._agree(equal_outputs(whole_output, _in_stages(layout, *two), model)):
                     return layout
         raise no_equal_layout(number, bool(names))
 
+    def _agree(self, equal: bool) -> bool:
+        """Whether `equal` holds for the slices of all ranks. Collective."""
+        return equal if self._slices is None else self._backend.all_reduce([float(not equal)])[0] == 0.0
+
     def _whole_output(self, model: nn.Module) -> CutCheck | None:
-        forward, batch = forward_of(self._task, model)
+        forward, batch = forward_of(self._task, model, slices=self._slices)
         with self._backend.autocast():
             return CutCheck(model, forward, "parallel.pipeline") if is_short(model, batch) else None
 
@@ -178,7 +182,7 @@ class Pipeline:
         """
         self._staged.install()
         if self._check is not None:
-            forward, batch = forward_of(self._task, model, device=self._device)
+            forward, batch = forward_of(self._task, model, device=self._device, slices=self._slices)
             ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
             with self._backend.autocast():
                 self._check.compare(
@@ -263,6 +267,8 @@ class Pipeline:
         timers = self._backend.timers
         timers.enter(phase)
         timers.describe(text.format(micro_batch=micro_batch, stage=stage, peer=peer))
+        if action == "backward" and self._slices is not None:
+            self._slices.restore(self._states.pop((stage, micro_batch)))
 
     def _compute(self, stage: int, position: int, received: Tensor | None) -> Tensor:
         """A stage's part of a micro-batch: its loss, or what the next stage receives."""
@@ -279,6 +285,8 @@ class Pipeline:
             )
         if kept is not None:
             kept.restore()
+        if self._slices is not None:
+            self._states[stage, position] = self._slices.state()
         if stage == self._shape.num_stages - 1:
             loss, part, number = found
             self._total, self._count = self._total + part, self._count + number
@@ -476,6 +484,20 @@ def _in_stages(layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
         return None
     finally:
         staged.remove()
+
+
+def check_data(task: Task) -> None:
+    """Raise a UserError for data without a first sample that can be read twice."""
+    source = task.train_data
+    if source is None or not source.is_map:
+        raise UserError(
+            "the stages of a pipeline are read from a forward pass with the first samples, and the data"
+            " is a stream, of which they would be missing afterwards",
+            field="parallel.pipeline",
+            got="an iterable dataset",
+            allowed="datasets with __getitem__ and __len__",
+            remedy="Give such a dataset, or use parallel.tensor or parallel.data",
+        )
 
 
 def _check_model(model: nn.Module, shape: PipelineShape, backend: str) -> None:

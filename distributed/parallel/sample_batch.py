@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
+from distributed.parallel.context_axis import ContextAxis
 from distributed.training.batch_transfer import move
 from distributed.training.forward_state import Buffers
 from distributed.training.seeding import isolated_rng
@@ -23,7 +25,11 @@ _PLAIN = (type(None), bool, int, float, str, tuple)
 
 
 def forward_of(
-    task: Task, model: nn.Module, number: int = 2, device: str | None = None
+    task: Task,
+    model: nn.Module,
+    number: int = 2,
+    device: str | None = None,
+    slices: ContextAxis | None = None,
 ) -> tuple[Callable[[], Any], Any]:
     """(what calls `model` with the first samples as a training step does and returns its output, these
     samples)
@@ -31,6 +37,8 @@ def forward_of(
     Args:
         number: of samples; fewer if there are no more.
         device: of the samples; None for that of the first parameter.
+        slices: the ranks that hold slices of each sequence. The samples are this rank's slices then, and the
+            call is collective over these ranks.
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -49,7 +57,10 @@ def forward_of(
     with isolated_rng():
         batch = source.collate_fn([source.dataset[index] for index in range(number)])
     batch = move(batch, device or str(next(model.parameters()).device))
-    return lambda: _call(task, model, batch), batch
+    if slices is None:
+        return partial(_call, task, model, batch), batch
+    own = slices.cut(batch)
+    return partial(_call_over, slices, task, model, own), own
 
 
 def is_short(model: nn.Module, batch: Any) -> bool:
@@ -65,6 +76,11 @@ def _call(task: Task, model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch[:-1])
+
+
+def _call_over(slices: ContextAxis, task: Task, model: nn.Module, batch: Any) -> Any:
+    with slices.over_slices(training=False):
+        return _call(task, model, batch)
 
 
 @contextmanager

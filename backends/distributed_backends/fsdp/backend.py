@@ -144,7 +144,9 @@ class FSDPBackend(MeshBackend):
             _check_steps(self.optimizer)
         if self.mesh is not None and self.mesh.dims.context > 1:
             # FSDP2 reduces over the ranks with different samples; those of slices are added to them.
-            names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+            names = {
+                p: name for name, p in self.module.named_parameters() if p.requires_grad and not p.is_meta
+            }
             limit = self.config.bucket_cap_mb * 2**20
             self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
 

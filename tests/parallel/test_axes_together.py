@@ -1,0 +1,132 @@
+"""Slices of sequences beside stages train as one process does.
+
+The campaign `tests.campaigns.meshes` has every model on every mesh of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from distributed import UserError
+from distributed.registry.catalog import get_catalog
+from distributed.testing.rank_pool import RankPool
+from distributed.testing.suite import EXACT
+from tests.parallel import context_mutants
+from tests.parallel.expert_models import EXPERT_ENTRIES
+from tests.parallel.models import SEQUENCES, tokens, train_plainly
+from tests.parallel.test_context import Padded, Running, per_sample
+from tests.parallel.test_tensor_parallel import (
+    DATA,
+    GLOBAL_BATCH,
+    MAX_NORM,
+    STEPS,
+    ExpectNorms,
+    difference,
+    reference,
+    trainer_of,
+)
+
+pytest.importorskip("transformers")
+
+STAGES = {"pipeline": 2, "context": 2}
+MODELS = {**SEQUENCES, **EXPERT_ENTRIES}
+
+
+@pytest.fixture
+def mutant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a mutant's backend."""
+    spec = context_mutants.spec_of(request.param)
+    get_catalog().backends[spec.name] = spec
+    yield spec.name
+    del get_catalog().backends[spec.name]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "parallel", "name"),
+    [
+        ("pytorch-ddp", 2, {"context": 2}, "mixtral"),
+        ("pytorch-ddp", 4, {**STAGES, "schedule": "zbv"}, "dilated"),
+        ("fsdp", 4, STAGES, "bert"),
+    ],
+)
+def test_the_mesh_changes_no_weight_and_no_norm(
+    backend: str, ranks: int, parallel: dict[str, Any], name: str, rank_pool: RankPool
+) -> None:
+    """Masked tokens, clipping, accumulation, and a last window of 5 sequences."""
+    build = MODELS[name].build
+    model, expected = build(), reference(name, build)
+    trainer = trainer_of(model, backend, ranks, rank_pool, parallel, gradient_accumulation_steps=2)
+    trainer.callbacks = [ExpectNorms(expected.norms)]
+    trainer.fit(DATA, max_steps=STEPS)
+    assert difference(model, expected.weights) < EXACT
+
+
+def frozen_stage() -> nn.Module:
+    """A Llama whose embedding and head are tied, and whose first layer does not learn."""
+    model = SEQUENCES["llama tied"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name)
+    return model
+
+
+def test_tied_weights_frozen_layers_and_validation(rank_pool: RankPool) -> None:
+    model, validation = frozen_stage(), tokens(13)
+    trainer = trainer_of(model, "pytorch-ddp", 4, rank_pool, STAGES, gradient_accumulation_steps=2)
+    history = trainer.fit(DATA, validation, epochs=3)
+    options = {"global_batch_size": GLOBAL_BATCH, "max_norm": MAX_NORM}
+    assert difference(model, train_plainly(frozen_stage(), DATA, steps=9, **options).weights) < EXACT
+    model.eval()
+    with torch.no_grad():
+        logits = model(validation[0]).logits.flatten(0, 1)
+    assert [epoch["val_loss"] for epoch in history.epochs][-1] == pytest.approx(
+        float(cross_entropy(logits, validation[1].flatten())), abs=EXACT
+    )
+
+
+# -- padding, when backward computes a layer again ----------------------------------------------------------
+
+
+def padded_distance(backend: str, pool: RankPool) -> float:
+    """How much weights differ from one process, when layers are recomputed after later micro-batches, which
+    have other padding."""
+    weights = []
+    for name, ranks, axes in (("serial", 1, {}), (backend, 4, STAGES)):
+        model = SEQUENCES["bert"].build()
+        fields = {"gradient_accumulation_steps": 2, "activation_checkpointing": "full" if axes else "none"}
+        trainer_of(model, name, ranks, pool, axes, **fields).fit(Padded(16), max_steps=4)
+        weights.append({n: p.detach() for n, p in model.named_parameters()})
+    return max(float((weights[1][n] - w).abs().max()) for n, w in weights[0].items())
+
+
+def test_a_recomputed_layer_reads_the_padding_of_its_micro_batch(rank_pool: RankPool) -> None:
+    assert padded_distance("pytorch-ddp", rank_pool) < EXACT
+
+
+@pytest.mark.parametrize("mutant", ["PaddingOfTheLastForward"], indirect=True)
+def test_the_padding_of_another_micro_batch_is_noticed(mutant: str, rank_pool: RankPool) -> None:
+    assert padded_distance(mutant, rank_pool) > 1e-6
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "field", "text"),
+    [
+        (Running, {}, "parallel.context", "computes something else when 2 ranks"),
+        (SEQUENCES["llama"].build, {"loss_fn": per_sample}, "loss_fn", "'loss' of slices does not add up"),
+    ],
+)
+def test_slices_that_differ_are_refused_before_stages_divide_the_model(
+    build: Callable[[], nn.Module], given: dict[str, Any], field: str, text: str, rank_pool: RankPool
+) -> None:
+    trainer = trainer_of(build().double(), "pytorch-ddp", 4, rank_pool, STAGES, **given)
+    with pytest.raises(UserError, match=text) as caught:
+        trainer.fit(DATA, max_steps=1)
+    assert caught.value.field == field
