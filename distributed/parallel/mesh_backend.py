@@ -117,6 +117,11 @@ class MeshBackend(ProcessGroupBackend):
         return self.world.data_parallel_size if self.mesh is None else self.mesh.dims.size(*_CONTRIBUTE)
 
     @property
+    def cut_into(self) -> tuple[int, int]:
+        pieces = 1 if self._shape is None else self._shape.pieces
+        return pieces, 1 if self.mesh is None else self.mesh.dims.context
+
+    @property
     def has_stages(self) -> bool:
         """Whether ranks have different stages of a pipeline."""
         return self._shape is not None
@@ -477,8 +482,9 @@ class MeshBackend(ProcessGroupBackend):
 
     @property
     def _copied_experts(self) -> bool:
-        """Whether several ranks with different samples hold the same experts."""
-        return self.mesh is not None and self.mesh.dims.expert > 1 and self.mesh.dims.expert_data > 1
+        """Whether several ranks with different samples, or slices of them, hold the same experts."""
+        dims = self.mesh.dims if self.mesh is not None else ParallelDims()
+        return dims.expert > 1 and dims.copies_of_experts > 1
 
     @property
     def replica_set(self) -> tuple[int, int]:

@@ -84,14 +84,6 @@ def _check_values(config: DistributedConfig) -> None:
                 allowed=", ".join(map(str, allowed)),
                 remedy=f"Choose one of these, or parallel.{axis}=1",
             )
-    if config.parallel.context > 1 and config.parallel.expert > 1:
-        raise UserError(
-            "ranks that hold slices of sequences cannot divide the model along expert too",
-            field="parallel.context",
-            got=config.parallel.context,
-            allowed=f"1 with parallel.expert={config.parallel.expert}",
-            remedy="Use one of context and expert, and data, shard or tensor beside it",
-        )
 
 
 def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) -> ParallelDims:

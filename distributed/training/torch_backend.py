@@ -117,7 +117,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_slices_of_one(built, self.config, self.world.size)
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch)
-        check_routing(built, self._batch, own_loss=task.loss_fn is None)
+        check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -248,6 +248,11 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
     def num_contributors(self) -> int:
         """Number of ranks whose losses, counts and gradients add up to those of a global batch."""
         return self.world.data_parallel_size
+
+    @property
+    def cut_into(self) -> tuple[int, int]:
+        """Numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves."""
+        return 1, 1
 
     @property
     def _gradient_share(self) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.parallel import expert_exchange, gradient_reducer
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.registry.catalog import get_catalog
@@ -120,6 +122,16 @@ class ExpertCopiesCountTwice(DDPBackend):
         return square.sqrt()
 
 
+class ExpertsOfSlicesAreNotAdded(DDPBackend):
+    """A rank steps with the gradient of its experts from its slices of sequences alone."""
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        assert self.mesh is not None
+        self.mesh.same_experts = None
+        return world
+
+
 class TokensAreDropped(DDPBackend):
     """A rank computes 4 of the tokens that arrive at most."""
 
@@ -142,7 +154,7 @@ MUTANTS: dict[str, type[Any]] = {
     for kind in (
         *(CopiesCountTwice, TiesComeApart, OneRankDrifts, OnePartDrifts, SlicesAreNotAdded),
         *(LayoutIsNotTheParameters, CountsTokensTwice),
-        *(ExpertsAreAveraged, ExpertCopiesCountTwice, TokensAreDropped),
+        *(ExpertsAreAveraged, ExpertCopiesCountTwice, ExpertsOfSlicesAreNotAdded, TokensAreDropped),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Slices of sequences beside stages train as one process does.
+"""Slices of sequences beside stages and experts train as one process does.
 
 The campaign `tests.campaigns.meshes` has every model on every mesh of this kind.
 """
@@ -17,7 +17,7 @@ from distributed import UserError
 from distributed.registry.catalog import get_catalog
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
-from tests.parallel import context_mutants
+from tests.parallel import context_mutants, mesh_mutants
 from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import SEQUENCES, tokens, train_plainly
 from tests.parallel.test_context import Padded, Running, per_sample
@@ -41,7 +41,8 @@ MODELS = {**SEQUENCES, **EXPERT_ENTRIES}
 @pytest.fixture
 def mutant(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a mutant's backend."""
-    spec = context_mutants.spec_of(request.param)
+    module = context_mutants if request.param in context_mutants.MUTANTS else mesh_mutants
+    spec = module.spec_of(request.param)
     get_catalog().backends[spec.name] = spec
     yield spec.name
     del get_catalog().backends[spec.name]
@@ -53,6 +54,8 @@ def mutant(request: pytest.FixtureRequest) -> Iterator[str]:
         ("pytorch-ddp", 2, {"context": 2}, "mixtral"),
         ("pytorch-ddp", 4, {**STAGES, "schedule": "zbv"}, "dilated"),
         ("fsdp", 4, STAGES, "bert"),
+        ("pytorch-ddp", 4, {"context": 2, "expert": 2}, "mixtral"),
+        ("fsdp", 4, {"context": 2, "expert": 2}, "moe"),
     ],
 )
 def test_the_mesh_changes_no_weight_and_no_norm(
@@ -111,6 +114,13 @@ def test_a_recomputed_layer_reads_the_padding_of_its_micro_batch(rank_pool: Rank
 @pytest.mark.parametrize("mutant", ["PaddingOfTheLastForward"], indirect=True)
 def test_the_padding_of_another_micro_batch_is_noticed(mutant: str, rank_pool: RankPool) -> None:
     assert padded_distance(mutant, rank_pool) > 1e-6
+
+
+@pytest.mark.parametrize("mutant", ["ExpertsOfSlicesAreNotAdded"], indirect=True)
+def test_experts_of_one_slice_are_noticed(mutant: str, rank_pool: RankPool) -> None:
+    model = MODELS["mixtral"].build()
+    trainer_of(model, mutant, 4, rank_pool, {"context": 2, "expert": 2}).fit(DATA, max_steps=STEPS)
+    assert difference(model, reference("mixtral", MODELS["mixtral"].build).weights) > 1e-6
 
 
 # -- what is refused ----------------------------------------------------------------------------------------

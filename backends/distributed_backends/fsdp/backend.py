@@ -143,9 +143,12 @@ class FSDPBackend(MeshBackend):
         if self._sharded is not None:
             _check_steps(self.optimizer)
         if self.mesh is not None and self.mesh.dims.context > 1:
-            # FSDP2 reduces over the ranks with different samples; those of slices are added to them.
+            # FSDP2 reduces over the ranks with different samples; those of slices are added to them. Experts
+            # have a reduction of their own.
             names = {
-                p: name for name, p in self.module.named_parameters() if p.requires_grad and not p.is_meta
+                p: name
+                for name, p in self.module.named_parameters()
+                if p.requires_grad and not p.is_meta and not self.is_expert(p)
             }
             limit = self.config.bucket_cap_mb * 2**20
             self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
