@@ -49,7 +49,7 @@ class _Evaluates(Protocol):
     def all_reduce(self, values: list[float]) -> list[float]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Whole:
     """A model that is whole on every rank, and not on its device yet."""
 

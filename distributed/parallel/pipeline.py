@@ -91,7 +91,8 @@ class Pipeline:
 
     def _read(self, model: nn.Module, task: Task) -> Layout:
         check_data(task)
-        one, two = (forward_of(task, model, number, slices=self._slices) for number in (1, 2))
+        # Different samples may call experts of their own.
+        one, two = (forward_of(task, model, n, slices=self._slices, alike=True) for n in (1, 2))
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
             whole_output = two[0]()

@@ -30,6 +30,7 @@ def forward_of(
     number: int = 2,
     device: str | None = None,
     slices: ContextAxis | None = None,
+    alike: bool = False,
 ) -> tuple[Callable[[], Any], Any]:
     """(what calls `model` with the first samples as a training step does and returns its output, these
     samples)
@@ -39,6 +40,7 @@ def forward_of(
         device: of the samples; None for that of the first parameter.
         slices: the ranks that hold slices of each sequence. The samples are this rank's slices then, and the
             call is collective over these ranks.
+        alike: take the first sample `number` times.
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -53,9 +55,10 @@ def forward_of(
             remedy="Name modules in parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down':"
             " rowwise}",
         )
-    number = min(number, source.length or number)
+    different = 1 if alike else min(number, source.length or number)
     with isolated_rng():
-        batch = source.collate_fn([source.dataset[index] for index in range(number)])
+        samples = [source.dataset[index] for index in range(different)]
+        batch = source.collate_fn(samples * number if alike else samples)
     batch = move(batch, device or str(next(model.parameters()).device))
     if slices is None:
         return partial(_call, task, model, batch), batch

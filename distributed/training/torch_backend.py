@@ -182,7 +182,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
                     " this backend reduces the gradients of the parameters that were trainable at the start",
                     field="backend",
                     got=self.config.backend,
-                    allowed="serial, fsdp, horovod, if requires_grad changes during training",
+                    allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
+                    " schedules that split backward, if requires_grad changes during training",
                     remedy="Choose one of these, or train in two calls of fit with the change between them",
                 )
 

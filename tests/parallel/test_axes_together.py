@@ -6,6 +6,7 @@ The campaign `tests.campaigns.meshes` has every model on every mesh of this kind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from distributed import UserError
+from distributed.errors import WorkerError
 from distributed.registry.catalog import get_catalog
 from distributed.testing.rank_pool import RankPool
+from distributed.testing.refusal_cases import CASES, CHANGE_AFTER
 from distributed.testing.suite import EXACT
+from tests.contracts.mesh_workbenches import ExpertWorkbench, SliceWorkbench
 from tests.parallel import context_mutants, mesh_mutants
 from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import SEQUENCES, tokens, train_plainly
@@ -31,6 +35,7 @@ from tests.parallel.test_tensor_parallel import (
     reference,
     trainer_of,
 )
+from tests.support.training import make_trainer
 
 pytest.importorskip("transformers")
 
@@ -92,6 +97,20 @@ def test_tied_weights_frozen_layers_and_validation(rank_pool: RankPool) -> None:
     )
 
 
+def test_a_run_goes_on_from_mesh_to_mesh(rank_pool: RankPool, tmp_path: Path) -> None:
+    build = MODELS["mixtral tied"].build
+    fields = {"checkpoint_dir": str(tmp_path), "resume_from_checkpoint": True}
+    for steps, backend, ranks, parallel in (
+        (3, "pytorch-ddp", 4, STAGES),
+        (5, "fsdp", 4, {"context": 2, "expert": 2}),
+        (7, "serial", 1, {}),
+        (STEPS, "pytorch-ddp", 4, STAGES),
+    ):
+        model = build()
+        trainer_of(model, backend, ranks, rank_pool, parallel, **fields).fit(DATA, max_steps=steps)
+    assert difference(model, reference("mixtral tied", build).weights) < EXACT
+
+
 # -- padding, when backward computes a layer again ----------------------------------------------------------
 
 
@@ -123,7 +142,38 @@ def test_experts_of_one_slice_are_noticed(mutant: str, rank_pool: RankPool) -> N
     assert difference(model, reference("mixtral", MODELS["mixtral"].build).weights) > 1e-6
 
 
+@pytest.mark.parametrize("mutant", ["OnePartDrifts"], indirect=True)
+def test_an_expert_that_drifts_from_the_rank_of_the_other_slice_is_named(
+    mutant: str, rank_pool: RankPool
+) -> None:
+    fields = {"divergence_check_steps": 1, "log_every_n_steps": 1}
+    parallel = {"context": 2, "expert": 2}
+    trainer = trainer_of(MODELS["moe"].build(), mutant, 4, rank_pool, parallel, **fields)
+    with pytest.raises(WorkerError, match=r"rank [23] .* differs from the other ranks"):
+        trainer.fit(DATA, max_steps=3)
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"expert": 2}])
+def test_a_layer_that_begins_to_learn_is_refused(parallel: dict[str, int], rank_pool: RankPool) -> None:
+    """Gradients of slices and of experts are added beside FSDP2, which would notice it."""
+    case = CASES["thawed-layer"]
+    bench = SliceWorkbench() if "context" in parallel else ExpertWorkbench()
+    model = case.build() if "context" in parallel else thawing_experts()
+    fields = {"optimizer": case.optimizer(model), "callbacks": case.callbacks(), "parallel": parallel}
+    trainer = make_trainer(model, 2, rank_pool, backend="fsdp", global_batch_size=GLOBAL_BATCH, **fields)
+    with pytest.raises(UserError, match="changed from False to True") as caught:
+        trainer.fit(bench.data(*case.data(96)), max_steps=2 * CHANGE_AFTER)
+    assert caught.value.field == "backend"
+
+
+def thawing_experts() -> nn.Module:
+    """As the model of the kit's case, whose first layer is one of experts."""
+    model = ExpertWorkbench().model(torch.float64)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return model
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -70,6 +72,14 @@ class FSDPBackend(MeshBackend):
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
         self._slices: GradientReducer | None = None
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        # Reductions beside that of FSDP2, and backward where it is split, know the parameters that were
+        # trainable at the start.
+        splits = self._shape is not None and self._shape.splits_backward
+        self.follows_requires_grad = plan.dims.context == plan.dims.expert == 1 and not splits
+        return world
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
