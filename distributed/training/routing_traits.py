@@ -40,15 +40,15 @@ def check_routing(
     pieces, slices = parts
     if batch.global_batch_size * pieces * slices <= batch.batch_size:
         return
-    field, got, allowed = _divided(batch, pieces * slices)
+    undivided = ", with parallel.num_microbatches=1 and parallel.context=1" if pieces * slices > 1 else ""
     for name, module in model.named_modules():
         if _drops_tokens(module, slices):
             raise UserError(
                 f"'{name}' drops the tokens that exceed the capacity of an expert, which is counted over a"
                 " micro-batch, and a step has several (contracts C2 and C3)",
-                field=field,
-                got=got,
-                allowed=allowed,
+                field="global_batch_size",
+                got=batch.global_batch_size,
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
                 remedy="Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or set"
                 " drops_tokens = False on the router if a sample does not depend on the others",
             )
@@ -56,21 +56,12 @@ def check_routing(
             raise UserError(
                 f"'{name or type(module).__name__}' adds a load-balancing loss, which multiplies means over"
                 " the tokens of a micro-batch, and a step has several (contract C2)",
-                field=field,
-                got=got,
-                allowed=allowed,
+                field="global_batch_size",
+                got=batch.global_batch_size,
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
                 remedy="Set output_router_logits=False or router_aux_loss_coef=0 in the model's config,"
                 " or give a loss_fn over the logits",
             )
-
-
-def _divided(batch: BatchPlan, parts: int) -> tuple[str, object, str]:
-    """(field, value got, allowed values) of what divides a global batch."""
-    if parts == 1:
-        allowed = f"{batch.batch_size}, one micro-batch on one rank"
-        return "global_batch_size", batch.global_batch_size, allowed
-    allowed = "parallel.num_microbatches=1 and parallel.context=1, with one micro-batch on one rank"
-    return "parallel", f"micro-batches in {parts} parts", allowed
 
 
 def _drops_tokens(module: nn.Module, slices: int) -> bool:

@@ -2,8 +2,8 @@
 
     python -m pytest tests/campaigns/mesh_conformance.py
 
-CI runs its contracts of a step (`tests/contracts/test_mesh_conformance.py`), and the whole kit on the other
-axes.
+CI runs its contracts of a step over slices (`tests/contracts/test_mesh_conformance.py`), and the whole kit on
+the other axes.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.testing.rank_pool import RankPool
 from tests.parallel.expert_models import EXPERT_ENTRIES
 from tests.parallel.models import ENTRIES, SEQUENCES, Entry, Reference, tokens, train_plainly
+from tests.parallel.test_pipeline import chain
 from tests.parallel.test_tensor_parallel import GLOBAL_BATCH, MAX_NORM, STEPS, difference, trainer_of
 
-__all__ = ["EXPERT_MESHES", "MESHES", "PIPELINES", "rows"]
+__all__ = ["EXPERT_MESHES", "MESHES", "PIPELINES", "SLICES", "rows"]
 
 MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(tensor=2)),
@@ -39,7 +40,7 @@ MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(data=2, tensor=4)),
     ("fsdp", ParallelDims(shard=2, tensor=4)),
 ]
-EXPERT_MESHES: list[tuple[str, ParallelDims]] = [
+EXPERT_MESHES: list[tuple[Any, ...]] = [
     ("pytorch-ddp", ParallelDims(data=2, expert=2)),
     ("fsdp", ParallelDims(shard=2, expert=2)),
     ("pytorch-ddp", ParallelDims(data=4, expert=2)),
@@ -49,6 +50,13 @@ EXPERT_MESHES: list[tuple[str, ParallelDims]] = [
     ("pytorch-ddp", ParallelDims(data=2, tensor=2, expert=2)),
     ("fsdp", ParallelDims(shard=2, tensor=2, expert=2)),
     ("pytorch-ddp", ParallelDims(data=4, tensor=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2, expert=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(data=2, context=2, expert=2)),
+    ("fsdp", ParallelDims(shard=2, context=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(data=4, context=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(data=2, context=2, tensor=2, expert=2)),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2, context=2, expert=2), "1f1b"),
+    ("fsdp", ParallelDims(pipeline=2, shard=2, context=2, expert=2), "1f1b"),
 ]
 SLICES: list[tuple[Any, ...]] = [
     ("pytorch-ddp", ParallelDims(context=2)),
@@ -60,6 +68,12 @@ SLICES: list[tuple[Any, ...]] = [
     ("pytorch-ddp", ParallelDims(context=2, tensor=2)),
     ("pytorch-ddp", ParallelDims(data=2, context=2, tensor=2)),
     ("fsdp", ParallelDims(shard=2, context=2, tensor=2)),
+    *(("pytorch-ddp", ParallelDims(pipeline=2, context=2), schedule) for schedule in sorted(SCHEDULES)),
+    ("fsdp", ParallelDims(pipeline=2, context=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=4, context=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, data=2, context=2), "1f1b"),
+    ("fsdp", ParallelDims(pipeline=2, shard=2, context=2), "1f1b"),
+    ("pytorch-ddp", ParallelDims(pipeline=2, context=2, tensor=2), "1f1b"),
 ]
 PIPELINES: list[tuple[str, ParallelDims, str]] = [
     *(("pytorch-ddp", ParallelDims(pipeline=2), schedule) for schedule in sorted(SCHEDULES)),
@@ -79,6 +93,7 @@ MODELS: dict[str, Entry] = {
     **ENTRIES,
     "dilated, slices": Entry(ENTRIES["dilated"].build, dict(DilatedLanguageModel.sequence_plan)),
 }
+SLICED = {**SEQUENCES, "chain": Entry(chain), "mixtral": EXPERT_ENTRIES["mixtral"]}
 HEADS = {"llama": 2, "llama tied": 2, "encoder": 32}
 """The largest tensor axis of a model, where that is below 4."""
 _CANNOT = ("parallel.pipeline", "parallel.tensor")
@@ -133,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", choices=[*MODELS, *EXPERT_ENTRIES, *SEQUENCES])
+    parser.add_argument("--models", nargs="*", choices=[*MODELS, *EXPERT_ENTRIES, *SLICED])
     parser.add_argument("--experts", action="store_true", help="models and meshes with divided experts")
     parser.add_argument("--pipelines", action="store_true", help="schedules and meshes with stages")
     parser.add_argument("--slices", action="store_true", help="models and meshes with slices of sequences")
@@ -144,7 +159,7 @@ def main() -> None:
     if given.pipelines:
         every, meshes = CHAINS, PIPELINES
     if given.slices:
-        every, meshes = SEQUENCES, SLICES
+        every, meshes = SLICED, SLICES
     models = {name: entry for name, entry in every.items() if given.models is None or name in given.models}
     print(f"| mesh | {' | '.join(models)} |\n|{' --- |' * (len(models) + 1)}", flush=True)
     for mesh, distances in rows(models, meshes):

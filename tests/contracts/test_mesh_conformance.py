@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed.testing.conformance import BackendConformance
 from distributed.testing.contracts.step import StepContracts
-from tests.contracts.mesh_workbenches import MeshWorkbench, OnExperts, OnSlices
+from tests.contracts.mesh_workbenches import MeshWorkbench, OnSlices
 
 FEWER = range(1, 14)
 TENSOR: Mapping[str, Any] = MappingProxyType({"parallel.tensor": 2})
@@ -56,13 +56,6 @@ class TestShardedPipeline(OnMesh):
 
 class TestSlices(OnSlices, StepContracts):
     """Two slices of each sequence; `tests/campaigns/mesh_conformance.py` has the other contracts."""
-
-    backend = "pytorch-ddp"
-    sizes = (2,)
-
-
-class TestExperts(OnExperts, StepContracts):
-    """Two ranks that divide experts; the other contracts in the same place."""
 
     backend = "pytorch-ddp"
     sizes = (2,)

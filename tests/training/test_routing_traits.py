@@ -67,7 +67,9 @@ def test_parts_of_one_micro_batch_are_several(parts: tuple[int, int]) -> None:
     """Pieces in a pipeline, and slices of sequences."""
     with pytest.raises(UserError, match="counted over a micro-batch") as caught:
         check_routing(nn.Sequential(Router(capacity_factor=1.0)), ONE, own_loss=False, parts=parts)
-    assert (caught.value.field, caught.value.got) == ("parallel", "micro-batches in 2 parts")
+    assert caught.value.allowed == (
+        "8, one micro-batch on one rank, with parallel.num_microbatches=1 and parallel.context=1"
+    )
 
 
 def test_a_router_that_counts_each_sequence_drops_by_slice() -> None:
