@@ -47,6 +47,11 @@ class ParallelDims:
         """Number of ranks with different samples that hold the same experts."""
         return self.data_parallel_size // self.expert
 
+    @property
+    def copies_of_experts(self) -> int:
+        """Number of ranks with different samples, or slices of them, that hold the same experts."""
+        return self.size("expert_data", "context")
+
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together; 1 without any."""
         return prod(int(getattr(self, axis)) for axis in axes)

@@ -41,6 +41,12 @@ class ContextAttention(Protocol):
     def over(self, group: Any) -> AbstractContextManager[None]:
         """Context in which the model computes slices of sequences that the ranks of `group` hold."""
 
+    def state(self) -> Any:
+        """What the last forward pass has left for layers that backward computes again."""
+
+    def restore(self, state: Any) -> None:
+        """Return to the `state` after another forward pass."""
+
     def release(self) -> None:
         """Leave the model as it came."""
 
@@ -137,6 +143,14 @@ class ContextAxis:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(mix(seed, self.index))
             yield
+
+    def state(self) -> Any:
+        """What the last forward pass has left for layers that backward computes again."""
+        return self._attention.state()
+
+    def restore(self, state: Any) -> None:
+        """Return to the `state` after another forward pass."""
+        self._attention.restore(state)
 
     def release(self) -> None:
         """Leave the model as it came."""

@@ -6,8 +6,9 @@ over tokens would otherwise train something else without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -23,11 +24,12 @@ from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.parallel.context_axis import ContextAxis
 from distributed.parallel.cut_check import room_for_rounding, times_rounding
-from distributed.parallel.sample_batch import is_short, undisturbed
+from distributed.parallel.sample_batch import forward_of, is_short, undisturbed
+from distributed.training.batch_transfer import move
 from distributed.training.model_outputs import logits_of
 from distributed.training.objective import Objective
 
-__all__ = ["check_objective", "check_slices"]
+__all__ = ["check_objective", "check_slices", "check_whole_model"]
 
 _FIELD = "parallel.context"
 _SAMPLES = 2
@@ -45,6 +47,46 @@ class _Evaluates(Protocol):
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]: ...
     def to_device(self, batch: Any) -> Any: ...
     def all_reduce(self, values: list[float]) -> list[float]: ...
+
+
+@dataclass
+class _Whole:
+    """A model that is whole on every rank, and not on its device yet."""
+
+    module: nn.Module
+    objective: Objective
+    all_reduce: Callable[[list[float]], list[float]]
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        return self.objective.evaluate(self.module, batch, num_samples)
+
+    def to_device(self, batch: Any) -> Any:
+        return move(batch, _device_of(self.module))
+
+
+def check_whole_model(
+    model: nn.Module, task: Task, axis: ContextAxis, all_reduce: Callable[[list[float]], list[float]]
+) -> None:
+    """As `check_slices`, with the first samples of the data and before stages of a pipeline divide the model,
+    of which few ranks see an output. Collective over the world.
+
+    Args:
+        model: whole, and equal on all ranks.
+        all_reduce: adds numbers over all ranks.
+
+    Raises:
+        UserError: as `check_objective` and `check_slices`.
+    """
+    given = task.loss_fn, task.training_step, task.metrics, task.validation_step
+    objective = Objective(*given, _device_of(model))
+    check_objective(task, objective)
+    check_slices(
+        _Whole(model, objective, all_reduce), axis, forward_of(task, model, field="parallel.pipeline")[1]
+    )
+
+
+def _device_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).device)
 
 
 def check_objective(task: Task, objective: Objective) -> None:

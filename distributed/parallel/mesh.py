@@ -30,8 +30,8 @@ class Mesh:
         device_mesh: torch's mesh, with the axes that have several ranks.
         coordinates: axis -> index of this rank along it.
         experts: the ranks that hold different experts and differ in nothing else; None without such an axis.
-        same_experts: process group of the ranks with different samples that hold the same experts; None if
-            that is this rank only.
+        same_experts: process group of the ranks with different samples, or slices of them, that hold the same
+            experts; None if that is this rank only.
         key: what meshes of the same ranks are equal by.
         world: process group of all ranks.
     """
@@ -50,14 +50,15 @@ class Mesh:
         if dims.expert > 1:
             kind = self.device_mesh.device_type
             self.experts = DeviceMesh.from_group(self._new_group("expert"), kind, mesh_dim_names=("expert",))
-            if dims.expert_data > 1:
-                self.same_experts = self._new_group("expert_data")
+            if dims.copies_of_experts > 1:
+                self.same_experts = self._new_group("expert_data", "context")
 
-    def _new_group(self, axis: str) -> Any:
-        """The ranks that differ along one of `EXPERT_AXES`. A mesh would use the group of all where these are
-        all, whose collectives of gradients run at the same time."""
+    def _new_group(self, *axes: str) -> Any:
+        """The ranks that differ along some of `EXPERT_AXES`. A mesh would use the group of all where these
+        are all, whose collectives of gradients run at the same time."""
         ranks = torch.arange(self.dims.world_size).view([self.dims.size(name) for name in EXPERT_AXES])
-        sets = ranks.movedim(EXPERT_AXES.index(axis), -1).reshape(-1, self.dims.size(axis)).tolist()
+        last = ranks.movedim([EXPERT_AXES.index(axis) for axis in axes], list(range(-len(axes), 0)))
+        sets = last.reshape(-1, self.dims.size(*axes)).tolist()
         return dist.new_subgroups_by_enumeration(sets, timeout=self._timeout)[0]
 
     def submesh(self, *axes: str) -> DeviceMesh:

@@ -21,7 +21,7 @@ from distributed.parallel import expert_layers
 from distributed.parallel.asynchronous import overlapped_collectives
 from distributed.parallel.automatic_pairs import find_pairs
 from distributed.parallel.context_axis import ContextAxis, attention_of, draws_numbers
-from distributed.parallel.context_check import check_objective, check_slices
+from distributed.parallel.context_check import check_objective, check_slices, check_whole_model
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.deferred_build import build_without_data, tensors_of
 from distributed.parallel.first_step import EqualOnTensorRanks
@@ -104,8 +104,7 @@ class MeshBackend(MeshState):
 
     def cut(self, model: nn.Module) -> None:
         """Cut `model` in place over the axes expert and tensor, if there are any. Collective."""
-        if self.mesh is not None and self.mesh.dims.context > 1:
-            self._context = self._slices_of(model, self.mesh)
+        self._divide_sequences(model)
         dims = self.mesh.dims if self.mesh is not None else ParallelDims()
         if dims.expert == dims.tensor == 1:
             return
@@ -115,6 +114,10 @@ class MeshBackend(MeshState):
             self._divide_experts(model)
         if dims.tensor > 1:
             self._cut_layers(model)
+
+    def _divide_sequences(self, model: nn.Module) -> None:
+        if self._context is None and self.mesh is not None and self.mesh.dims.context > 1:
+            self._context = self._slices_of(model, self.mesh)
 
     def _divide_experts(self, model: nn.Module) -> None:
         assert self.mesh is not None
@@ -203,8 +206,9 @@ class MeshBackend(MeshState):
 
     @property
     def builds_on_one(self) -> bool:
-        """Whether rank 0 alone builds the model of a factory with values."""
-        return self.has_stages
+        """Whether rank 0 alone builds the model of a factory with values. Stages of slices of sequences are
+        read by all ranks."""
+        return self.has_stages and self._plan.dims.context == 1
 
     def build(self, model: Any) -> nn.Module:
         self.built_by_one = self.builds_on_one and not isinstance(model, nn.Module)
@@ -246,7 +250,11 @@ class MeshBackend(MeshState):
         # Imported only where it is needed.
         from distributed.parallel.pipeline import Pipeline
 
-        self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task)
+        self._divide_sequences(model)
+        if self._context is not None and not self._compared:
+            check_whole_model(model, self._task, self._context, self.all_reduce)
+            self._compared = True
+        self.pipeline = Pipeline(self, self._shape, self.mesh, model, self._task, self._context)
         if self.world.rank == 0:
             self.pipeline.report()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +62,7 @@ class MeshState(ProcessGroupBackend):
             timeout = plan.config.collective_timeout
             self.mesh = shared_mesh(plan.dims, world.rank, world.device, timeout, self.all_reduce)
         if plan.dims.pipeline > 1:
-            self._shape = shape = pipeline_shape(plan.config, plan.dims, plan.batch)
-            # As the layers see it, some of which depend on what is in one forward pass.
-            self._batch = replace(
-                plan.batch,
-                batch_size=shape.piece_rows,
-                gradient_accumulation_steps=shape.num_microbatches,
-            )
+            self._shape = pipeline_shape(plan.config, plan.dims, plan.batch)
             self.counts_with_gradients = False  # a stage that sees no loss has no count
         return world
 
@@ -92,6 +85,11 @@ class MeshState(ProcessGroupBackend):
     @property
     def num_contributors(self) -> int:
         return self.world.data_parallel_size if self.mesh is None else self.mesh.dims.size(*_CONTRIBUTE)
+
+    @property
+    def cut_into(self) -> tuple[int, int]:
+        pieces = 1 if self._shape is None else self._shape.pieces
+        return pieces, 1 if self.mesh is None else self.mesh.dims.context
 
     @property
     def has_stages(self) -> bool:
@@ -145,8 +143,9 @@ class MeshState(ProcessGroupBackend):
 
     @property
     def _copied_experts(self) -> bool:
-        """Whether several ranks with different samples hold the same experts."""
-        return self.mesh is not None and self.mesh.dims.expert > 1 and self.mesh.dims.expert_data > 1
+        """Whether several ranks with different samples, or slices of them, hold the same experts."""
+        dims = self.mesh.dims if self.mesh is not None else ParallelDims()
+        return dims.expert > 1 and dims.copies_of_experts > 1
 
     @property
     def replica_set(self) -> tuple[int, int]:

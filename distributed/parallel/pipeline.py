@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.task import Task
+from distributed.parallel.context_axis import ContextAxis
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
@@ -46,6 +47,8 @@ class Pipeline:
         mesh: the ranks.
         model: whole; ranks other than 0 read no values of it.
         task: the training, whose first samples show how the model is called.
+        slices: the ranks that hold slices of each sequence, of which stages compute theirs. All ranks have
+            the model's values then.
 
     Attributes:
         stages: the stages of this rank, in order.
@@ -56,18 +59,26 @@ class Pipeline:
     """
 
     def __init__(
-        self, backend: MeshBackend, shape: PipelineShape, mesh: Mesh, model: nn.Module, task: Task
+        self,
+        backend: MeshBackend,
+        shape: PipelineShape,
+        mesh: Mesh,
+        model: nn.Module,
+        task: Task,
+        slices: ContextAxis | None = None,
     ) -> None:
         self._backend, self._shape, self._mesh = backend, shape, mesh
         self._group = mesh.group("pipeline")
         self._rank = mesh.coordinates["pipeline"]
         self.stages = shape.stages_of(self._rank)
         self._device = backend.world.device
-        self._task = task
+        self._task, self._slices = task, slices
         self._whole_output: list[Tensor] = []
-        self._layout, shapes = backend.on_first_rank(partial(self._read, model))
+        read = partial(self._read, model)
+        self._layout, shapes = read() if slices is not None else backend.on_first_rank(read)
         self.tensors = StageTensors(self._layout.stages, shape, mesh, self._device)
-        self._deal_output(shapes)
+        if slices is None:
+            self._deal_output(shapes)
         self._staged = StagedModel(model, self._layout, self._device)
         self._schedule: Schedule | None = None
         self._window = Window((), 0)
@@ -77,20 +88,28 @@ class Pipeline:
         self._count: Any = 0
         self._forward_seconds = 0.0
         self._sent: list[tuple[Any, Tensor]] = []
+        self._states: dict[tuple[int, int], Any] = {}
         self._compared = False
 
     def _read(self, model: nn.Module) -> tuple[Layout, list[torch.Size]]:
-        """A division of `model` that leaves its output as it is, and the shapes of that output."""
+        """A division of `model` that leaves its output as it is, and the shapes of that output. Collective
+        over slices of sequences."""
         _check_model(model, self._shape, self._backend.config.backend)
-        one, two = (forward_of(self._task, model, number, field=_FIELD) for number in (1, 2))
+        samples = partial(forward_of, self._task, model, field=_FIELD, slices=self._slices)
+        # Different samples may call experts of their own.
+        (one, sample), (two, _), (call, batch) = samples(1), samples(2, repeated=True), samples(2)
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
-            check = CutCheck(model, two[0], _FIELD)
-            for layout in read_layouts(model, (one[0], two[0]), one[1], number, names):
-                if check.accepts(partial(_in_stages, model, layout, *two)):
+            check = CutCheck(model, call, _FIELD)
+            for layout in read_layouts(model, (one, two), sample, number, names):
+                if self._agree(check.accepts(partial(_in_stages, model, layout, call, batch))):
                     self._whole_output = check.before
                     return layout, [output.shape for output in check.before]
         raise no_equal_layout(number, bool(names))
+
+    def _agree(self, equal: bool) -> bool:
+        """Whether `equal` holds for the slices of all ranks. Collective over them."""
+        return equal if self._slices is None else self._backend.all_reduce([float(not equal)])[0] == 0.0
 
     def _deal_output(self, shapes: Sequence[torch.Size]) -> None:
         """Give the output of the whole model to the ranks that compute it in stages. Collective."""
@@ -129,7 +148,7 @@ class Pipeline:
             UserError: the stages compute something else than the whole model.
         """
         self._staged.install()
-        forward, batch = forward_of(self._task, model, device=self._device, field=_FIELD)
+        forward, batch = forward_of(self._task, model, device=self._device, field=_FIELD, slices=self._slices)
         self._compare([batch])
         ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
         staged = partial(self.evaluate, batch, forward)
@@ -209,6 +228,8 @@ class Pipeline:
         timers = self._backend.timers
         timers.enter(phase)
         timers.describe(text.format(micro_batch=micro_batch, stage=stage, peer=peer))
+        if action == "backward" and self._slices is not None:
+            self._slices.restore(self._states.pop((stage, micro_batch)))
 
     def _compute(self, stage: int, position: int, received: Tensor | None) -> Tensor:
         """A stage's part of a micro-batch: its loss, or what the next stage receives."""
@@ -225,6 +246,8 @@ class Pipeline:
             )
         if kept is not None:
             kept.restore()
+        if self._slices is not None:
+            self._states[stage, position] = self._slices.state()
         if stage == self._shape.num_stages - 1:
             loss, part, number = found
             self._total, self._count = self._total + part, self._count + number

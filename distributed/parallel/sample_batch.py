@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
+from distributed.parallel.context_axis import ContextAxis
 from distributed.training.batch_transfer import move
 from distributed.training.forward_state import Buffers
 from distributed.training.seeding import isolated_rng
@@ -34,6 +36,8 @@ def forward_of(
     number: int = 2,
     device: str | None = None,
     field: str = "parallel.tensor",
+    slices: ContextAxis | None = None,
+    repeated: bool = False,
 ) -> tuple[Callable[[], Any], Any]:
     """(what calls `model` with the first samples as a training step does and returns its output, these
     samples)
@@ -42,6 +46,9 @@ def forward_of(
         number: of samples; fewer if there are no more.
         device: of the samples; None for that of the first parameter.
         field: of the configuration that divides the model, for errors.
+        slices: the ranks that hold slices of each sequence. The samples are this rank's slices then, and the
+            call is collective over these ranks.
+        repeated: take the first sample `number` times.
 
     Raises:
         UserError: the data is a stream, of which a first sample would be missing afterwards.
@@ -56,11 +63,15 @@ def forward_of(
             allowed="datasets with __getitem__ and __len__",
             remedy=f"Give such a dataset, or {_WITHOUT_SAMPLES[field]}",
         )
-    number = min(number, source.length or number)
+    different = 1 if repeated else min(number, source.length or number)
     with isolated_rng():
-        batch = source.collate_fn([source.dataset[index] for index in range(number)])
+        samples = [source.dataset[index] for index in range(different)]
+        batch = source.collate_fn(samples * number if repeated else samples)
     batch = move(batch, device or str(next(model.parameters()).device))
-    return lambda: _call(task, model, batch), batch
+    if slices is None:
+        return partial(_call, task, model, batch), batch
+    own = slices.cut(batch)
+    return partial(_call_over, slices, task, model, own), own
 
 
 def is_short(model: nn.Module, batch: Any) -> bool:
@@ -76,6 +87,11 @@ def _call(task: Task, model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch[:-1])
+
+
+def _call_over(slices: ContextAxis, task: Task, model: nn.Module, batch: Any) -> Any:
+    with slices.over_slices(training=False):
+        return _call(task, model, batch)
 
 
 @contextmanager

@@ -96,16 +96,6 @@ def _check_values(config: DistributedConfig) -> None:
                 allowed=", ".join(map(str, allowed)),
                 remedy=f"Choose one of these, or parallel.{axis}=1",
             )
-    for axis in ("pipeline", "expert"):
-        size = getattr(config.parallel, axis)
-        if config.parallel.context > 1 and size > 1:
-            raise UserError(
-                f"ranks that hold slices of sequences cannot divide the model along {axis} too",
-                field="parallel.context",
-                got=config.parallel.context,
-                allowed=f"1 with parallel.{axis}={size}",
-                remedy=f"Use one of context and {axis}, and data, shard or tensor beside it",
-            )
 
 
 def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) -> ParallelDims:

@@ -39,11 +39,15 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 class OwnLoss(nn.Module):
     """`small_model` as libraries wrap theirs: takes a batch by name and returns its loss, a mean over
-    unmasked labels, beside its output."""
+    unmasked labels, beside its output.
 
-    def __init__(self) -> None:
+    Args:
+        body: twin of `small_model`; None for itself.
+    """
+
+    def __init__(self, body: nn.Module | None = None) -> None:
         super().__init__()
-        self.body = small_model()
+        self.body = small_model() if body is None else body
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.body(inputs)

@@ -85,13 +85,13 @@ class _Routed(nn.Module):
         self.back = nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, left = self.first(x), x[:, 0] < 0
+        hidden, left = self.first(x), x[..., 0] < 0
         out = torch.zeros_like(hidden)
         if left.any():
-            out = out + self.left(hidden) * left[:, None]
+            out = out + self.left(hidden) * left[..., None]
         if not left.all():
             right = self.right(hidden)
-            out = out + (right if right.shape[1] == 8 else self.back(right)) * ~left[:, None]
+            out = out + (right if right.shape[-1] == 8 else self.back(right)) * ~left[..., None]
         result: Tensor = self.last(out)
         return result
 
@@ -115,11 +115,11 @@ class _Experts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, chosen = self.first(x), (x[:, 0] < 0).long()
+        hidden, chosen = self.first(x), (x[..., 0] < 0).long()
         out = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
             if (chosen == number).any():
-                out = out + expert(hidden) * (chosen == number)[:, None]
+                out = out + expert(hidden) * (chosen == number)[..., None]
         result: Tensor = self.last(out)
         return result
 

@@ -76,6 +76,7 @@ class Suite:
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
         lengths: lengths of validation sets to try. A backend that is slow to start may try fewer: from 13 on
             they repeat what 3 ranks and batches of 2 can be left with.
+        by_name: whether, under `options`, a model may take its batch by name and compute the loss.
         pooled: ranks are shared by all tests, in a process group over gloo that is there already;
             False starts new ones for every `fit`, as a user's does, which is slower.
     """
@@ -85,6 +86,7 @@ class Suite:
     options: Mapping[str, Any] = MappingProxyType({})
     workbench: type[Workbench] | None = None
     lengths: range = range(1, 51)
+    by_name: bool = True
     pooled: bool = True
 
     @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from distributed.errors import UserError
 from distributed.interfaces.state import StateReader
 from distributed.registry.catalog import load_target
+from distributed.testing.reference_problem import Deep
 
 __all__ = ["WORKBENCHES", "Workbench", "find_workbench"]
 
@@ -37,6 +38,11 @@ class Workbench(ABC):
     def model(self, dtype: torch.dtype) -> Any:
         """The twin of `problem.small_model(dtype)`: 6 -> 8 -> tanh -> 3 with the very same weights."""
 
+    def deep_model(self, dropout: float) -> Any:
+        """A torch model in float64 with ``blocks`` that count their calls: `problem.Deep`, unless overridden
+        where the backend's options need other layers."""
+        return Deep(dropout)
+
     def noisy_model(self) -> Any:
         """A model in float32 with the shapes of `model` whose training draws random numbers (dropout);
         the same weights every time. Without an override nothing is drawn."""
@@ -57,6 +63,11 @@ class Workbench(ABC):
         """The training step of `memory_model`: ``(model, batch) ->`` mean of the weights at the
         indices in ``batch[0]``."""
 
+    def memory_task(self) -> dict[str, Any]:
+        """Arguments of `Trainer` that train `memory_model`: `memory_step`, unless overridden where the
+        backend's options do not allow a training step."""
+        return {"training_step": self.memory_step()}
+
     @abstractmethod
     def optimizer(self, kind: str) -> Any:
         """The twin of `problem.OPTIMIZERS[kind]` as `Trainer` takes it: the config's
@@ -69,6 +80,11 @@ class Workbench(ABC):
     @abstractmethod
     def validation_step(self) -> Callable[[Any, Any], dict[str, Any]]:
         """``(model, batch) -> {"id": (sum of the targets, how many)}``, after a forward pass."""
+
+    def validation_task(self) -> dict[str, Any]:
+        """Arguments of `Trainer` that report the same mean as metric ``id``: `validation_step`, unless
+        overridden where the backend's options do not allow one."""
+        return {"validation_step": self.validation_step()}
 
     @abstractmethod
     def halving_schedule(self) -> Any:

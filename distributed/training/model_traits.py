@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -63,18 +64,21 @@ def refuse(model: nn.Module, backend: str, traits: dict[Trait, str]) -> None:
             )
 
 
-def check_micro_batches(model: nn.Module, backend: str, ranks: int, batch: BatchPlan) -> None:
+def check_micro_batches(
+    model: nn.Module, backend: str, ranks: int, batch: BatchPlan, parts: tuple[int, int] = (1, 1)
+) -> None:
     """Raise a UserError for layers whose training depends on which samples are in one micro-batch.
 
     Args:
         backend: name of the backend.
         ranks: of which each has micro-batches of its own.
         batch: of a step.
+        parts: numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves.
     """
     if ranks > 1:
         reason = "each rank would do so with the rows of its own samples, so that the ranks would differ"
         refuse(model, backend, {_RENORMALIZED: reason})
-    for name in _by_frequency(model) if batch.global_batch_size > batch.batch_size else ():
+    for name in _by_frequency(model) if batch.global_batch_size * math.prod(parts) > batch.batch_size else ():
         raise UserError(
             f"gradients of '{name}' are divided by how often a row occurs in a micro-batch"
             " (scale_grad_by_freq), which several micro-batches per step change",

@@ -27,23 +27,28 @@ _PER_SEQUENCE = ("SwitchTransformersTop1Router",)
 """Classes of transformers that count the tokens of an expert in each sequence by itself."""
 
 
-def check_routing(model: nn.Module, batch: BatchPlan, own_loss: bool) -> None:
+def check_routing(
+    model: nn.Module, batch: BatchPlan, own_loss: bool, parts: tuple[int, int] = (1, 1)
+) -> None:
     """Raise a UserError for routers that drop tokens, and for load-balancing losses.
 
     Args:
         batch: of a step.
         own_loss: the model may compute the loss itself.
+        parts: numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves.
     """
-    if batch.global_batch_size <= batch.batch_size:
+    pieces, slices = parts
+    if batch.global_batch_size * pieces * slices <= batch.batch_size:
         return
+    undivided = ", with parallel.num_microbatches=1 and parallel.context=1" if pieces * slices > 1 else ""
     for name, module in model.named_modules():
-        if _drops_tokens(module):
+        if _drops_tokens(module, slices):
             raise UserError(
                 f"'{name}' drops the tokens that exceed the capacity of an expert, which is counted over a"
                 " micro-batch, and a step has several (contracts C2 and C3)",
                 field="global_batch_size",
                 got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank",
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
                 remedy="Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or set"
                 " drops_tokens = False on the router if a sample does not depend on the others",
             )
@@ -53,18 +58,18 @@ def check_routing(model: nn.Module, batch: BatchPlan, own_loss: bool) -> None:
                 " the tokens of a micro-batch, and a step has several (contract C2)",
                 field="global_batch_size",
                 got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank",
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
                 remedy="Set output_router_logits=False or router_aux_loss_coef=0 in the model's config,"
                 " or give a loss_fn over the logits",
             )
 
 
-def _drops_tokens(module: nn.Module) -> bool:
+def _drops_tokens(module: nn.Module, slices: int) -> bool:
     for attribute in _DROPS:
         decided = getattr(module, attribute, None)
         if isinstance(decided, bool):
             return decided
-    if type(module).__name__ in _PER_SEQUENCE:
+    if type(module).__name__ in _PER_SEQUENCE and slices == 1:
         return False
     limits = (getattr(module, attribute, None) for attribute in _CAPACITIES)
     return any(isinstance(limit, (int, float)) and limit > 0 for limit in limits)

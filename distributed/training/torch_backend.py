@@ -116,8 +116,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_whole(built)
         check_slices_of_one(built, self.config, self.world.size)
         check_same_model(self, built)
-        check_micro_batches(built, self.config.backend, self.world.size, self._batch)
-        check_routing(built, self._batch, own_loss=task.loss_fn is None)
+        check_micro_batches(built, self.config.backend, self.world.size, self._batch, self.cut_into)
+        check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -128,13 +128,14 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         if self.config.optimizer_offload:
             self.offload_optimizer()
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        several = self._batch.global_batch_size * math.prod(self.cut_into) > self._batch.batch_size
         self.objective = Objective(
             task.loss_fn,
             task.training_step,
             task.metrics,
             task.validation_step,
             self.world.device,
-            warns=self.world.rank == 0 and self._batch.global_batch_size > self._batch.batch_size,
+            warns=self.world.rank == 0 and several,
         )
         self._declare_counts(task)
         parallel = self.num_contributors > 1 and self.counts_with_gradients
@@ -145,7 +146,6 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
-        several = self._batch.global_batch_size > self._batch.batch_size
         self._watches_buffers = several and self.world.rank == 0
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
@@ -182,7 +182,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
                     " this backend reduces the gradients of the parameters that were trainable at the start",
                     field="backend",
                     got=self.config.backend,
-                    allowed="serial, fsdp, horovod, if requires_grad changes during training",
+                    allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
+                    " schedules that split backward, if requires_grad changes during training",
                     remedy="Choose one of these, or train in two calls of fit with the change between them",
                 )
 
@@ -248,6 +249,11 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
     def num_contributors(self) -> int:
         """Number of ranks whose losses, counts and gradients add up to those of a global batch."""
         return self.world.data_parallel_size
+
+    @property
+    def cut_into(self) -> tuple[int, int]:
+        """Numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves."""
+        return 1, 1
 
     @property
     def _gradient_share(self) -> int:

@@ -64,6 +64,13 @@ class _SameMasks(ContextAxis):
         yield
 
 
+class _LastForward(ContextAxis):
+    """A layer that is computed again reads what the last forward pass of the rank has left."""
+
+    def restore(self, state: Any) -> None:
+        return None
+
+
 class _Broken(DDPBackend):
     axis: type[ContextAxis]
 
@@ -97,6 +104,10 @@ class MaskOfASliceUnnoticed(MaskOfASlice):
     _compared = True
 
 
+class PaddingOfTheLastForward(_Broken):
+    axis = _LastForward
+
+
 class SameMasks(_Broken):
     axis = _SameMasks
 
@@ -124,7 +135,7 @@ MUTANTS: dict[str, type[Any]] = {
     for kind in (
         *(EdgeIsLost, PositionsBeginAnew, MaskOfASlice),
         *(EdgeIsLostUnnoticed, PositionsBeginAnewUnnoticed, MaskOfASliceUnnoticed),
-        *(GradientsAreAveraged, OneSliceReports, SameMasks),
+        *(GradientsAreAveraged, OneSliceReports, PaddingOfTheLastForward, SameMasks),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.parallel import expert_exchange, gradient_reducer
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.registry.catalog import get_catalog
@@ -120,6 +123,16 @@ class ExpertCopiesCountTwice(DDPBackend):
         return square.sqrt()
 
 
+class ExpertsOfSlicesAreNotAdded(DDPBackend):
+    """A rank steps with the gradient of its experts from its slices of sequences alone."""
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        self.mesh: Any = copy(self.mesh)  # the next run has the same
+        self.mesh.same_experts = None
+        return world
+
+
 class TokensAreDropped(DDPBackend):
     """A rank computes 4 of the tokens that arrive at most."""
 
@@ -142,7 +155,7 @@ MUTANTS: dict[str, type[Any]] = {
     for kind in (
         *(CopiesCountTwice, TiesComeApart, OneRankDrifts, OnePartDrifts, SlicesAreNotAdded),
         *(LayoutIsNotTheParameters, CountsTokensTwice),
-        *(ExpertsAreAveraged, ExpertCopiesCountTwice, TokensAreDropped),
+        *(ExpertsAreAveraged, ExpertCopiesCountTwice, ExpertsOfSlicesAreNotAdded, TokensAreDropped),
     )
 }
 

@@ -25,6 +25,7 @@ from tests.parallel.test_tensor_parallel import DATA, STEPS, difference, referen
         ("pytorch-ddp", ParallelDims(data=2, tensor=4), "dilated"),
         ("fsdp", ParallelDims(shard=2, tensor=4), "bert with a plan"),
         ("pytorch-ddp", ParallelDims(tensor=8), "perceptron"),
+        ("pytorch-ddp", ParallelDims(data=2, context=2, tensor=2), "llama tied"),
     ],
     ids=str,
 )
@@ -34,7 +35,7 @@ def test_eight_ranks_train_as_one_process_does(
     """With the bytes on each rank that the formula gives, for the model that it is written for."""
     entry = ENTRIES[name]
     model = entry.build()
-    parallel = {"data": dims.data, "tensor": dims.tensor, "tensor_plan": entry.plan}
+    parallel = {axis: dims.size(axis) for axis in ("data", "context", "tensor")} | {"tensor_plan": entry.plan}
     weighing = partial(Weighing, dims=dims, eps=1e-4)
     plain = partial(torch.optim.AdamW, eps=1e-4)
     optimizer = weighing if name == "llama tied" else plain

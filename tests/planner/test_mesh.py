@@ -33,6 +33,8 @@ def plan(backend: str, ranks: int, fields: Mapping[str, Any] | None = None, **pa
         ("fsdp", 8, {"tensor": 2, "data": 2}, {"data": 2, "shard": 2, "tensor": 2}),
         ("fsdp", 8, {"fsdp.replicate": 4}, {"data": 4, "shard": 2}),
         ("horovod", 3, {"data": 3}, {"data": 3}),
+        ("pytorch-ddp", 8, {"context": 2, "pipeline": 2}, {"data": 2, "context": 2, "pipeline": 2}),
+        ("fsdp", 8, {"context": 2, "expert": 2}, {"shard": 4, "context": 2, "expert": 2}),
     ],
 )
 def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
@@ -60,8 +62,8 @@ def test_an_axis_that_is_not_given_takes_the_remaining_ranks(
         ("pytorch-ddp", 4, {"pipeline": 3}, "parallel.pipeline", "1, 2, 4"),
         ("horovod", 4, {"pipeline": 2}, "parallel.pipeline", "1"),
         ("deepspeed", 4, {"context": 2}, "parallel.context", "1"),
-        ("pytorch-ddp", 4, {"context": 2, "pipeline": 2}, "parallel.context", "1 with parallel.pipeline=2"),
-        ("pytorch-ddp", 4, {"context": 2, "expert": 2}, "parallel.context", "1 with parallel.expert=2"),
+        ("pytorch-ddp", 4, {"context": 2, "pipeline": 4}, "parallel.pipeline", "1, 2"),
+        ("pytorch-ddp", 4, {"context": 2, "expert": 4}, "parallel.expert", "1, 2"),
         ("horovod", 4, {"expert": 2}, "parallel.expert", "1"),
         ("pytorch-ddp", 6, {"expert": 4}, "parallel.expert", "1, 2, 3, 6"),
         ("pytorch-ddp", 4, {"expert": 4, "tensor": 2}, "parallel.expert", "1, 2"),

@@ -62,6 +62,28 @@ def test_the_error_names_the_batch_that_trains_exactly() -> None:
     assert caught.value.allowed == "4, one micro-batch on one rank"
 
 
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2)])
+def test_parts_of_one_micro_batch_are_several(parts: tuple[int, int]) -> None:
+    """Pieces in a pipeline, and slices of sequences."""
+    with pytest.raises(UserError, match="counted over a micro-batch") as caught:
+        check_routing(nn.Sequential(Router(capacity_factor=1.0)), ONE, own_loss=False, parts=parts)
+    assert caught.value.allowed == (
+        "8, one micro-batch on one rank, with parallel.num_microbatches=1 and parallel.context=1"
+    )
+
+
+def test_a_router_that_counts_each_sequence_drops_by_slice() -> None:
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import (
+        SwitchTransformersTop1Router,
+    )
+
+    router = nn.Sequential(SwitchTransformersTop1Router(SwitchTransformersConfig(d_model=4, num_experts=2)))
+    check_routing(router, TWO, own_loss=False, parts=(2, 1))
+    with pytest.raises(UserError, match="drops the tokens"):
+        check_routing(router, TWO, own_loss=False, parts=(1, 2))
+
+
 def test_the_gate_of_deepspeed() -> None:
     sharded_moe = pytest.importorskip("deepspeed.moe.sharded_moe")
     assert refused(sharded_moe.TopKGate(8, 4))

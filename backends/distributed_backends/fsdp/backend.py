@@ -14,6 +14,8 @@ from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.placement import World
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -68,12 +70,20 @@ class FSDPBackend(MeshBackend):
         self._experts: GradientReducer | None = None
         self._slices: GradientReducer | None = None
 
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        # Reductions beside that of FSDP2, and backward where it is split, know the parameters that were
+        # trainable at the start.
+        splits = self._shape is not None and self._shape.splits_backward
+        self.follows_requires_grad = plan.dims.context == plan.dims.expert == 1 and not splits
+        return world
+
     def needs_mesh(self, dims: ParallelDims) -> bool:
         return dims.world_size > 1
 
     @property
     def builds_on_one(self) -> bool:
-        return self.has_stages or self.world.data_parallel_size > 1
+        return super().builds_on_one or (not self.has_stages and self.world.data_parallel_size > 1)
 
     def place(self, model: nn.Module) -> nn.Module:
         model = self.with_shared_statistics(model)
@@ -116,8 +126,13 @@ class FSDPBackend(MeshBackend):
         if self._sharded is not None:
             _check_steps(self.optimizer)
         if self.mesh is not None and self.mesh.dims.context > 1:
-            # FSDP2 reduces over the ranks with different samples; those of slices are added to them.
-            names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+            # FSDP2 reduces over the ranks with different samples; those of slices are added to them. Experts
+            # have a reduction of their own.
+            names = {
+                p: name
+                for name, p in self.module.named_parameters()
+                if p.requires_grad and not p.is_meta and not self.is_expert(p)
+            }
             limit = self.config.bucket_cap_mb * 2**20
             self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
 

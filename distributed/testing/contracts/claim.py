@@ -13,7 +13,7 @@ from distributed.errors import UserError
 from distributed.interfaces.callback import Callback, Context
 from distributed.interfaces.history import History
 from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
-from distributed.testing.reference_problem import Deep, problem
+from distributed.testing.reference_problem import problem
 from distributed.testing.suite import EXACT, Run, Suite
 
 __all__ = ["ClaimContracts"]
@@ -112,11 +112,11 @@ class ClaimContracts(Suite):
         self, ranks: int, dropout: float, *callbacks: Callback, samples: int = 13, **given: Any
     ) -> list[torch.Tensor]:
         """The weights of `Deep` after a few steps."""
-        model = Deep(dropout)
+        model = self.bench.deep_model(dropout)
         given |= {"optimizer": self.bench.optimizer("momentum"), "learning_rate": 0.1, "deterministic": True}
         trainer = self.trainer(model, ranks, batch_size=2, **given)
         trainer.callbacks = list(callbacks)
-        trainer.fit(problem(samples), max_steps=6)
+        trainer.fit(self.bench.data(*problem(samples)), max_steps=6)
         return self.bench.weights(model)
 
     def test_c9_checkpoints_resume_on_any_number_of_ranks(self, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class RunContracts(Suite):
                     batch_size=2,
                     optimizer=self.bench.optimizer("sgd"),
                     learning_rate=1.0,
-                    training_step=self.bench.memory_step(),
+                    **self.bench.memory_task(),
                 )
                 trainer.fit(self.bench.data(torch.arange(length)), epochs=1)
                 batch = 2 * self.slices(ranks)
@@ -89,7 +89,7 @@ class RunContracts(Suite):
         data = self.bench.data(*problem(4))
         for ranks in self.sizes:
             model = self.bench.model(torch.float64)
-            trainer = self.trainer(model, ranks, batch_size=2, validation_step=self.bench.validation_step())
+            trainer = self.trainer(model, ranks, batch_size=2, **self.bench.validation_task())
             first = 2**24 + 1
             for length in self.lengths:
                 x, _ = problem(length)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from distributed.errors import UserError
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.reference_problem import (
     OwnLoss,
@@ -85,7 +86,8 @@ class StepContracts(Suite):
             assert self.compare(ranks, problem(13), run, loss_fn=weighted_mean).distance < EXACT
 
     def test_c2_a_model_may_compute_its_own_loss(self) -> None:
-        """A model that takes its batch by name and returns a mean is weighed by what that averages over."""
+        """A model that takes its batch by name and returns a mean is weighed by what that averages over; or
+        it is refused, where `by_name` is false."""
         if self.spec.framework != "torch":
             pytest.skip("the model is a torch module")
         x, y = problem(26)
@@ -93,8 +95,12 @@ class StepContracts(Suite):
         samples = [{"inputs": a, "labels": b} for a, b in zip(x, y, strict=True)]
         given = {"batch_size": 3, "gradient_accumulation_steps": 2 if self.capabilities.accumulation else 1}
         for ranks in self.sizes:
-            model, run = OwnLoss(), Run(steps=8)
+            model, run = OwnLoss(self.bench.model(torch.float64)), Run(steps=8)
             trainer = self.trainer(model, ranks, optimizer="sgd", learning_rate=run.rate, **given)
+            if not self.by_name:
+                with pytest.raises(UserError):
+                    trainer.fit(samples, max_steps=run.steps)
+                continue
             history = trainer.fit(samples, max_steps=run.steps)
             reference, seen = self.train_oracle(
                 math.prod(given.values()) * self.slices(ranks), (x, y), run, loss_fn=masked_mean

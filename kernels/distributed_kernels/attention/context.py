@@ -103,6 +103,12 @@ class ModulesAttention:
         finally:
             self.attach()
 
+    def state(self) -> None:
+        """Nothing: modules compute from their arguments alone."""
+
+    def restore(self, state: None) -> None:
+        """Nothing to do."""
+
     def release(self) -> None:
         """Return the modules to what they were built for."""
         for module in self._modules:

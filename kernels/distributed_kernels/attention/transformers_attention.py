@@ -128,6 +128,15 @@ class TransformersAttention:
     def _leave(self) -> None:
         self._group = self._mask = None
 
+    def state(self) -> Tensor | None:
+        """The mask that layers read, (batch, length)."""
+        return self._mask
+
+    def restore(self, state: Tensor | None) -> None:
+        """Let layers read the mask of another forward pass: backward may compute them again, when later
+        forward passes have begun."""
+        self._mask = state
+
     def release(self) -> None:
         """Forget the models."""
         for model in self._models:
