@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshBackend"]
 
-_Result = TypeVar("_Result")
 _MATHS = torch.backends.mha
 _NOT_COMPARED = (
     "note: the output of the cut model was not compared with that of the whole model, because there was no"
@@ -188,21 +187,6 @@ class MeshBackend(MeshState):
     def _pairs(self, model: nn.Module) -> Mapping[str, str]:
         """Pairs of linear layers as rank 0 finds them, whose model has values. Collective."""
         return self.on_first_rank(lambda: find_pairs(model, forward_of(self._task, model)[0]))
-
-    def on_first_rank(self, function: Callable[[], _Result]) -> _Result:
-        """What `function` returns on rank 0, whose model has values; its error is raised on all ranks.
-        Collective."""
-        found: Any = None
-        if self.world.rank == 0:
-            try:
-                found = function()
-            except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-                found = error
-        found = self.broadcast_object(found)
-        if isinstance(found, BaseException):
-            raise found
-        result: _Result = found
-        return result
 
     @property
     def builds_on_one(self) -> bool:

@@ -30,9 +30,9 @@ from distributed.planner.pipeline import PipelineShape
 from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
+from distributed.training.process_group_backend import ProcessGroupBackend
 
 if TYPE_CHECKING:
-    from distributed.parallel.mesh_backend import MeshBackend
     from distributed.parallel.pipeline_schedule import Schedule
 
 __all__ = ["Pipeline"]
@@ -60,7 +60,7 @@ class Pipeline:
 
     def __init__(
         self,
-        backend: MeshBackend,
+        backend: ProcessGroupBackend,
         shape: PipelineShape,
         mesh: Mesh,
         model: nn.Module,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from distributed.interfaces.plan import RunPlan
 from distributed.training.torch_backend import TorchBackend
 
 __all__ = ["ProcessGroupBackend", "claim_device"]
+
+_Result = TypeVar("_Result")
 
 
 class ProcessGroupBackend(GroupMixin, TorchBackend):
@@ -54,6 +57,20 @@ class ProcessGroupBackend(GroupMixin, TorchBackend):
             tensor = torch.as_tensor(self._seen).detach().to(self.world.device, torch.float64, copy=True)
             work = dist.all_reduce(tensor, group=self.count_group, async_op=True)
             self._reduction, self._seen = (work, tensor), None
+
+    def on_first_rank(self, function: Callable[[], _Result]) -> _Result:
+        """What `function` returns on rank 0, on all ranks; its error is raised on all. Collective."""
+        found: Any = None
+        if self.world.rank == 0:
+            try:
+                found = function()
+            except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+                found = error
+        found = self.broadcast_object(found)
+        if isinstance(found, BaseException):
+            raise found
+        result: _Result = found
+        return result
 
     def teardown(self) -> None:
         self.undo_levers()
