@@ -13,7 +13,8 @@ Worth a look:
   tokens travel to them (docs/experts.md). Each command trains the same, also with `--backend fsdp`;
 - the loss has no load-balancing term (`output_router_logits` is false), which would depend on how a global
   batch is divided into micro-batches;
-- a batch that is a mapping goes to the model by name, which computes its own loss from `labels`.
+- targets are shifted by one in the data: a model that gets a batch by name shifts `labels` itself, which
+  slices of a sequence (`parallel.context`) do not allow.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ from distributed import Trainer
 NUM_BYTES, LENGTH = 200_000, 64
 
 
-class Bytes(Dataset[dict[str, Tensor]]):
-    """Non-overlapping windows of `LENGTH` bytes."""
+class Bytes(Dataset[tuple[Tensor, Tensor]]):
+    """Non-overlapping windows of `LENGTH` bytes, and the byte after each of them."""
 
     def __init__(self, text: bytes) -> None:
-        rows = len(text) // LENGTH
-        self.rows = (
-            torch.frombuffer(bytearray(text[: rows * LENGTH]), dtype=torch.uint8).view(rows, LENGTH).long()
-        )
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return (len(self.bytes) - 1) // LENGTH
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * LENGTH
+        return self.bytes[start : start + LENGTH], self.bytes[start + 1 : start + LENGTH + 1]
 
 
 def build_model() -> nn.Module:
