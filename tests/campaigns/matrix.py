@@ -28,6 +28,7 @@ from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import Mutant
 from tests.campaigns.mutants import Sound
 from tests.campaigns.reversions.table import REVERSIONS
+from tests.parallel import context_mutants, mesh_mutants, pipeline_mutants
 
 __all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "read", "render"]
 
@@ -48,6 +49,12 @@ Made by `python -m tests.campaigns.matrix > docs/mutants.md`; the classes are in
 The tests:
 
 {legend}
+
+## Meshes
+
+Broken forms of what ranks do that share a model, each caught by the tests beside it.
+
+{meshes}
 
 ## Faults of the core
 
@@ -103,9 +110,22 @@ def render(cells: dict[str, dict[str, str]]) -> str:
     faults = [_line(["fault", "caught by"]), _line(["---"] * 2)]
     faults += [_line([f.fault, f"`{f.caught_by.rpartition('::')[2]}`"]) for f in REVERSIONS.values()]
     return _PAGE.format(
-        table="\n".join(lines), legend=legend, faults="\n".join(faults),
+        table="\n".join(lines), legend=legend, faults="\n".join(faults), meshes=_meshes(),
         meant=MEANT, fails=FAILS, passes=PASSES,
     ).rstrip()  # fmt: skip
+
+
+def _meshes() -> str:
+    rows = [_line(["mutant", "of", "breaks"]), _line(["---"] * 3)]
+    for module in (mesh_mutants, pipeline_mutants, context_mutants):
+        place = f"`{module.__name__.replace('.', '/')}.py`"
+        for name, kind in module.MUTANTS.items():
+            fault = " ".join((kind.__doc__ or kind.axis.__doc__).split()).rstrip(".")
+            unnoticed = (
+                ", without the comparison before the first step" if getattr(kind, "_compared", 0) else ""
+            )
+            rows.append(_line([f"`{name}`", place, fault + unnoticed]))
+    return "\n".join(rows)
 
 
 def read(page: str) -> dict[str, dict[str, str]]:

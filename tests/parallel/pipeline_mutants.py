@@ -190,6 +190,15 @@ class SharesNoBuffers(DDPBackend):
         self.pipeline.tensors.deal_out = without_buffers  # type: ignore[method-assign]
 
 
+MUTANTS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(TiedGradientsAreNotAdded, ReadsRowsOfThePadding, FrozenBoundaryNeedsNoGradient, ReducesInBackward),
+        *(CopiesCountTwice, BuildsOnEveryRank, AllocatesAll, SharesNoBuffers),
+    )
+}
+
+
 def spec_of(kind: type[Any]) -> BackendSpec:
     """The spec of a mutant, with all that its sound form claims."""
     base = get_catalog().backends["pytorch-ddp"]
