@@ -2,11 +2,11 @@
 
     python -m tests.campaigns.mesh_checkpoints
 
-A model with tied and fused weights trains 4 steps of AdamW in float64 under one (rows), which saves within an
-epoch: masked tokens, clipping, a smaller last batch. Another (columns) trains 4 further steps from there. A
-cell is the largest difference of any weight, or of any number of the optimizer's state, from a serial run of
-8 steps that was not interrupted; the weights of that run are compared with plain PyTorch. A value above 1e-9
-is bold, and the exit status is then 1. One pool of ranks for each number of ranks.
+A model with tied and fused weights and with experts trains 4 steps of AdamW in float64 under one (rows), and
+saves within an epoch: masked tokens, clipping, a smaller last batch. Another (columns) trains 4 further steps
+from there. A cell is the largest difference of any weight, or of any number of the optimizer's state, from a
+serial run of 8 steps that was not interrupted; the weights of that run are compared with plain PyTorch. A
+value above 1e-9 is bold, and the exit status is then 1. One pool of ranks for each number of ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch import nn
 from distributed.testing.checkpoint_compare import state_distance
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
-from tests.parallel.models import ENTRIES, tokens, train_plainly
+from tests.parallel.expert_models import EXPERT_ENTRIES
+from tests.parallel.models import tokens, train_plainly
 from tests.parallel.places import OPTIONS, PLACES, is_installed, trainer_at
 from tests.parallel.test_tensor_parallel import difference
 
 __all__ = ["MeshCheckpoints"]
 
 DATA = tokens(21)
-BUILD = ENTRIES["dilated"].build
+BUILD = EXPERT_ENTRIES["moe"].build
 BEFORE, TOTAL = 4, 8
 """Steps until the checkpoint, and in all; an epoch has three."""
 

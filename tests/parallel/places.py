@@ -29,15 +29,25 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2 x tensor 2": (4, {"backend": "pytorch-ddp", "parallel": {"tensor": 2}}),
     "shard 2 x tensor 2": (4, {"backend": "fsdp", "parallel": {"tensor": 2}}),
     "data 2 x shard 2 x tensor 2": (8, {"backend": "fsdp", "parallel": {"data": 2, "tensor": 2}}),
+    "pipeline 2": (2, {"backend": "pytorch-ddp", "parallel": {"pipeline": 2}}),
+    "context 2": (2, {"backend": "pytorch-ddp", "parallel": {"context": 2}}),
+    "expert 2": (2, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
+    "pipeline 2 x data 2 x tensor 2": (
+        8,
+        {"backend": "pytorch-ddp", "parallel": {"pipeline": 2, "tensor": 2}},
+    ),
+    "pipeline 2 x shard 2 x context 2, expert 2": (
+        8,
+        {"backend": "fsdp", "parallel": {"pipeline": 2, "context": 2, "expert": 2}},
+    ),
 }
 """Name -> (number of ranks, fields). Axes without a name of their own belong to the backend's default."""
 
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "expert 2": (2, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
     "data 4, expert 2": (4, {"backend": "pytorch-ddp", "parallel": {"expert": 2}}),
     "shard 4, expert 2": (4, {"backend": "fsdp", "parallel": {"expert": 2}}),
 }
-"""The same for models with experts."""
+"""More of them, for models with experts."""
 
 OPTIONS: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.5}
 """Arguments of `tests.parallel.models.train_plainly` for the same run."""
