@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distributed.data.order import mix
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.plan import RunPlan
 from distributed.registry.catalog import load_target
+from distributed.training.seeding import numbers_of_rank
 
 __all__ = ["ContextAttention", "ContextAxis", "attention_of", "draws_numbers"]
 
@@ -131,17 +131,8 @@ class ContextAxis:
     @contextmanager
     def over_slices(self, training: bool) -> Iterator[None]:
         """Within the block, the model computes slices of sequences, forward and backward."""
-        own = self._own_numbers() if training and self._draws else nullcontext()
+        own = numbers_of_rank(self.index) if training and self._draws else nullcontext()
         with self._attention.over(self.group), own:
-            yield
-
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        """Random numbers of each rank's own, such as masks of dropout, from those that the ranks share."""
-        seed = int(torch.randint(2**31, ()))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(mix(seed, self.index))
             yield
 
     def state(self) -> Any:

@@ -71,7 +71,8 @@ class CutCheck:
 
         Args:
             size: ranks that cut it.
-            agree: mean of a number over the ranks that see the output, so that all of them decide the same.
+            agree: one number for all ranks from that of each, 0 where the output is not seen, so that all of
+                them decide the same.
             sees_output: whether this rank does.
 
         Raises:

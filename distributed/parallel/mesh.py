@@ -76,9 +76,14 @@ class Mesh:
             mesh = self.submesh(*found)
             flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(found))
             group = flat.get_group()
-            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
             self._groups[found] = group
+            self.set_timeouts()
         return self._groups[found]
+
+    def set_timeouts(self) -> None:
+        """Limit collectives: a group may be that of all ranks, which other meshes share."""
+        for group in self._groups.values():
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
     def part_of_group(self, axis: str, indices: Sequence[int]) -> Any:
         """Process group of those of the ranks along `axis` that have one of `indices` there; None on ranks
@@ -136,7 +141,9 @@ def shared_mesh(
     usable = found is not None and found.world is dist.group.WORLD
     everywhere = add([float(usable)])[0] == dims.world_size
     if found is None or not everywhere:
+        _meshes.pop(key, None)  # also where what follows fails
         found = _meshes[key] = Mesh(dims, rank, device, timeout)
+    found.set_timeouts()
     return found
 
 

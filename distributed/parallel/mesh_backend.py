@@ -393,5 +393,7 @@ class MeshBackend(MeshState):
     def teardown(self) -> None:
         if self.pipeline is not None:
             self.pipeline.remove()  # a run that failed was not released
+        if self._context is not None:
+            self._context.release()
         self._settings.close()  # torch's, which this run had changed
         super().teardown()

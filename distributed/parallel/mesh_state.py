@@ -78,7 +78,8 @@ class MeshState(ProcessGroupBackend):
 
     @property
     def replica_group(self) -> Any:
-        """Process group of the ranks with different samples, or slices of them; None for all."""
+        """Process group of the ranks with different samples, or slices of them; None for all, or for this
+        rank only where ranks share a model."""
         several = self.mesh is not None and self.shares_model
         return self.mesh.group(*_CONTRIBUTE) if self.mesh is not None and several else None
 
@@ -173,13 +174,15 @@ class MeshState(ProcessGroupBackend):
     @torch.no_grad()
     def release(self) -> None:
         super().release()
+        if self.original is not None:
+            self._restore_model(self.original)
         self._released = True
-        if self.original is None:
-            return
+
+    def _restore_model(self, original: OriginalModel) -> None:
         cut = dict(self.module.named_parameters())
         if self.pipeline is not None:
             self.pipeline.remove()
-        self.original.restore(self._gatherer())
+        original.restore(self._gatherer())
         follow_parameters(self.optimizer, cut, self.module)
         for name, parameter in self.module.named_parameters():
             self._restore_state(name, parameter)
@@ -201,6 +204,8 @@ class MeshState(ProcessGroupBackend):
 
     def share_buffers(self) -> None:
         """Give all ranks that hold the same the buffers of the first of them. Collective."""
+        if self.shares_model and self.replica_group is None:
+            return  # no other rank has other samples for the same stages
         held = (b for name, b in self.module.named_buffers() if self.held(canonical_name(name)))
         broadcast_values(held, self.replica_group)
 

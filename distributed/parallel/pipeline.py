@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.interfaces.task import Task
-from distributed.parallel.context_axis import ContextAxis
+from distributed.parallel.context_axis import ContextAxis, draws_numbers
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
@@ -31,6 +31,7 @@ from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
 from distributed.training.model_traits import META, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
+from distributed.training.seeding import numbers_of_rank
 
 if TYPE_CHECKING:
     from distributed.parallel.pipeline_schedule import Schedule
@@ -45,7 +46,7 @@ class Pipeline:
         backend: whose model the ranks divide.
         shape: of the pipeline.
         mesh: the ranks.
-        model: whole; ranks other than 0 read no values of it.
+        model: whole; ranks other than 0 read no values of it, except for slices.
         task: the training, whose first samples show how the model is called.
         slices: the ranks that hold slices of each sequence, of which stages compute theirs. All ranks have
             the model's values then.
@@ -74,6 +75,7 @@ class Pipeline:
         self._device = backend.world.device
         self._task, self._slices = task, slices
         self._whole_output: list[Tensor] = []
+        self._compare([forward_of(task, model, device=self._device, field=_FIELD, slices=slices)[1]])
         read = partial(self._read, model)
         self._layout, shapes = read() if slices is not None else backend.on_first_rank(read)
         self.tensors = StageTensors(self._layout.stages, shape, mesh, self._device)
@@ -89,6 +91,7 @@ class Pipeline:
         self._forward_seconds = 0.0
         self._sent: list[tuple[Any, Tensor]] = []
         self._states: dict[tuple[int, int], Any] = {}
+        self._draws: bool | None = draws_numbers(model) or None
         self._compared = False
 
     def _read(self, model: nn.Module) -> tuple[Layout, list[torch.Size]]:
@@ -101,7 +104,10 @@ class Pipeline:
         names, number = self._backend.config.parallel.stages, self._shape.num_stages
         with undisturbed(model), self._backend.autocast():
             check = CutCheck(model, call, _FIELD)
-            for layout in read_layouts(model, (one, two), sample, number, names):
+            layouts = read_layouts(model, (one, two), sample, number, names)
+            if self._slices is not None:  # which have operations of their own, and so another balance
+                layouts = iter(self._backend.broadcast_object(list(layouts)))
+            for layout in layouts:
                 if self._agree(check.accepts(partial(_in_stages, model, layout, call, batch))):
                     self._whole_output = check.before
                     return layout, [output.shape for output in check.before]
@@ -149,13 +155,11 @@ class Pipeline:
         """
         self._staged.install()
         forward, batch = forward_of(self._task, model, device=self._device, field=_FIELD, slices=self._slices)
-        self._compare([batch])
-        ranks, stage_ranks = self._mesh.dims.world_size, self._shape.num_ranks
         staged = partial(self.evaluate, batch, forward)
         with self._backend.autocast():
             CutCheck(model, staged, _FIELD, self._whole_output).compare(
-                stage_ranks,
-                lambda times: self._backend.all_reduce([times])[0] * stage_ranks / ranks,
+                self._shape.num_ranks,
+                lambda times: max(self._backend.gather_objects(times)),
                 self.sees_loss,
             )
         self._whole_output = []
@@ -188,12 +192,30 @@ class Pipeline:
             # It has a scale from its first loss on, and some stages see none.
             self._backend.scaler.scale(torch.zeros((), device=self._device))
         start = perf_counter()
-        self._steps().run()
+        with self._own_numbers():
+            self._steps().run()
         timers = self._backend.timers
         timers.add("forward", self._forward_seconds)
         timers.add("backward", perf_counter() - start - self._forward_seconds)
         self._share_averages()
         return self._total, self._count
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Leave the random numbers that the ranks share, which data may draw, equal on all of them: a stage
+        draws for its own layers alone. Collective for the first window."""
+        if self._draws:
+            with numbers_of_rank(self._rank):
+                yield
+            return
+        before, first = torch.get_rng_state(), self._draws is None
+        yield
+        drawn = not torch.equal(before, torch.get_rng_state())
+        if first:
+            self._draws = self._backend.all_reduce([float(drawn)])[0] > 0.0
+            torch.set_rng_state(before)
+        elif drawn:
+            raise _begins_to_draw()
 
     def _share_averages(self) -> None:
         """Give all stages what the last has seen of the loss, which ranks compare. Collective."""
@@ -378,6 +400,18 @@ def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], bat
         return found
     finally:
         staged.remove()
+
+
+def _begins_to_draw() -> UserError:
+    return UserError(
+        "the model draws random numbers in this step and drew none in the first: the ranks of a pipeline"
+        " would go on with different ones. The step was not taken",
+        field="parallel.pipeline",
+        got="random numbers from torch's default generator",
+        allowed="models that draw in every step, or that have dropout, or a generator of their own",
+        remedy="Let the model draw from the first step on, for instance with a rate of 1e-9, or use"
+        " parallel.data",
+    )
 
 
 def _check_model(model: nn.Module, shape: PipelineShape, backend: str) -> None:

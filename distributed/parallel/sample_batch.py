@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,8 @@ def forward_of(
     different = 1 if repeated else min(number, source.length or number)
     with isolated_rng():
         samples = [source.dataset[index] for index in range(different)]
-        batch = source.collate_fn(samples * number if repeated else samples)
+        # Copies, because a collate function may change its samples.
+        batch = source.collate_fn([deepcopy(samples[0]) for _ in range(number)] if repeated else samples)
     batch = move(batch, device or str(next(model.parameters()).device))
     if slices is None:
         return partial(_call, task, model, batch), batch

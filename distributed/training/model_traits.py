@@ -84,9 +84,18 @@ def check_micro_batches(
             " (scale_grad_by_freq), which several micro-batches per step change",
             field="global_batch_size",
             got=batch.global_batch_size,
-            allowed=f"{batch.batch_size}, one micro-batch on one rank",
+            allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
             remedy="Or build the embedding with scale_grad_by_freq=False",
         )
+
+
+def undivided(parts: tuple[int, int]) -> str:
+    """What else is needed for a forward pass over a whole micro-batch, in words.
+
+    Args:
+        parts: as of `check_micro_batches`.
+    """
+    return ", with parallel.num_microbatches=1 and parallel.context=1" if math.prod(parts) > 1 else ""
 
 
 def check_materialized(model: nn.Module, backend: str, ranks: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
+from distributed.training.model_traits import undivided
 
 __all__ = ["check_routing"]
 
@@ -40,7 +41,6 @@ def check_routing(
     pieces, slices = parts
     if batch.global_batch_size * pieces * slices <= batch.batch_size:
         return
-    undivided = ", with parallel.num_microbatches=1 and parallel.context=1" if pieces * slices > 1 else ""
     for name, module in model.named_modules():
         if _drops_tokens(module, slices):
             raise UserError(
@@ -48,7 +48,7 @@ def check_routing(
                 " micro-batch, and a step has several (contracts C2 and C3)",
                 field="global_batch_size",
                 got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
                 remedy="Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or set"
                 " drops_tokens = False on the router if a sample does not depend on the others",
             )
@@ -58,7 +58,7 @@ def check_routing(
                 " the tokens of a micro-batch, and a step has several (contract C2)",
                 field="global_batch_size",
                 got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided}",
+                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
                 remedy="Set output_router_logits=False or router_aux_loss_coef=0 in the model's config,"
                 " or give a loss_fn over the logits",
             )

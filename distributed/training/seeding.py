@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from distributed.checkpoint.random_state import capture_rng, restore_rng
+from distributed.data.order import mix
 
 
 @contextmanager
@@ -22,6 +23,21 @@ def isolated_rng() -> Iterator[None]:
     finally:
         restore_rng(state)
         torch.use_deterministic_algorithms(strict)
+
+
+@contextmanager
+def numbers_of_rank(index: int) -> Iterator[None]:
+    """Within the block, torch's random numbers of each rank's own, such as masks of dropout, from those that
+    the ranks share.
+
+    Args:
+        index: tells the ranks apart.
+    """
+    seed = int(torch.randint(2**31, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(mix(seed, index))
+        yield
 
 
 def seed_streams(seed: int, deterministic: bool) -> None:

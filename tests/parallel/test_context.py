@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_kernels import DistributedMultiheadDilatedAttention
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -61,6 +62,25 @@ def test_slices_of_sequences_train_as_one_process_does(
     history = trainer.fit(DATA, max_steps=STEPS)
     assert difference(model, expected.weights) < EXACT
     assert history.batch["data_parallel_size"] == ranks // 2 // axes.get("tensor", 1)
+
+
+class ByRank:
+    """Builds a perceptron whose weights depend on the rank."""
+
+    def __call__(self) -> nn.Module:
+        model = SEQUENCES["perceptron"].build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * (dist.get_rank() if dist.is_initialized() else 0)
+        return model
+
+
+def test_all_slices_begin_with_the_weights_of_rank_0(rank_pool: RankPool) -> None:
+    model = ByRank()
+    trainer = trainer_of(model, "pytorch-ddp", 2, rank_pool, {"context": 2})
+    trainer.fit(DATA, max_steps=STEPS)
+    expected = reference("perceptron", SEQUENCES["perceptron"].build)
+    assert difference(trainer.model, expected.weights) < EXACT
 
 
 def test_frozen_parts_stay(rank_pool: RankPool) -> None:

@@ -53,6 +53,8 @@ class DDPBackend(MeshBackend):
             return step
         step.model = self.module = self.with_shared_statistics(self.module)
         if self.shares_model:
+            if self.original is None:  # what is cut or in stages was sent before
+                broadcast_values([*step.parameters(), *step.buffers()])
             self._reducer = self.reducer_of(step.named_parameters())
             return step
         # DDP would send them too, but cannot send every dtype.
