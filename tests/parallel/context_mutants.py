@@ -60,8 +60,10 @@ class _SameMasks(ContextAxis):
     """All ranks draw the same masks of dropout for their slices."""
 
     @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        yield
+    def over_slices(self, training: bool) -> Iterator[None]:
+        self._draws = False
+        with super().over_slices(training):
+            yield
 
 
 class _LastForward(ContextAxis):
