@@ -48,7 +48,8 @@ def main() -> None:
         accuracy = (model.module(val_x).argmax(1) == val_y).float().mean().item()
     if dist.get_rank() == 0:
         print(f"validation accuracy {accuracy:.4f} on {dist.get_world_size()} rank(s)")
-    dist.destroy_process_group()
+    # No destroy_process_group(): gloo's threads would have to end while this one holds the interpreter's
+    # lock, for which one of them may wait after the last reduction. Some runs hang then (torch 2.13).
 
 
 if __name__ == "__main__":
