@@ -115,12 +115,14 @@ class GroupMixin:
     def teardown(self) -> None:
         """Leave the group, if `meet` made it."""
         if self._owns_group and dist.is_initialized():
+            # gloo's threads release their last work under the interpreter's lock: freeing the group meanwhile
+            # deadlocks, and a thread that acquires it while the interpreter shuts down aborts the process.
+            group = dist.group.WORLD
             dist.destroy_process_group()
             self._owns_group = False
             if self.world.size > 1:
-                # gloo's threads release their last work under the interpreter's lock; a thread that
-                # acquires it while the interpreter shuts down aborts the process.
                 time.sleep(_SETTLE)
+            del group
 
 
 def local_rank_of(plan: RunPlan) -> int:
