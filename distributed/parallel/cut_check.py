@@ -58,7 +58,7 @@ class CutCheck:
         """Whether `forward` computes the same, up to what rounding explains."""
         try:
             return self._times(self._outputs(forward)) <= 1.0
-        except Exception:  # noqa: BLE001 - one with which the model fails does not
+        except Exception:  # noqa: BLE001 - a division with which the model fails is rejected
             return False
 
     def compare(

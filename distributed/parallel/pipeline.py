@@ -405,7 +405,7 @@ def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], bat
 def _begins_to_draw() -> UserError:
     return UserError(
         "the model draws random numbers in this step and drew none in the first: the ranks of a pipeline"
-        " would go on with different ones. The step was not taken",
+        " would continue with different ones. The step was not taken",
         field="parallel.pipeline",
         got="random numbers from torch's default generator",
         allowed="models that draw in every step, or that have dropout, or a generator of their own",

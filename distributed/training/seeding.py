@@ -31,7 +31,7 @@ def numbers_of_rank(index: int) -> Iterator[None]:
     the ranks share.
 
     Args:
-        index: tells the ranks apart.
+        index: differs between the ranks.
     """
     seed = int(torch.randint(2**31, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
