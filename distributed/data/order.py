@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 
+from distributed.system.derived_seed import mix
 
-def mix(*numbers: int) -> int:
-    """A 63-bit seed that depends on every one of `numbers` and their order."""
-    text = ",".join(str(number) for number in numbers).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+__all__ = ["epoch_seed", "mix", "share", "split_window"]
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

@@ -19,6 +19,7 @@ from distributed.config.aliases import guess_backend
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.codec import DENSE, CodecSpec
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry import hookspecs
 from distributed.registry.sections import load_section
@@ -67,6 +68,7 @@ class Catalog:
         manager: pluggy's manager, for calling hooks.
         backends: by name.
         sections: sections of the configuration, by name.
+        codecs: of gradients, by name.
         trackers: in registration order.
         broken: plugins that failed, which nothing else depends on.
         sources: plugin -> distribution and target, as far as it came from an entry point.
@@ -81,6 +83,7 @@ class Catalog:
         self.manager, self.broken, self.sources = manager, broken, sources or {}
         self.backends: dict[str, BackendSpec] = {}
         self.sections: dict[str, type[Section]] = {}
+        self.codecs: dict[str, CodecSpec] = {}
         self.trackers: list[TrackerSpec] = []
         self.origins: dict[str, str] = {}
         for plugin, found in self._collect("register_backends"):
@@ -89,6 +92,9 @@ class Catalog:
         for plugin, found in self._collect("register_sections", kind=dict):
             for name, target in found.items():
                 self._add_section(plugin, name, target)
+        for plugin, found in self._collect("register_codecs"):
+            for codec in found:
+                self._add_codec(plugin, codec)
         for _, found in self._collect("register_trackers"):
             self.trackers += found
 
@@ -139,12 +145,23 @@ class Catalog:
 
     def _add_backend(self, plugin: str, spec: BackendSpec) -> None:
         if spec.name in self.backends:
-            owner = self.origins[spec.name]
-            error = f"backend '{spec.name}' is already registered by {self.sources.get(owner, owner)}"
-            self.broken.append(BrokenPlugin(plugin, self.sources.get(plugin, plugin), error, ""))
+            self._refuse_twice(plugin, f"backend '{spec.name}'", self.origins[spec.name])
             return
         self.backends[spec.name] = spec
         self.origins[spec.name] = plugin
+
+    def _add_codec(self, plugin: str, codec: CodecSpec) -> None:
+        if codec.name in self.codecs or codec.name == DENSE:
+            self._refuse_twice(
+                plugin, f"codec '{codec.name}'", self.origins.get(f"codec {codec.name}", "the project")
+            )
+            return
+        self.codecs[codec.name] = codec
+        self.origins[f"codec {codec.name}"] = plugin
+
+    def _refuse_twice(self, plugin: str, what: str, owner: str) -> None:
+        error = f"{what} is already registered by {self.sources.get(owner, owner)}"
+        self.broken.append(BrokenPlugin(plugin, self.sources.get(plugin, plugin), error, ""))
 
     def _add_section(self, plugin: str, name: str, target: str) -> None:
         try:

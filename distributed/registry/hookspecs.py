@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from distributed.errors import WorkerError
     from distributed.interfaces.backend_spec import BackendSpec
     from distributed.interfaces.callback import Callback
+    from distributed.interfaces.codec import CodecSpec
     from distributed.interfaces.history import History
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.tracker import TrackerSpec
@@ -32,6 +33,11 @@ def register_backends() -> list[BackendSpec]:  # type: ignore[empty-body]
 def register_sections() -> dict[str, str]:  # type: ignore[empty-body]
     """Sections of the configuration this plugin brings: name -> ``package.module:Class`` of a `Section`.
     The module is imported whenever plugins are listed, so it must import nothing heavy."""
+
+
+@hookspec
+def register_codecs() -> list[CodecSpec]:  # type: ignore[empty-body]
+    """Gradient codecs this plugin brings. The class is loaded when a config selects it."""
 
 
 @hookspec

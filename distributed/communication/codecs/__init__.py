@@ -1,0 +1,1 @@
+"""Gradient codecs: what the ranks send instead of a dense gradient."""

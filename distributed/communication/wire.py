@@ -1,0 +1,68 @@
+"""Wire: the three collectives that codecs are built on, over a torch process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["GroupWire", "Reply", "Wire"]
+
+Reply = Callable[[], Tensor]
+"""Waits for a collective and returns its result."""
+
+
+class Wire(Protocol):
+    """How the ranks that exchange gradients reach each other. All methods are collective; the result is there
+    once the reply is called.
+
+    Attributes:
+        rank: index of this rank.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def sum(self, values: Tensor) -> Reply:
+        """Start to add up a 1-dimensional tensor, which may be overwritten."""
+
+    def gather(self, payload: Tensor) -> Reply:
+        """Start to give all ranks the uint8 `payload` of each, as (ranks, bytes)."""
+
+    def scatter(self, parts: Tensor) -> Reply:
+        """Start to give rank i row i of the uint8 `parts` of each rank, as (ranks, bytes)."""
+
+
+class GroupWire:
+    """A `Wire` over a process group.
+
+    Args:
+        group: None for all ranks.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, values: Tensor) -> Reply:
+        return _reply(dist.all_reduce(values, group=self._group, async_op=True), values)
+
+    def gather(self, payload: Tensor) -> Reply:
+        found = payload.new_empty(self.size, len(payload))
+        return _reply(dist.all_gather_into_tensor(found, payload, group=self._group, async_op=True), found)
+
+    def scatter(self, parts: Tensor) -> Reply:
+        found = torch.empty_like(parts)
+        return _reply(dist.all_to_all_single(found, parts, group=self._group, async_op=True), found)
+
+
+def _reply(work: Any, result: Tensor) -> Reply:
+    def wait() -> Tensor:
+        work.wait()
+        return result
+
+    return wait
