@@ -5,9 +5,9 @@ torch's DistributedDataParallel does the same for plain parameters, and refuses 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,42 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.errors import UserError
 
-__all__ = ["GradientReducer", "align_gradient"]
+__all__ = ["Exchange", "GradientReducer", "PendingExchange", "align_gradient"]
+
+
+class PendingExchange(Protocol):
+    """Gradients on their way."""
+
+    def finish(self) -> None:
+        """Wait, and leave the sums in the gradients. Collective."""
+
+
+class Exchange(Protocol):
+    """How the ranks of a group add up gradients."""
+
+    def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
+        """Start to add up gradients of one dtype, by name, in the same order on all ranks. Collective."""
+
+
+class _PendingDense:
+    def __init__(self, work: Any, flat: Tensor, gradients: list[Tensor]) -> None:
+        self._work, self._flat, self._gradients = work, flat, gradients
+
+    def finish(self) -> None:
+        self._work.wait()
+        torch._foreach_copy_(self._gradients, list(_unflatten_dense_tensors(self._flat, self._gradients)))
+
+
+class _DenseExchange:
+    """All-reduces gradients as they are."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
+        parts = list(gradients.values())
+        flat = _flatten_dense_tensors(parts)
+        return _PendingDense(dist.all_reduce(flat, group=self._group, async_op=True), flat, parts)
 
 
 def align_gradient(parameter: Any) -> None:
@@ -38,6 +73,7 @@ class GradientReducer:
         find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
             error, as under DDP.
         groups: parameter -> its own group, where that is another than `group`.
+        coded: makes the exchange of a group, if gradients are not sent as they are.
 
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
@@ -50,15 +86,20 @@ class GradientReducer:
         bucket_bytes: float,
         find_unused: bool,
         groups: Mapping[nn.Parameter, Any] | None = None,
+        coded: Callable[[Any], Exchange] | None = None,
     ) -> None:
         self._names, self._group, self._find_unused = dict(names), group, find_unused
+        # What no rank has a gradient of must not be exchanged: it would send what was kept of earlier steps.
+        self._use_first = find_unused and coded is not None
         self._groups = {p: (groups or {}).get(p, group) for p in self._names}
         self._buckets = _buckets(list(self._names), bucket_bytes, self._groups)
         self._bucket_of: dict[Tensor, int] = {
             p: number for number, bucket in enumerate(self._buckets) for p in bucket
         }
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._sent: list[tuple[Any, Tensor, list[Tensor]]] = []
+        make = coded or _DenseExchange
+        self._exchanges = {g: make(g) for g in dict.fromkeys(self._groups.values()) if g is not None}
+        self._sent: list[PendingExchange | None] = []
         self.active = False
         self._waited, self._steps = 0.0, 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
@@ -83,40 +124,41 @@ class GradientReducer:
         self.active, start = False, perf_counter()
         for parameter in self._names:
             align_gradient(parameter)
-        used = self._share_use()
+        present = self._fill_missing()
+        used = self._share_use(present) if self._use_first else None
         while len(self._sent) < len(self._buckets):
-            self._send()
-        for work, flat, gradients in self._sent:
-            if work is not None:
-                work.wait()
-                torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+            self._send(used)
+        # After the buckets, of which each rank may have sent another number from its hooks.
+        used = self._share_use(present) if used is None else used
+        for pending in self._sent:
+            if pending is not None:
+                pending.finish()
         self._sent, self._missing = [], [len(bucket) for bucket in self._buckets]
-        for parameter, count in zip(self._names, used, strict=False):
+        for parameter, count in used.items():
             if not count:
                 parameter.grad = None  # no rank has used it, and an optimizer would decay it
         self._waited, self._steps = self._waited + perf_counter() - start, self._steps + 1
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self.active:
+        if not self.active or self._use_first:
             return
         align_gradient(parameter)
         self._missing[self._bucket_of[parameter]] -= 1
         # In the same order on all ranks, in whatever order backward makes the gradients.
         while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] == 0:
-            self._send()
+            self._send(None)
 
-    def _send(self) -> None:
+    def _send(self, used: Mapping[nn.Parameter, float] | None) -> None:
+        """Send the next bucket, without the parameters that no rank has used."""
         bucket = self._buckets[len(self._sent)]
-        gradients = [local_part(p.grad) for p in bucket]
         group = self._groups[bucket[0]]
-        if group is None:
-            self._sent.append((None, gradients[0], gradients))
-            return
-        flat = _flatten_dense_tensors(gradients)
-        self._sent.append((dist.all_reduce(flat, group=group, async_op=True), flat, gradients))
+        gradients = {self._names[p]: local_part(p.grad) for p in bucket if not used or used[p]}
+        self._sent.append(
+            self._exchanges[group].begin(gradients) if group is not None and gradients else None
+        )
 
-    def _share_use(self) -> list[float]:
-        """How many ranks have each gradient; fills in zeros for those missing. Empty if all have all."""
+    def _fill_missing(self) -> list[float]:
+        """1.0 for each parameter that has a gradient, 0.0 for the others, whose gradient becomes zero."""
         missing = [p for p in self._names if p.grad is None]
         if missing and not self._find_unused:
             raise UserError(
@@ -128,15 +170,19 @@ class GradientReducer:
                 remedy="Set find_unused_parameters=true, or freeze the unused parameters with"
                 " requires_grad_(False)",
             )
-        if not self._find_unused:
-            return []
-        used = torch.tensor([float(p.grad is not None) for p in self._names])
+        present = [float(p.grad is not None) for p in self._names]
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
+        return present
+
+    def _share_use(self, present: list[float]) -> dict[nn.Parameter, float]:
+        """How many ranks have each gradient; empty if all have all."""
+        if not self._find_unused:
+            return {}
+        used = torch.tensor(present)
         if self._group is not None:
             dist.all_reduce(used, group=self._group)
-        counts: list[float] = used.tolist()
-        return counts
+        return dict(zip(self._names, used.tolist(), strict=True))
 
 
 def _buckets(

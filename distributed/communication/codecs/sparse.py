@@ -32,7 +32,7 @@ def largest_elements(flat: Tensor, count: int) -> Tensor:
     all. Where there are too few of them, all elements are candidates.
     """
     size = flat.abs()
-    if 4 * _SAMPLE < flat.numel() and _MARGIN * count < flat.numel() / 4:
+    if flat.numel() > 4 * _SAMPLE and _MARGIN * count < flat.numel() / 4:
         stride = flat.numel() // _SAMPLE
         sample = size[::stride]
         kept = max(1, ceil(_MARGIN * count / flat.numel() * len(sample)))
