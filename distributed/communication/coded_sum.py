@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class CodedSum:
         wire: between whom.
         seed: of the run, for codecs that draw numbers.
         revocable: a step may be skipped after its gradients were added up, which `settle` then undoes.
+        names: of the parameters.
 
     Attributes:
         residuals: by name of the parameter; empty if the codec keeps none.
@@ -63,7 +64,10 @@ class CodedSum:
         step: number of steps in which something was exchanged.
     """
 
-    def __init__(self, codec: Codec, wire: Wire, seed: int, revocable: bool) -> None:
+    def __init__(
+        self, codec: Codec, wire: Wire, seed: int, revocable: bool, names: Collection[str] = ()
+    ) -> None:
+        self.names = frozenset(names)
         self._codec, self._wire, self._seed, self._revocable = codec, wire, seed, revocable
         self.residuals: dict[str, Tensor] = {}
         self.states: dict[str, dict[str, Tensor]] = {}
@@ -201,7 +205,8 @@ class _GatherBatch(_Batch):
         return self._wire.gather(torch.cat(self._payloads))
 
     def replies(self, received: Tensor) -> Iterable[Tensor]:
-        return received.split([len(payload) for payload in self._payloads], 1)
+        parts: Iterable[Tensor] = received.split([len(payload) for payload in self._payloads], 1)
+        return parts
 
 
 class _RowBatch(_Batch):

@@ -11,6 +11,9 @@ from torch import Tensor
 
 __all__ = ["GroupWire", "Reply", "Wire"]
 
+# torch 2.13 has renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Reply = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
@@ -52,8 +55,9 @@ class GroupWire:
         return _reply(dist.all_reduce(values, group=self._group, async_op=True), values)
 
     def gather(self, payload: Tensor) -> Reply:
-        found = payload.new_empty(self.size, len(payload))
-        return _reply(dist.all_gather_into_tensor(found, payload, group=self._group, async_op=True), found)
+        found = payload.new_empty(self.size * len(payload))
+        work = _all_gather(found, payload, group=self._group, async_op=True)
+        return _reply(work, found.view(self.size, -1))
 
     def scatter(self, parts: Tensor) -> Reply:
         found = torch.empty_like(parts)

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from distributed.config.compression import CompressionSection
 from distributed.config.consistency import check_elastic, check_optimizer_bits, check_ranks
 from distributed.config.parallel import ParallelSection
 from distributed.config.sections import (
@@ -264,6 +265,9 @@ class DistributedConfig(BaseModel):
     # Sections
     parallel: ParallelSection = Field(
         default_factory=ParallelSection, description="Number of ranks along each axis of the mesh."
+    )
+    compression: CompressionSection = Field(
+        default_factory=CompressionSection, description="Compression of the gradients that ranks exchange."
     )
     lr_scaling: LrScaling = Field(default_factory=LrScaling, description="Learning rate by batch size.")
     data: DataSection = Field(default_factory=DataSection, description="Data order, randomness and checks.")

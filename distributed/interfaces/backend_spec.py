@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["LEVERS", "SCHEDULES", "BackendSpec", "Capabilities"]
+__all__ = ["EXCHANGES", "LEVERS", "SCHEDULES", "BackendSpec", "Capabilities"]
+
+EXCHANGES = frozenset({"sum", "gather", "scatter"})
+"""Collectives of gradient codecs that `distributed.communication.wire.Wire` has."""
 
 LEVERS = frozenset(
     {"activation_checkpointing", "compile", "optimizer_offload", "optimizer_bits", "tf32", "fp8"}
@@ -41,6 +44,8 @@ class Capabilities:
             The first takes the ranks that ``parallel`` leaves.
         schedules: orders of a pipeline that it implements; empty for none.
         levers: of `LEVERS`: the settings of memory and speed that it applies.
+        exchanges: of ``sum``, ``gather`` and ``scatter``: the collectives with which gradient codecs
+            (`distributed.interfaces.codec`) may replace its own reduction; empty if it has no codecs.
     """
 
     multi_process: bool = True
@@ -55,6 +60,7 @@ class Capabilities:
     axes: tuple[str, ...] = ("data",)
     schedules: frozenset[str] = frozenset()
     levers: frozenset[str] = frozenset()
+    exchanges: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class BackendSpec:
             ``parallel`` states.
         axis_sizes: ``config ->`` axis -> (size, name of the field) of the axes that the backend's own section
             sets.
+        codec: ``config ->`` (name of a gradient codec, name of the field) of the codec that the backend's own
+            section sets; None if it sets none.
         inner: for a backend that only starts ranks: the dotted config field that names the
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
@@ -112,6 +120,7 @@ class BackendSpec:
     capabilities: Capabilities = field(default_factory=Capabilities)
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
     axis_sizes: Callable[[DistributedConfig], Mapping[str, tuple[int, str]]] | None = None
+    codec: Callable[[DistributedConfig], tuple[str, str] | None] | None = None
     inner: str | None = None
     remote: bool = False
     cluster_address: str | None = None

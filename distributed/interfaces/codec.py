@@ -1,4 +1,4 @@
-"""CodecSpec: what a plugin registers of a gradient codec, and how many bytes it sends. Imports no framework."""
+"""CodecSpec: what a plugin registers of a gradient codec, and how many bytes it sends. Framework-free."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import RankPlacement
 
@@ -84,6 +85,7 @@ class RunPlan(RankPlacement):
         val_batch_size: samples per rank in validation.
         learning_rate: after `lr_scaling`.
         dims: number of ranks along each axis of the mesh.
+        codec: how gradients are sent; None as they are.
         counts: numbers of ranks with which an elastic run may continue, largest first.
         lease: in a rank, the run whose lease on ``checkpoint_dir`` its launcher holds; empty without one.
     """
@@ -94,6 +96,7 @@ class RunPlan(RankPlacement):
     val_batch_size: int
     learning_rate: float
     dims: ParallelDims = field(default_factory=ParallelDims)
+    codec: CodecSpec | None = None
     counts: tuple[int, ...] = ()
     lease: str = ""
 

@@ -46,7 +46,7 @@ class _PendingDense:
 class _DenseExchange:
     """All-reduces gradients as they are."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, names: list[str]) -> None:
         self._group = group
 
     def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
@@ -73,7 +73,8 @@ class GradientReducer:
         find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
             error, as under DDP.
         groups: parameter -> its own group, where that is another than `group`.
-        coded: makes the exchange of a group, if gradients are not sent as they are.
+        coded: ``(group, names) ->`` the exchange of gradients in a group, if they are not sent as they are.
+        early: send a bucket from the hooks, and not in `finish`, after which gradients may still be scaled.
 
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
@@ -86,11 +87,13 @@ class GradientReducer:
         bucket_bytes: float,
         find_unused: bool,
         groups: Mapping[nn.Parameter, Any] | None = None,
-        coded: Callable[[Any], Exchange] | None = None,
+        coded: Callable[[Any, list[str]], Exchange] | None = None,
+        early: bool = True,
     ) -> None:
         self._names, self._group, self._find_unused = dict(names), group, find_unused
         # What no rank has a gradient of must not be exchanged: it would send what was kept of earlier steps.
         self._use_first = find_unused and coded is not None
+        self._early = early and not self._use_first
         self._groups = {p: (groups or {}).get(p, group) for p in self._names}
         self._buckets = _buckets(list(self._names), bucket_bytes, self._groups)
         self._bucket_of: dict[Tensor, int] = {
@@ -98,7 +101,10 @@ class GradientReducer:
         }
         self._missing = [len(bucket) for bucket in self._buckets]
         make = coded or _DenseExchange
-        self._exchanges = {g: make(g) for g in dict.fromkeys(self._groups.values()) if g is not None}
+        members: dict[Any, list[str]] = {}
+        for parameter, own in self._groups.items():
+            members.setdefault(own, []).append(self._names[parameter])
+        self._exchanges = {own: make(own, found) for own, found in members.items() if own is not None}
         self._sent: list[PendingExchange | None] = []
         self.active = False
         self._waited, self._steps = 0.0, 0
@@ -140,7 +146,7 @@ class GradientReducer:
         self._waited, self._steps = self._waited + perf_counter() - start, self._steps + 1
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self.active or self._use_first:
+        if not self.active or not self._early:
             return
         align_gradient(parameter)
         self._missing[self._bucket_of[parameter]] -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed.checkpoint.dtensor import is_sharded
-from distributed.interfaces.parallel_dims import AXES, EXPERT_AXES, ParallelDims
+from distributed.checkpoint.rank_local import Replica
+from distributed.interfaces.parallel_dims import AXES, DATA_AXES, EXPERT_AXES, ParallelDims
+from distributed.training.compression import Held
 
 __all__ = ["Mesh", "forget_mesh", "shared_mesh"]
+
+_DIFFER = {*DATA_AXES, "expert_data", "context"}
+"""Axes along which ranks have different samples, or slices of them."""
 
 
 class Mesh:
@@ -109,6 +115,18 @@ class Mesh:
         cut = {"pipeline", *self.axes_of(tensor)}
         rest = [axis for axis in (EXPERT_AXES if "expert" in cut else AXES) if axis not in cut]
         return self.dims.index(self.rank, *rest), self.dims.size(*rest)
+
+    def place_of(self, parameter: Tensor) -> Held:
+        """Where this rank is among those of its stage that hold a parameter: each rank with other samples, or
+        other slices of them, holds a replica."""
+        cut = {"pipeline", *self.axes_of(parameter)}
+        axes = [axis for axis in (EXPERT_AXES if "expert" in cut else AXES) if axis != "pipeline"]
+        parts = [axis for axis in axes if axis in cut]
+        replicas = [axis for axis in axes if axis not in cut and axis in _DIFFER]
+        copies = [axis for axis in axes if axis not in cut and axis not in _DIFFER]
+        index, size = partial(self.dims.index, self.rank), self.dims.size
+        replica = Replica(index(*replicas), size(*replicas), index(*copies), size(*copies))
+        return Held(parameter, replica, index(*parts), size(*parts))
 
     def axes_of(self, tensor: Any) -> set[str]:
         """Axes along which a tensor is cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from distributed.parallel.mesh import Mesh, forget_mesh, shared_mesh
 from distributed.parallel.original_model import OriginalModel
 from distributed.parallel.stage_tensors import WITHIN_STAGE
 from distributed.planner.pipeline import PipelineShape, pipeline_shape
+from distributed.training.compression import Held
 from distributed.training.optimizers import follow_parameters
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.sharded_scaler import ShardedScaler
@@ -128,6 +130,17 @@ class MeshState(ProcessGroupBackend):
             return copy, number
         stage, stages = self.pipeline.tensors.copy_of(canonical_name(name))
         return stage * number + copy, stages * number
+
+    def place_of(self, name: str, parameter: Tensor) -> Held:
+        if self.mesh is None:
+            return super().place_of(name, parameter)
+        found = self.mesh.place_of(parameter)
+        if self.pipeline is None:
+            return found
+        stage, stages = self.pipeline.tensors.copy_of(name)
+        replica = found.replica
+        copies = replace(replica, copy=stage * replica.copies + replica.copy, copies=stages * replica.copies)
+        return Held(parameter, copies, found.part, found.parts)
 
     def leads(self, name: str) -> bool:
         if self.pipeline is None or self.mesh is None:

@@ -11,6 +11,8 @@ from itertools import chain
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
 from distributed.planner.backend_choice import (
@@ -20,6 +22,7 @@ from distributed.planner.backend_choice import (
     choose_backend,
 )
 from distributed.planner.batch import rescale_batch, resolve_batch
+from distributed.planner.compression import check_codec, choose_codec, codec_notes
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
 from distributed.planner.pipeline import pipeline_shape
@@ -65,6 +68,8 @@ def resolve(
     check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
     check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
     check_nodes(config, spec, placement)
+    codec = choose_codec(config, spec, catalog)
+    check_codec(codec, config, spec, dims, placement.precision, catalog)
     plan = RunPlan(
         **vars(replace(placement, notes=())),
         config=config,
@@ -73,13 +78,19 @@ def resolve(
         val_batch_size=facts.val_batch_size or batch.batch_size,
         learning_rate=_learning_rate(config, batch, facts),
         dims=dims,
+        codec=codec,
     )
     ours = [*meeting_notes(config, spec, placement), *core_notes(spec, placement)]
-    ours += lever_notes(config, placement)
+    ours += [*lever_notes(config, placement), *codec_notes(codec, config, _copies(spec, dims))]
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()
     return replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts)
+
+
+def _copies(spec: BackendSpec, dims: ParallelDims) -> int:
+    """Number of ranks among which a codec sends a gradient: shards are reduced by the backend itself."""
+    return dims.size("data", "context") * (1 if "shard" in spec.capabilities.axes else dims.shard)
 
 
 def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) -> RunPlan:

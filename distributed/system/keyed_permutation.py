@@ -29,8 +29,8 @@ _Numbers = NDArray[np.uint64]
 
 
 class KeyedPermutation:
-    """A permutation of ``0 .. length - 1`` that depends on `key` alone. Any part of it is computed at once, in
-    tens of nanoseconds per number.
+    """A permutation of ``0 .. length - 1`` that depends on `key` alone. Any part of it is computed at once,
+    in tens of nanoseconds per number.
 
     Args:
         length: from 1.

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import is_sharded, own_copies
-from distributed.checkpoint.torch_state import export_replicated, import_replicated, named_tensors
+from distributed.checkpoint.rank_local import Replica
+from distributed.checkpoint.torch_state import (
+    canonical_name,
+    export_replicated,
+    import_replicated,
+    named_tensors,
+)
 from distributed.checkpoint.weight_digests import weight_digests
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
@@ -28,6 +34,7 @@ from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
+from distributed.training.compression import Compression, Held, report_dropped
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
@@ -73,11 +80,13 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
         sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
+        compression: the codec by which this rank sends gradients; None as they are.
     """
 
     follows_requires_grad = True
     counts_with_gradients = True
     sums_gradients = False
+    compression: Compression | None = None
     config: DistributedConfig
     module: nn.Module
     model: Any
@@ -102,9 +111,13 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         return self.world
 
     def adopt(self, plan: RunPlan) -> None:
-        """Take what the plan decided: configuration, batch and precision."""
+        """Take what the plan decided: configuration, batch, codec and precision."""
         self.config, self._batch = plan.config, plan.batch
         self._learning_rate = plan.learning_rate
+        if plan.codec is not None and plan.world_size > 1:
+            self.compression = Compression(plan.codec, plan.config)
+            self.follows_requires_grad = self.counts_with_gradients = False
+            self.sums_gradients = True
         self.setup_precision(
             plan.precision, plan.device, plan.config.scaler_init_scale, plan.config.scaler_growth_interval
         )
@@ -287,8 +300,17 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         refused = check and norm is not None and not math.isfinite(float(norm))
         skipped = refused or self.scaled_step(self.optimizer)
         self.clear_gradients()
+        if self.compression is not None:
+            self.compression.settle(skipped)
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(norm, skipped)
+
+    def scale_to_count(self) -> None:
+        """Make this rank's gradients those of the mean over the true count, before a codec sends them: what
+        it keeps of them is added to gradients of another count. Collective."""
+        ratio = self._count_ratio()
+        self._rescale(ratio, None, None)
+        self._count = None
 
     def gradient_norm(self) -> Tensor:
         """Global L2 norm of the unscaled gradient. Sharded backends reduce it over ranks."""
@@ -434,7 +456,22 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         tensors = {n: t for n, t in named_tensors(self.module)[0].items() if n in names and self.held(n)}
         return weight_digests(tensors, *self.holders, self.parts, self.copies)
 
+    def place_of(self, name: str, parameter: Tensor) -> Held:
+        """Where this rank is among those that hold the parameter of a canonical name."""
+        return Held(parameter, Replica(self.world.data_parallel_rank, self.world.data_parallel_size))
+
+    def _exchanged(self) -> dict[str, Held]:
+        """The parameters whose gradients a codec sends, by canonical name."""
+        named = ((canonical_name(n), p) for n, p in self.module.named_parameters())
+        return {n: self.place_of(n, p) for n, p in named if p.requires_grad and not p.is_meta}
+
     def export_state(self) -> BackendState:
+        state = self._export_model()
+        if self.compression is not None:
+            state.chunks += self.compression.export(self._exchanged(), self.world.rank == 0)
+        return state
+
+    def _export_model(self) -> BackendState:
         return export_replicated(
             self.module,
             self.optimizer,
@@ -454,6 +491,10 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             pack_state(self.optimizer)
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
+        if self.compression is not None:
+            self.compression.restore(reader, self._exchanged())
+        elif self.world.rank == 0:
+            report_dropped(reader)
 
     def scaler_state(self) -> dict[str, Any] | None:
         return self.scaler.state_dict() if self.scaler is not None else None

@@ -1,7 +1,7 @@
 """What each codec computes, in plain PyTorch in one process: the values of all ranks in, the sum out.
 
-``CODECS[name](values, name of the parameter, step)`` takes one tensor for each rank and returns the sum that all
-ranks use, and what each rank has contributed to it.
+``make(codec)(values, name of the parameter, step)`` takes one tensor for each rank and returns the sum that
+all ranks use, and what each rank has contributed to it.
 """
 
 from __future__ import annotations

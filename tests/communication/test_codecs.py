@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.communication.coded_sum import CodedSum
 from distributed.communication.codecs.sparse import largest_elements
+from distributed.communication.coded_sum import CodedSum
 from distributed.config.compression import CompressionSection
 from distributed.registry.catalog import get_catalog, load_target
 from tests.communication import codec_oracle as oracle

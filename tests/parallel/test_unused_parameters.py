@@ -64,6 +64,7 @@ def train_plainly() -> dict[str, Tensor]:
     ("ranks", "fields"),
     [
         (2, {}),
+        (2, {"compression": {"codec": "top-k", "ratio": 1.0}}),
         (4, {"parallel": {"tensor": 2, "tensor_plan": {"branches.*": "colwise_gather_output"}}}),
     ],
 )

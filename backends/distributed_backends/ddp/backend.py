@@ -36,8 +36,8 @@ class DDPBackend(MeshBackend):
     BatchNorm statistics stay per rank while training, unless `sync_batchnorm`; before
     validation every rank takes rank 0's, so that what is validated is what is saved.
 
-    Where ranks share a model, gradients are added by `GradientReducer` instead, which takes parts of
-    parameters.
+    Where ranks share a model, or send gradients by a codec, they are added by `GradientReducer` instead,
+    which takes parts of parameters.
     """
 
     follows_requires_grad = False
@@ -45,17 +45,18 @@ class DDPBackend(MeshBackend):
 
     def setup(self, plan: RunPlan) -> World:
         world = super().setup(plan)
-        self.sums_gradients = self.shares_model
+        self.sums_gradients = self.shares_model or self.compression is not None
         return world
 
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
         step.model = self.module = self.with_shared_statistics(self.module)
-        if self.shares_model:
+        if self.shares_model or self.compression is not None:
             if self.original is None:  # what is cut or in stages was sent before
                 broadcast_values([*step.parameters(), *step.buffers()])
-            self._reducer = self.reducer_of(step.named_parameters())
+            counts = [("", step.count)] if step.reduced_count else []
+            self._reducer = self.reducer_of([*self.module.named_parameters(), *counts])
             return step
         # DDP would send them too, but cannot send every dtype.
         broadcast_values([*step.parameters(), *step.buffers()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import LEVERS, SCHEDULES, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, SCHEDULES, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 
 
@@ -26,6 +26,7 @@ def register_backends() -> list[BackendSpec]:
                 axes=("data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS,
+                exchanges=EXCHANGES,
             ),
             context_attention="distributed_kernels.attention.context:context_attention",
         )

@@ -2,8 +2,8 @@
 
 The ranks exchange rows of encoded elements twice. In the first pass each rank receives its rows from all
 others, decodes and adds them in the order of the ranks; in the second it sends the encoded sums to all. Each
-pass sends (n - 1) / n of the payload, as the passes of a ring all-reduce do, so that the saving does not depend
-on the number of ranks, and no sum is rounded more than twice.
+pass sends (n - 1) / n of the payload, as the passes of a ring all-reduce do. The saving therefore does not
+depend on the number of ranks, and no value is rounded more than twice.
 
 Source of the two passes: Tang et al., 1-bit Adam, arXiv 2102.02888.
 """

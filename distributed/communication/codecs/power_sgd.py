@@ -1,7 +1,7 @@
 """PowerSGD: two thin factors instead of a matrix.
 
-Source: Vogels et al., PowerSGD, arXiv 1905.13727: one step of subspace iteration, which begins with the factor
-of the step before.
+Source: Vogels et al., PowerSGD, arXiv 1905.13727: one step of subspace iteration, which begins with the
+factor of the step before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def random_factor(size: tuple[int, int], message: Message) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """The columns of `matrix` made orthonormal by modified Gram-Schmidt, of few operations that give all ranks
+    """The columns of `matrix` made orthonormal by modified Gram-Schmidt, with operations that give all ranks
     the same bits. A column without a part of its own becomes zero."""
     found = matrix.clone()
     tiny = 8 * torch.finfo(matrix.dtype).eps

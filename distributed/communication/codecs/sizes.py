@@ -32,8 +32,8 @@ def number_sent(numel: int, ratio: float) -> int:
 
 
 def factor_rank(shape: Shape, rank: int) -> int:
-    """Number of columns of PowerSGD's factors of a gradient of `shape`, as a matrix of ``shape[0]`` rows; 0 if
-    it is sent as it is, because the factors would have as many elements."""
+    """Number of columns of PowerSGD's factors of a gradient, as a matrix of ``shape[0]`` rows; 0 if it is
+    sent as it is, because the factors would have as many elements."""
     rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (0, 0)
     used = min(rank, rows, columns)
     return used if (rows + columns) * used < rows * columns else 0

@@ -1,0 +1,135 @@
+"""Compression: the rank's side of a gradient codec, with what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.checkpoint.rank_local import Replica, export_rank_local, read_rank_local, saved_kinds
+from distributed.checkpoint.staging_buffers import to_host
+from distributed.communication.coded_sum import CodedSum
+from distributed.communication.wire import Wire
+from distributed.config import DistributedConfig
+from distributed.interfaces.codec import CodecSpec
+from distributed.interfaces.state import Chunk, StateReader
+from distributed.registry.catalog import load_target
+from distributed.system.output import print_line
+
+__all__ = ["RESIDUAL", "Compression", "Held", "report_dropped"]
+
+RESIDUAL = "compression.residual"
+_STEP = "compression.step"
+_DROPPED = (
+    "note: the checkpoint holds parts of gradients that its codec had still to send; this run has no codec"
+    " (compression.codec=none), and leaves them out"
+)
+_STATE = re.compile(r"compression\.state\.([a-z_]{1,64})\.part\.(\d{1,9})\.of\.(\d{1,9})")
+
+
+class Held:
+    """A parameter whose gradient is exchanged, and where this rank is among those that hold it.
+
+    Args:
+        parameter: as this rank holds it.
+        replica: which replica of it.
+        part: index of the elements that this rank holds among the parts into which ranks cut the parameter.
+        parts: number of those parts.
+    """
+
+    def __init__(self, parameter: Tensor, replica: Replica, part: int = 0, parts: int = 1) -> None:
+        self.parameter, self.replica, self.part, self.parts = parameter, replica, part, parts
+
+    def key(self, state: str) -> str:
+        """The key under which a tensor of the codec's own is saved."""
+        return f"compression.state.{state}.part.{self.part}.of.{self.parts}"
+
+
+class Compression:
+    """The codec of a run, and what is kept of gradients until it is sent.
+
+    A checkpoint holds the residual of each replica of each parameter, the codec's own tensors and its number
+    of steps. As many replicas resume with the same bits; another number shares the sum of the residuals, so
+    that the update that is pending stays the same.
+    """
+
+    def __init__(self, spec: CodecSpec, config: DistributedConfig) -> None:
+        options = config.compression
+        self.name = spec.name
+        self._codec = load_target(spec.target)(options, spec.feeds_back(options))
+        self._seed, self._revocable = config.seed, config.on_nan == "skip"
+        self._sums: list[CodedSum] = []
+
+    def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
+        """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
+        self._sums.append(CodedSum(self._codec, wire, self._seed, self._revocable, names))
+        return self._sums[-1]
+
+    def settle(self, skipped: bool) -> None:
+        """End a step; see `CodedSum.settle`."""
+        for summed in self._sums:
+            summed.settle(skipped)
+
+    def export(self, held: Mapping[str, Held], first: bool) -> Iterator[Chunk]:
+        """What a checkpoint holds of this rank. Without collectives.
+
+        Args:
+            held: by name of a parameter.
+            first: this rank saves what is the same on all.
+        """
+        parameters = {name: one.parameter for name, one in held.items()}
+        replicas = {name: one.replica for name, one in held.items()}
+        for summed in self._sums:
+            yield from export_rank_local(RESIDUAL, summed.residuals, parameters, replicas)
+            for name, tensors in summed.states.items():
+                one = held[name]
+                if one.replica.index == one.replica.copy == 0:
+                    for state, tensor in tensors.items():
+                        yield _whole_chunk(name, one.key(state), tensor)
+        if first and self._sums:
+            yield _whole_chunk("step", _STEP, torch.tensor(max(summed.step for summed in self._sums)))
+
+    def restore(self, reader: StateReader, held: Mapping[str, Held]) -> None:
+        """Load what a run with the same codec saved; without it, begin with nothing pending.
+
+        Raises:
+            UserError: the saved state is incomplete.
+        """
+        parameters = {name: one.parameter for name, one in held.items()}
+        replicas = {name: one.replica for name, one in held.items()}
+        saved = reader.tensors()
+        step = int(reader.read(_STEP, "step").item()) if (_STEP, "step") in saved else 0
+        residuals, _ = read_rank_local(RESIDUAL, reader, parameters, replicas, keep="sum")
+        states = dict(_own_states(reader, held))
+        for summed in self._sums:
+            own = summed.names
+            summed.step = step
+            summed.residuals = {
+                name: tensor.to(parameters[name].device) for name, tensor in residuals.items() if name in own
+            }
+            summed.states = {name: tensors for name, tensors in states.items() if name in own}
+
+
+def report_dropped(reader: StateReader) -> None:
+    """Print a note if a saved state holds what a codec was still to send, which a run without one drops."""
+    if RESIDUAL in saved_kinds(reader):
+        print_line(_DROPPED, sys.stdout)
+
+
+def _own_states(reader: StateReader, held: Mapping[str, Held]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for (key, name), shape in reader.tensors().items():
+        match = _STATE.fullmatch(key)
+        if match is not None and name in held and key == held[name].key(match[1]):
+            device = held[name].parameter.device
+            found.setdefault(name, {})[match[1]] = reader.read(key, name).reshape(shape).to(device)
+    yield from found.items()
+
+
+def _whole_chunk(name: str, key: str, tensor: Tensor) -> Chunk:
+    data: Any = to_host(tensor.detach().reshape(-1))
+    return Chunk(name, key, tuple(tensor.shape), 0, data)
