@@ -126,15 +126,17 @@ class ErrorFeedback:
 
     Args:
         rows: first row of each parameter, by name, for the codecs that share out rows.
+        feeds_back: keep what was not sent.
     """
 
-    def __init__(self, codec: str, rows: dict[str, int] | None = None) -> None:
-        self.reduce, self.rows = make(codec), rows or {}
+    def __init__(self, codec: str, rows: dict[str, int] | None = None, feeds_back: bool = True) -> None:
+        self.reduce, self.rows, self.feeds_back = make(codec), rows or {}, feeds_back
         self.residuals: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, values: Sequence[Tensor], name: str, step: int) -> Tensor:
         full = [v + self.residuals.get((name, rank), 0) for rank, v in enumerate(values)]
         total, own = self.reduce(full, name, step, self.rows.get(name, 0))
         for rank, (value, sent) in enumerate(zip(full, own, strict=True)):
-            self.residuals[name, rank] = value - sent
+            if self.feeds_back:
+                self.residuals[name, rank] = value - sent
         return total
