@@ -83,6 +83,10 @@ class CodedSum:
         flows = [self._flow(name, gradient) for name, gradient in gradients.items() if gradient.numel()]
         return PendingSum(self, self._wire, flows)
 
+    def add(self, values: Tensor) -> Tensor:
+        """Add up a small tensor as it is, which may be overwritten. Collective."""
+        return self._wire.sum(values)()
+
     def settle(self, skipped: bool) -> None:
         """End a step. What was not sent is kept for the next one; of a `skipped` step the gradients are
         dropped, and what was not sent before it is kept."""

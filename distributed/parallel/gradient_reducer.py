@@ -33,6 +33,9 @@ class Exchange(Protocol):
     def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
         """Start to add up gradients of one dtype, by name, in the same order on all ranks. Collective."""
 
+    def add(self, values: Tensor) -> Tensor:
+        """Add up a small tensor as it is, which may be overwritten. Collective."""
+
 
 class _PendingDense:
     def __init__(self, work: Any, flat: Tensor, gradients: list[Tensor]) -> None:
@@ -53,6 +56,10 @@ class _DenseExchange:
         parts = list(gradients.values())
         flat = _flatten_dense_tensors(parts)
         return _PendingDense(dist.all_reduce(flat, group=self._group, async_op=True), flat, parts)
+
+    def add(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values
 
 
 def align_gradient(parameter: Any) -> None:
@@ -101,7 +108,7 @@ class GradientReducer:
         }
         self._missing = [len(bucket) for bucket in self._buckets]
         make = coded or _DenseExchange
-        members: dict[Any, list[str]] = {}
+        members: dict[Any, list[str]] = {group: []}
         for parameter, own in self._groups.items():
             members.setdefault(own, []).append(self._names[parameter])
         self._exchanges = {own: make(own, found) for own, found in members.items() if own is not None}
@@ -187,7 +194,7 @@ class GradientReducer:
             return {}
         used = torch.tensor(present)
         if self._group is not None:
-            dist.all_reduce(used, group=self._group)
+            used = self._exchanges[self._group].add(used)
         return dict(zip(self._names, used.tolist(), strict=True))
 
 

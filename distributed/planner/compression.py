@@ -73,6 +73,14 @@ def check_codec(
     missing = codec.exchanges - spec.capabilities.exchanges
     if missing:
         raise _not_here(codec, spec, catalog)
+    if "shard" in spec.capabilities.axes and dims.data > 1 and dims.shard == 1:
+        raise UserError(
+            f"backend '{spec.label}' has no shards here, whose copies a codec could send gradients between",
+            field="compression.codec",
+            got=codec.name,
+            allowed=f"{DENSE} with parallel.shard=1",
+            remedy="Use backend='pytorch-ddp', or more ranks than parallel.data",
+        )
     if "shard" in spec.capabilities.axes and dims.shard > 1 and dims.data * dims.context == 1:
         raise UserError(
             "the ranks hold different shards of the model, and codecs send gradients between copies of it",

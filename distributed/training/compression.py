@@ -13,14 +13,21 @@ from torch import Tensor
 from distributed.checkpoint.rank_local import Replica, export_rank_local, read_rank_local, saved_kinds
 from distributed.checkpoint.staging_buffers import to_host
 from distributed.communication.coded_sum import CodedSum
-from distributed.communication.wire import Wire
+from distributed.communication.wire import GroupWire, Wire
 from distributed.config import DistributedConfig
 from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.state import Chunk, StateReader
 from distributed.registry.catalog import load_target
 from distributed.system.output import print_line
+from distributed.training.model_traits import COMPLEX, SPARSE
 
-__all__ = ["RESIDUAL", "Compression", "Held", "report_dropped"]
+__all__ = ["CANNOT_SEND", "RESIDUAL", "Compression", "Held", "report_dropped"]
+
+CANNOT_SEND = {
+    COMPLEX: "codecs send gradients of real numbers",
+    SPARSE: "codecs send dense gradients",
+}
+"""Traits of a parameter with which its gradient cannot be sent by a codec, and why."""
 
 RESIDUAL = "compression.residual"
 _STEP = "compression.step"
@@ -68,6 +75,10 @@ class Compression:
         """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
         self._sums.append(CodedSum(self._codec, wire, self._seed, self._revocable, names))
         return self._sums[-1]
+
+    def in_group(self, group: Any, names: Collection[str]) -> CodedSum:
+        """The same between the ranks of a torch process group; None for all."""
+        return self.over(GroupWire(group), names)
 
     def settle(self, skipped: bool) -> None:
         """End a step; see `CodedSum.settle`."""

@@ -22,29 +22,25 @@ class GradientSum:
 
     Args:
         names: parameter -> its name in errors; the same order on every rank.
-        exact: parameters whose gradients are never compressed.
-        compress: send gradients as float16.
         find_unused: parameters may take no part in some steps. Without it a gradient that is
             missing is an error, as under DDP.
 
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
-        waited: seconds in `finish` since this was last set to 0.
     """
 
     def __init__(
         self,
         names: Mapping[Tensor, str],
         *,
-        exact: frozenset[Tensor] = frozenset(),
-        compress: bool = False,
         find_unused: bool = False,
     ) -> None:
-        self._names, self._exact = dict(names), exact
+        self._names = dict(names)
         self._keys = {parameter: f"gradient.{i}" for i, parameter in enumerate(self._names)}
-        self._compress, self._find_unused = compress, find_unused
+        self._find_unused = find_unused
         self._sent: dict[Tensor, tuple[int, Tensor]] = {}
-        self.active, self.waited = False, 0.0
+        self.active = False
+        self._waited, self._steps = 0.0, 0
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)
             for parameter in self._names
@@ -78,7 +74,13 @@ class GradientSum:
             for parameter, ranks in zip(trained, wait(used).tolist(), strict=True):
                 if ranks == 0:  # an optimizer skips parameters that no rank used
                     parameter.grad = None
-        self.waited += perf_counter() - start
+        self._waited, self._steps = self._waited + perf_counter() - start, self._steps + 1
+
+    def seconds_per_step(self) -> float:
+        """Mean of the seconds in `finish` since the last call."""
+        seconds, self._waited = self._waited, 0.0
+        steps, self._steps = self._steps, 0
+        return seconds / steps if steps else 0.0
 
     def _ready(self, parameter: Tensor) -> None:
         if not self.active:
@@ -103,11 +105,8 @@ class GradientSum:
                 field="model",
                 remedy="Build the embedding with sparse=False",
             )
-        dtype = gradient.dtype
-        if self._compress and parameter not in self._exact and dtype.is_floating_point:
-            dtype = torch.float16
-        elif dtype == torch.bfloat16:  # which Horovod does not have
-            dtype = torch.float32
+        # Horovod does not have bfloat16.
+        dtype = torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
         wire: Tensor = gradient.to(dtype).contiguous()
         return wire
 
