@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed._moved import moved_names
 from distributed.errors import UserError
+from distributed.interfaces.placement import World
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend_spec import BackendSpec
-    from distributed.interfaces.placement import World
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
@@ -224,6 +225,17 @@ class Backend(ABC):
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the gradient scaler, None without one."""
         return None
+
+    def codec_state(self) -> Any:
+        """What this rank has still to send of gradients, for a later `fit` in this process; None if there is
+        nothing."""
+        return None
+
+    def alone(self) -> Backend:
+        """After `release`: this rank as the only one, which exports the whole state."""
+        single = copy(self)
+        single.world = World(host=self.world.host, device=self.world.device)
+        return single
 
     def release(self) -> None:  # noqa: B027 - most backends replace nothing
         """Give the caller's own model and optimizer back as they came: whole, on every rank.

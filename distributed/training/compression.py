@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +23,8 @@ from distributed.system.output import print_line
 from distributed.training.model_traits import COMPLEX, SPARSE
 
 __all__ = ["CANNOT_SEND", "RESIDUAL", "Compression", "Held", "report_dropped"]
+
+logger = logging.getLogger("distributed")
 
 CANNOT_SEND = {
     COMPLEX: "codecs send gradients of real numbers",
@@ -62,6 +65,9 @@ class Compression:
     A checkpoint holds the residual of each replica of each parameter, the codec's own tensors and its number
     of steps. As many replicas resume with the same bits; another number shares the sum of the residuals, so
     that the update that is pending stays the same.
+
+    Attributes:
+        left: what an earlier `fit` in this process has left by `leave`; None without one.
     """
 
     def __init__(self, spec: CodecSpec, config: DistributedConfig) -> None:
@@ -70,11 +76,16 @@ class Compression:
         self._codec = load_target(spec.target)(options, spec.feeds_back(options))
         self._seed, self._revocable = config.seed, config.on_nan == "skip"
         self._sums: list[CodedSum] = []
+        self.left: list[CodedSum] | None = None
 
     def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
         """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
-        self._sums.append(CodedSum(self._codec, wire, self._seed, self._revocable, names))
-        return self._sums[-1]
+        made = CodedSum(self._codec, wire, self._seed, self._revocable, names)
+        if self.left:
+            before = self.left.pop(0)
+            made.residuals, made.states, made.step = before.residuals, before.states, before.step
+        self._sums.append(made)
+        return made
 
     def in_group(self, group: Any, names: Collection[str]) -> CodedSum:
         """The same between the ranks of a torch process group; None for all."""
@@ -84,6 +95,19 @@ class Compression:
         """End a step; see `CodedSum.settle`."""
         for summed in self._sums:
             summed.settle(skipped)
+
+    def leave(self) -> list[CodedSum]:
+        """What a later `fit` in this process continues with."""
+        return list(self._sums)
+
+    def report_unreturned(self) -> None:
+        """Log that the caller does not get what is pending on other hosts."""
+        if any(summed.residuals for summed in self._sums):
+            logger.warning(
+                "what the codec '%s' has still to send stays with the ranks of each host. A second fit() of"
+                " this trainer begins without it; one that resumes from a checkpoint has it",
+                self.name,
+            )
 
     def export(self, held: Mapping[str, Held], first: bool) -> Iterator[Chunk]:
         """What a checkpoint holds of this rank. Without collectives.

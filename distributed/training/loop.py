@@ -395,6 +395,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         return {
             "optimizer": self.optimizer,
             "scaler": self.backend.scaler_state(),
+            "codec": self.backend.codec_state(),
             "snapshot": self.state.capture(),
             "best_checkpoint": self.history.best_checkpoint,
         }

@@ -123,6 +123,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         )
 
     def prepare(self, task: Task) -> None:
+        if self.compression is not None and task.run_state:
+            self.compression.left = task.run_state["codec"]
         built = self.build(task.model)
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
@@ -503,6 +505,16 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             self.compression.restore(reader, self._exchanged())
         elif self.world.rank == 0:
             report_dropped(reader)
+
+    def codec_state(self) -> Any:
+        return None if self.compression is None else self.compression.leave()
+
+    def alone(self) -> Backend:
+        single: Any = super().alone()
+        if self.compression is not None:
+            self.compression.report_unreturned()
+            single.compression = None
+        return single
 
     def scaler_state(self) -> dict[str, Any] | None:
         return self.scaler.state_dict() if self.scaler is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from distributed.data.order import share
+from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.communication import codec_oracle as oracle
+from tests.communication.test_joined import together
 from tests.support.training import OnStep, SameWeights, make_trainer
 
 CODECS = ("fp16", "bf16", "int8", "fp8", "top-k", "random-k", "powersgd")
@@ -230,3 +233,43 @@ def test_a_skipped_step_keeps_what_was_pending(rank_pool: RankPool, codec: str) 
     for number in (3, 4):
         plain.one_step(inputs[number], targets[number])
     close(model, plain.model)
+
+
+def test_a_second_fit_sends_what_the_first_has_kept(rank_pool: RankPool) -> None:
+    model, plain = build(), Plain("top-k", 2)
+    trainer = make_trainer(model, 2, rank_pool, **fields("top-k"))
+    for _ in range(2):
+        trainer.fit(data(), epochs=1)
+    plain.train(10)
+    close(model, plain.model)
+
+
+JOINED = """
+import sys, torch
+from tests.training.test_compression import build, data, fields
+from tests.support.training import make_trainer
+model = build()
+trainer = make_trainer(model, 2, **fields("top-k"))
+for _ in range(2):
+    trainer.fit(data(), epochs=1)
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+@pytest.mark.starts_processes
+def test_a_second_fit_of_a_launchers_ranks_does_too(tmp_path: Path) -> None:
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(JOINED)
+    words = [[sys.executable, str(script), str(tmp_path / f"{rank}.pt")] for rank in range(2)]
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    envs = [
+        {**own, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port), "PYTHONPATH": "."}
+        for rank in range(2)
+    ]
+    for code, _, errors in together(words, envs, [{}, {}]):
+        assert code == 0, errors
+    model, plain = build(), Plain("top-k", 2)
+    plain.train(10)
+    for rank in range(2):
+        model.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+        close(model, plain.model)
