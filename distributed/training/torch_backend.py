@@ -510,8 +510,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         return None if self.compression is None else self.compression.leave()
 
     def alone(self) -> Backend:
-        single: Any = super().alone()
-        if self.compression is not None:
+        single = super().alone()
+        if self.compression is not None and isinstance(single, TorchBackend):
             self.compression.report_unreturned()
             single.compression = None
         return single

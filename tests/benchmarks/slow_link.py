@@ -3,8 +3,8 @@
     python -m tests.benchmarks.slow_link                          # 100 Mbit, 1 Gbit, 20 ms; needs root
     python -m tests.benchmarks.slow_link --links 100mbit --methods none int8 --steps 40 --seconds 30
 
-Two ranks, each in a network namespace, train a byte-level language model of 5 million parameters on the source
-of Python's standard library. Every method trains from the same weights on the same samples, for at least
+Two ranks, each in a network namespace, train a byte-level language model of 5 million parameters on the
+source of Python's standard library. Every method trains from the same weights on the same samples, for at least
 `--steps` optimizer steps and at least `--seconds`. The validation loss is measured after `--steps` steps and
 after the last step before `--seconds`; the time of measurements and of the first step is left out.
 """
@@ -197,7 +197,7 @@ def measure(link: str, method: str, steps: int, seconds: float) -> dict[str, Any
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of a table, one for each link and method; times as ratios to dense gradients on the same link."""
-    yield "| link | method | MB per step | step time / dense | loss after {steps} steps | loss after {seconds} s |"
+    yield "| link | method | MB per step | time / dense | loss after {steps} steps | loss after {seconds} s |"
     yield "|---|---|---|---|---|---|"
     dense = {row["link"]: row["ms per step"] for row in rows if row["method"] == "none"}
     for row in rows:
