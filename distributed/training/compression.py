@@ -104,8 +104,8 @@ class Compression:
         """Log that the caller does not get what is pending on other hosts."""
         if any(summed.residuals for summed in self._sums):
             logger.warning(
-                "what the codec '%s' has still to send stays with the ranks of each host. A second fit() of"
-                " this trainer begins without it; one that resumes from a checkpoint has it",
+                "what the codec '%s' has still to send stays with the ranks of each host, and a second fit() of"
+                " this trainer begins without it. Set checkpoint_dir, and resume from a checkpoint instead",
                 self.name,
             )
 
