@@ -83,6 +83,14 @@ class CodedSum:
         flows = [self._flow(name, gradient) for name, gradient in gradients.items() if gradient.numel()]
         return PendingSum(self, self._wire, flows)
 
+    def load(
+        self, residuals: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]], step: int
+    ) -> None:
+        """Continue from what an earlier exchange has kept; parameters of other groups are left out."""
+        self.residuals = {name: tensor for name, tensor in residuals.items() if name in self.names}
+        self.states = {name: tensors for name, tensors in states.items() if name in self.names}
+        self.step = step
+
     def add(self, values: Tensor) -> Tensor:
         """Add up a small tensor as it is, which may be overwritten. Collective."""
         return self._wire.sum(values)()

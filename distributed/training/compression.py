@@ -83,7 +83,7 @@ class Compression:
         made = CodedSum(self._codec, wire, self._seed, self._revocable, names)
         if self.left:
             before = self.left.pop(0)
-            made.residuals, made.states, made.step = before.residuals, before.states, before.step
+            made.load(before.residuals, before.states, before.step)
         self._sums.append(made)
         return made
 
@@ -104,8 +104,8 @@ class Compression:
         """Log that the caller does not get what is pending on other hosts."""
         if any(summed.residuals for summed in self._sums):
             logger.warning(
-                "what the codec '%s' has still to send stays with the ranks of each host, and a second fit() of"
-                " this trainer begins without it. Set checkpoint_dir, and resume from a checkpoint instead",
+                "what the codec '%s' has still to send stays with the ranks of each host, and a second fit()"
+                " begins without it. Set checkpoint_dir, and resume from a checkpoint instead",
                 self.name,
             )
 
@@ -139,14 +139,10 @@ class Compression:
         saved = reader.tensors()
         step = int(reader.read(_STEP, "step").item()) if (_STEP, "step") in saved else 0
         residuals, _ = read_rank_local(RESIDUAL, reader, parameters, replicas, keep="sum")
+        residuals = {name: tensor.to(parameters[name].device) for name, tensor in residuals.items()}
         states = dict(_own_states(reader, held))
         for summed in self._sums:
-            own = summed.names
-            summed.step = step
-            summed.residuals = {
-                name: tensor.to(parameters[name].device) for name, tensor in residuals.items() if name in own
-            }
-            summed.states = {name: tensors for name, tensors in states.items() if name in own}
+            summed.load(residuals, states, step)
 
 
 def report_dropped(reader: StateReader) -> None:
