@@ -5,8 +5,8 @@
 
 Two ranks, each in a network namespace, train a byte-level language model of 5 million parameters on the
 source of Python's standard library. Every method trains from the same weights on the same samples, for at
-least `--steps` optimizer steps and at least `--seconds`. The validation loss is measured after `--steps` steps
-and after the last step before `--seconds`; the time of measurements and of the first step is left out.
+least `--steps` optimizer steps and at least `--seconds`. The validation loss is measured after `--steps`
+steps and after the last step before `--seconds`; the time of measurements and of the first step is left out.
 """
 
 from __future__ import annotations
