@@ -1,7 +1,7 @@
 """Tensors that differ between replicas of a parameter, such as the residual of a gradient codec.
 
-Everything else in a checkpoint is the same on all ranks that hold a parameter. Such a tensor is saved once for
-each replica, under a key with the replica's index and their number, and it has the shape of its parameter.
+Everything else in a checkpoint is the same on all ranks that hold a parameter. Such a tensor has the shape of
+its parameter, and is saved once for each replica, under a key with the replica's index and their number.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_rank_local(
         keep: what another number of replicas keeps: the sum of all tensors, or their mean.
 
     Returns:
-        (tensors by name, of the shape of what this rank holds, on the CPU; whether each is the replica's own).
+        (tensors by name on the CPU, of the shape of what this rank holds; whether each is the replica's own).
         Parameters of which nothing was saved are left out.
 
     Raises:

@@ -21,6 +21,7 @@ from distributed.system.private_files import write_private
 __all__ = [
     "answer_requests",
     "collect",
+    "dump_recorder",
     "keep_dumps",
     "leave_dump",
     "recorder_off",
@@ -84,7 +85,7 @@ class _Listener:
             self.thread.join(_PATIENCE)
 
     def write(self, prefix: str) -> None:
-        write_private(self.folder / f"{prefix}{self.rank}", _dump())
+        write_private(self.folder / f"{prefix}{self.rank}", dump_recorder())
 
 
 _listeners: list[_Listener] = []
@@ -113,7 +114,7 @@ def leave_dump() -> None:
             listener.write("flight_failed_")
 
 
-def _dump() -> bytes:
+def dump_recorder() -> bytes:
     """torch's pickle; `OFF` when the recorder is off, and empty in a process that has not used torch.
 
     Of two recorders, NCCL's counts if it holds a collective.
