@@ -6,6 +6,7 @@ Communication Operations in MPICH", 2005, for the algorithms; PERFORMANCE.md of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class Path(NamedTuple):
 def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
     """Start and end of each of `size` chunks of `numel` elements, whose lengths differ by one at most."""
     marks = [numel * index // size for index in range(size + 1)]
-    return list(zip(marks, marks[1:], strict=False))
+    return list(itertools.pairwise(marks))
 
 
 def core_size(size: int) -> int:

@@ -71,8 +71,8 @@ def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
 def halving_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum `tensor` over the ranks, in place, by recursive halving and doubling. Collective.
 
-    With p ranks, a power of two, a rank sends 2 (p - 1) / p of the tensor in 2 log2(p) messages. Further ranks
-    send it once, and so do the ranks that add theirs.
+    With p ranks, a power of two, a rank sends 2 (p - 1) / p of the tensor in 2 log2(p) messages. Further
+    ranks send the tensor once, and the ranks that add theirs send it once more.
 
     Args:
         tensor: of equal shape and dtype on all ranks, with any strides.
