@@ -16,6 +16,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.errors import UserError
+from distributed.interfaces.backend import CommunicationTimes
+from distributed.training.flight_clock import FlightClock
 
 __all__ = ["GradientReducer", "align_gradient"]
 
@@ -60,7 +62,7 @@ class GradientReducer:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sent: list[tuple[Any, Tensor, list[Tensor]]] = []
         self.active = False
-        self._waited, self._steps = 0.0, 0
+        self._waited, self._steps, self._flights = 0.0, 0, FlightClock()
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
 
     def remove(self) -> None:
@@ -68,11 +70,15 @@ class GradientReducer:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def seconds_per_step(self) -> float:
-        """Mean of the seconds in `finish` since the last call."""
+    def times_per_step(self) -> CommunicationTimes | None:
+        """Means since the last call: seconds in `finish`, and seconds in which a bucket was under way.
+        None on GPUs, whose work the host does not see, and without a step."""
         seconds, self._waited = self._waited, 0.0
         steps, self._steps = self._steps, 0
-        return seconds / steps if steps else 0.0
+        flown = self._flights.take()
+        if not steps or any(parameter.is_cuda for parameter in self._names):
+            return None
+        return CommunicationTimes(seconds / steps, flown / steps)
 
     def finish(self) -> None:
         """Send what no hook has sent, wait for all, and leave the sums in ``.grad``. Collective.
@@ -81,6 +87,7 @@ class GradientReducer:
             UserError: a gradient is missing.
         """
         self.active, start = False, perf_counter()
+        self._flights.look()
         for parameter in self._names:
             align_gradient(parameter)
         used = self._share_use()
@@ -90,6 +97,7 @@ class GradientReducer:
             if work is not None:
                 work.wait()
                 torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+        self._flights.end()
         self._sent, self._missing = [], [len(bucket) for bucket in self._buckets]
         for parameter, count in zip(self._names, used, strict=False):
             if not count:
@@ -99,6 +107,7 @@ class GradientReducer:
     def _ready(self, parameter: Tensor) -> None:
         if not self.active:
             return
+        self._flights.look()
         align_gradient(parameter)
         self._missing[self._bucket_of[parameter]] -= 1
         # In the same order on all ranks, in whatever order backward makes the gradients.
@@ -113,7 +122,10 @@ class GradientReducer:
             self._sent.append((None, gradients[0], gradients))
             return
         flat = _flatten_dense_tensors(gradients)
-        self._sent.append((dist.all_reduce(flat, group=group, async_op=True), flat, gradients))
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        if not flat.is_cuda:
+            self._flights.launch(work.is_completed)
+        self._sent.append((work, flat, gradients))
 
     def _share_use(self) -> list[float]:
         """How many ranks have each gradient; fills in zeros for those missing. Empty if all have all."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distributed.communication.environment import detect
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window
+from distributed.interfaces.backend import CommunicationTimes, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -123,12 +123,15 @@ class HorovodBackend(TorchBackend):
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)
 
-    def communication_seconds(self) -> float:
-        if self._gradients is None or self._steps == 0:
-            return 0.0
-        mean = self._gradients.waited / self._steps
+    def communication_times(self) -> CommunicationTimes | None:
+        if self._gradients is None:
+            return CommunicationTimes(0.0) if self.world.size == 1 else None
+        waited, flown, steps = self._gradients.waited, self._gradients.flights.take(), self._steps
         self._gradients.waited, self._steps = 0.0, 0
-        return mean
+        # The host also waits for what a GPU still computes.
+        if not steps or self.world.device != "cpu":
+            return None
+        return CommunicationTimes(waited / steps, flown / steps)
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

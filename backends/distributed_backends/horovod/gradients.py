@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distributed.errors import UserError
+from distributed.training.flight_clock import FlightClock
 from distributed_backends.horovod.collectives import wait
 
 
@@ -30,6 +32,7 @@ class GradientSum:
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
         waited: seconds in `finish` since this was last set to 0.
+        flights: seconds in which a gradient was under way, from its launch to its completion.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class GradientSum:
         self._keys = {parameter: f"gradient.{i}" for i, parameter in enumerate(self._names)}
         self._compress, self._find_unused = compress, find_unused
         self._sent: dict[Tensor, tuple[int, Tensor]] = {}
-        self.active, self.waited = False, 0.0
+        self.active, self.waited, self.flights = False, 0.0, FlightClock()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)
             for parameter in self._names
@@ -63,6 +66,7 @@ class GradientSum:
             UserError: a gradient is missing, or is of a kind that Horovod cannot send.
         """
         self.active, start = False, perf_counter()
+        self.flights.look()
         trained = [parameter for parameter in self._names if parameter.requires_grad]
         used = self._share_use(trained)
         for parameter in trained:
@@ -73,6 +77,7 @@ class GradientSum:
             assert parameter.grad is not None
             if wire.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.copy_(wire)
+        self.flights.end()
         self._sent.clear()
         if used is not None:
             for parameter, ranks in zip(trained, wait(used).tolist(), strict=True):
@@ -89,11 +94,14 @@ class GradientSum:
                 field="model",
                 remedy="Under activation checkpointing use use_reentrant=False",
             )
+        self.flights.look()
         self._send(parameter)
 
     def _send(self, parameter: Tensor) -> None:
         wire = self._encode(parameter)
-        self._sent[parameter] = hvd.allreduce_async_(wire, op=hvd.Sum, name=self._keys[parameter]), wire
+        handle = hvd.allreduce_async_(wire, op=hvd.Sum, name=self._keys[parameter])
+        self.flights.launch(partial(hvd.poll, handle))
+        self._sent[parameter] = handle, wire
 
     def _encode(self, parameter: Tensor) -> Tensor:
         gradient: Any = parameter.grad

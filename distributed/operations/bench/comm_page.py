@@ -24,15 +24,15 @@ HEADS = [
     "algbw GB/s",
     "busbw GB/s",
     "check",
-    "sent/rank",
-    "formula",
+    "sent B/rank",
+    "formula B/rank",
 ]
 NOTES = [
     "size: the largest buffer of a rank. Times: median, minimum and maximum of the timed calls, each on the"
     " slowest rank.",
     "busbw: algbw times a factor of the operation and the number of ranks, by the convention of nccl-tests,"
     " whatever the library sends.",
-    "sent/rank and formula: bytes that a rank sends, as the mean over the ranks; measured where gloo sends"
+    "sent and formula: bytes that a rank sends, as the mean over the ranks; measured where gloo sends"
     " over TCP, and as the operation needs at least (for a named algorithm: as it sends).",
 ]
 
@@ -121,7 +121,8 @@ def _panel(report: Report, title: str, unit: str, value: Callable[[Row, float], 
         name = operation if algorithm == LIBRARY else f"{operation}, {algorithm}"
         lines.append((name, Series([row.nbytes for row in rows], middle), options))
     panel = line_panel(title, lines, unit=unit, x="size")
-    sizes = sorted({row.nbytes for row in report.rows})
+    # Equal parts make some sizes a little smaller.
+    sizes = list(report.plan.sizes)
     panel.figure.update_xaxes(type="log", tickvals=sizes, ticktext=[size_text(size) for size in sizes])
     panel.figure.update_yaxes(type="log")
     return panel
