@@ -137,10 +137,21 @@ def _names(text: str, known: Sequence[str], flag: str, most: int | None = None) 
     for name in names:
         if name not in known:
             near = did_you_mean(name, known)
-            raise UserError(f"unknown name '{name}'.{near}", field=flag, got=text, allowed=", ".join(known))
+            raise UserError(
+                f"bench comm has no '{name}'.{near}",
+                field=flag,
+                got=text,
+                allowed=", ".join(known),
+                remedy="Correct the name, or leave the flag out",
+            )
     if not names or len(names) > (most or len(names)):
-        count = "one name" if most == 1 else "names with commas between them"
-        raise UserError(f"needs {count}", field=flag, got=text, allowed=", ".join(known))
+        raise UserError(
+            "takes one name" if most == 1 else "takes names with commas between them",
+            field=flag,
+            got=text,
+            allowed=", ".join(known),
+            remedy="Correct the names, or leave the flag out",
+        )
     return names
 
 

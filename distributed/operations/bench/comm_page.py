@@ -13,7 +13,7 @@ from distributed.operations.report.formats import plural
 if TYPE_CHECKING:
     from distributed.operations.report.html import Panel
 
-__all__ = ["HEADS", "NOTES", "cells_of", "headline", "size_text", "write_page"]
+__all__ = ["HEADS", "NOTES", "cells_of", "headline", "size_text", "text_table", "write_page"]
 
 HEADS = [
     "operation",
@@ -69,6 +69,14 @@ def cells_of(row: Row) -> list[str]:
         "" if row.sent is None else f"{row.sent:,.0f}",
         f"{row.formula:,.0f}",
     ]
+
+
+def text_table(report: Report) -> list[str]:
+    """The headline and the table as lines of plain text."""
+    rows = [HEADS, *(cells_of(row) for row in report.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [headline(report), *lines]
 
 
 def _gigabytes(rate: float) -> str:

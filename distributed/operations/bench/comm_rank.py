@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from socket import gethostname
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,11 +25,14 @@ from distributed.operations.bench.comm import Plan, Report, Row
 __all__ = ["main", "measure", "print_progress"]
 
 
-def measure(plan: Plan, fields: dict[str, Any], report: Callable[[str], None]) -> Report | None:
+def measure(
+    plan: Plan, fields: Mapping[str, Any] = MappingProxyType({}), report: Callable[[str], object] = str
+) -> Report | None:
     """Join the other ranks and measure with them. Collective.
 
     Args:
-        fields: of the configuration, for `setup_distributed`.
+        fields: of the configuration, for `setup_distributed`. Unused if the ranks have met already; they stay
+            together then.
         report: called on rank 0 before each operation, with a line of text.
 
     Returns:
@@ -37,18 +42,40 @@ def measure(plan: Plan, fields: dict[str, Any], report: Callable[[str], None]) -
         UserError: the transport cannot do what was asked for.
         WorkerError: a result is wrong.
     """
-    world = setup_distributed(**fields)
+    joined = dist.is_initialized()
+    device = _device_of_group() if joined else setup_distributed(**fields).device
     try:
-        device = torch.device(world.device)
-        found = Report(plan, _transport(device), device.type, world.size, world.num_nodes)
+        world = _world(device)
+        if world.size < 2:
+            raise UserError(
+                "a single rank has no other to communicate with",
+                field="world_size",
+                got=world.size,
+                allowed="2, 3, ...",
+            )
+        transport, kind = _transport(torch.device(device)), torch.device(device).type
+        found = Report(plan, transport, kind, world.size, world.num_nodes)
         for operation, algorithm in plan.cases:
             if world.rank == 0:
                 report(f"{operation} ({algorithm}): {len(plan.sizes)} sizes on {world.size} ranks")
             for nbytes in plan.sizes:
                 found.rows.append(_measure(plan, operation, algorithm, nbytes, found.transport, world))
     finally:
-        cleanup_distributed()
+        if not joined:
+            cleanup_distributed()
     return found if world.rank == 0 else None
+
+
+def _device_of_group() -> str:
+    """The current GPU if the ranks have met over nccl."""
+    return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend_config() else "cpu"
+
+
+def _world(device: str) -> World:
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, gethostname())
+    rank = dist.get_rank()
+    return World(rank=rank, size=len(hosts), num_nodes=len(set(hosts)), host=hosts[rank], device=device)
 
 
 def _transport(device: torch.device) -> str:
@@ -72,9 +99,11 @@ def _measure(plan: Plan, operation: str, algorithm: str, nbytes: int, transport:
     dist.all_gather_object(found, (seconds, sent, right, world.host))
     for rank, (_, _, right, host) in enumerate(found):
         if not right:
-            what = f"{operation} ({algorithm}) of {count} {plan.dtype} over {transport}"
+            what = (
+                f"{operation} ({algorithm}) of {count} {plan.dtype} over {transport} on rank {rank} ({host})"
+            )
             raise WorkerError(
-                f"rank {rank} ({host}): {what} gave a wrong result",
+                f"wrong result of {what}",
                 rank=rank,
                 host=host,
                 exc_type="WrongResult",
