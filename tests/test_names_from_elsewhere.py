@@ -70,6 +70,13 @@ NAMES = [
     "FairScale",
     "DeepSpeedConfig",
     "deepspeed_config",
+    "allreduce_example",
+    "allgather_example",
+    "broadcast_example",
+    "ring_allreduce",
+    "train_step_overlapped",
+    "profile_communication",
+    "profile_communication_overhead",
 ]
 LAYER = {"dtype": torch.float64}
 LAYERS = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,12 @@ class PendingSum:
     """Gradients that are being added up; the first requests of their codecs are on their way.
 
     The requests of all of them are answered together, by one collective for each kind.
+
+    Attributes:
+        is_completed: None: what has arrived has to be decoded, and may have to be answered.
     """
+
+    is_completed: Callable[[], bool] | None = None
 
     def __init__(self, owner: CodedSum, wire: Wire, flows: list[_Flow]) -> None:
         self._owner, self._wire, self._flows = owner, wire, flows

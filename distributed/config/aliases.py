@@ -109,6 +109,10 @@ NOT_FIELDS = {
     "sharding_strategy": "FULL_SHARD is backend=fsdp, SHARD_GRAD_OP is fsdp.reshard_after_forward=false,"
     " HYBRID_SHARD is backend=fsdp with parallel.data, NO_SHARD is backend=pytorch-ddp",
     "buffer_dtype": "Leave it out: buffers keep their dtype, and mixed_precision casts inside operations",
+    **dict.fromkeys(
+        ("profile_communication", "profile_communication_overhead"),
+        "Call distributed.profile_communication() on the ranks, or run `distributed.cli bench comm`",
+    ),
     "use_orig_params": "Leave it out: parameters keep their names and shapes under fsdp",
     "use_gradient_checkpointing": "Set activation_checkpointing=full",
     "local_rank": "The launcher sets it in the environment",

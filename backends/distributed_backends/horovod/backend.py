@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.environment import detect
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window
+from distributed.interfaces.backend import CommunicationTimes, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -132,8 +132,10 @@ class HorovodBackend(TorchBackend):
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)
 
-    def communication_seconds(self) -> float:
-        return 0.0 if self._gradients is None else self._gradients.seconds_per_step()
+    def communication_times(self) -> CommunicationTimes | None:
+        if self._gradients is None:
+            return CommunicationTimes(0.0) if self.world.size == 1 else None
+        return self._gradients.times_per_step()
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)
