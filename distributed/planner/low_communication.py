@@ -40,44 +40,43 @@ def check_low_communication(
             allowed="1",
             remedy="Leave the axis out, or set low_communication.mode=none",
         )
-    for name, got, refused, why, remedy in _REFUSED:
-        value = precision if name == "mixed_precision" else getattr(config, name)
-        if value in refused:
-            raise UserError(why, field=name, got=value, allowed=got, remedy=remedy)
+    _check_settings(config, precision)
 
 
-_REFUSED: list[tuple[str, str, tuple[object, ...], str, str]] = [
-    (
-        "sync_batchnorm",
-        "false",
-        (True,),
-        "BatchNorm over all ranks is a collective in every forward pass of ranks that train on their own",
-        "Leave it out: each rank has its own statistics, which are averaged at outer steps",
-    ),
-    (
-        "mixed_precision",
-        "fp32, bf16",
-        ("fp16",),
-        "each of the ranks that train on their own would skip other steps and have another loss scale",
-        "Train in bf16, which needs no loss scale",
-    ),
-    (
-        "on_nan",
-        "stop, ignore",
-        ("skip",),
-        "each of the ranks that train on their own would skip other steps, and have another learning rate"
-        " after them",
-        "Use on_nan=stop",
-    ),
-    (
-        "optimizer_bits",
-        "32",
-        (8, 4),
-        "quantized state is not saved for each of the ranks that train on their own",
-        "Leave it out",
-    ),
-]
-"""Field, what is allowed, what is refused, why, and the remedy."""
+def _check_settings(config: DistributedConfig, precision: str) -> None:
+    if config.sync_batchnorm:
+        raise UserError(
+            "BatchNorm over all ranks is a collective in every forward pass of ranks that train on their own",
+            field="sync_batchnorm",
+            got=True,
+            allowed="false",
+            remedy="Leave it out: each rank has its own statistics, which are averaged at outer steps",
+        )
+    if precision == "fp16":
+        raise UserError(
+            "each of the ranks that train on their own would skip other steps and have another loss scale",
+            field="mixed_precision",
+            got=precision,
+            allowed="fp32, bf16",
+            remedy="Train in bf16, which needs no loss scale",
+        )
+    if config.on_nan == "skip":
+        raise UserError(
+            "each of the ranks that train on their own would skip other steps, and have another learning rate"
+            " after them",
+            field="on_nan",
+            got=config.on_nan,
+            allowed="stop, ignore",
+            remedy="Use on_nan=stop",
+        )
+    if config.optimizer_bits != 32:
+        raise UserError(
+            "quantized state is not saved for each of the ranks that train on their own",
+            field="optimizer_bits",
+            got=config.optimizer_bits,
+            allowed="32",
+            remedy="Leave it out",
+        )
 
 
 def ranks_of(config: DistributedConfig, spec: BackendSpec) -> BackendSpec:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed.communication.broadcast import broadcast_values
 from distributed.interfaces.backend import StepResult
-from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.state import StateReader
 from distributed.registry.catalog import get_catalog
 from distributed.training.low_communication.backend import LowCommunicationBackend
 from distributed.training.low_communication.merging import Fragment, Merging
 from distributed.training.step_module import StepModule
 
-__all__ = ["MUTANTS", "OF_STREAMING", "spec_of"]
+__all__ = ["MUTANTS", "OF_RESUMING", "OF_STREAMING", "registered"]
 
 
 class _Broken(LowCommunicationBackend):
@@ -116,6 +118,48 @@ class DividesByTheWholeBatch(LowCommunicationBackend):
         return result
 
 
+class ResumesWithRankZerosMoments(LowCommunicationBackend):
+    """A resumed rank has the inner optimizer state of rank 0."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for state in self.optimizer.state.values():
+            broadcast_values(value for value in state.values() if value.dim())
+
+
+class ResumesWithoutOuterMomentum(LowCommunicationBackend):
+    """A resumed run has no outer momentum."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for velocity in self.merging.velocities.values():
+            velocity.zero_()
+
+
+class ResumesFromTheAnchors(LowCommunicationBackend):
+    """A resumed rank has lost its steps since the last outer step."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for name, parameter in self.merging.parameters.items():
+            parameter.data.copy_(self.merging.anchors[name])
+
+
+class BeginsThePeriodAnew(LowCommunicationBackend):
+    """A resumed run counts the steps of the period from where it resumed."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        self.merging.step = 0
+
+
+_OF_RESUMING = [
+    ResumesWithRankZerosMoments,
+    ResumesWithoutOuterMomentum,
+    ResumesFromTheAnchors,
+    BeginsThePeriodAnew,
+]
+OF_RESUMING = [kind.__name__ for kind in _OF_RESUMING]
 _CLASSES = [
     ForgetsOuterMomentum,
     AveragesUnweighted,
@@ -131,6 +175,13 @@ MUTANTS = [kind.__name__ for kind in _CLASSES]
 OF_STREAMING = [TakesInLate.__name__]
 
 
-def spec_of(name: str) -> BackendSpec:
-    """The spec of a mutant, called as its class."""
-    return replace(get_catalog().backends["pytorch-ddp"], name=name, low_communication=f"{__name__}:{name}")
+@contextmanager
+def registered(name: str) -> Iterator[None]:
+    """Within the block, a mutant is a backend, called as its class."""
+    backends = get_catalog().backends
+    target = f"{__name__}:{name}"
+    backends[name] = replace(backends["pytorch-ddp"], name=name, low_communication=target)
+    try:
+        yield
+    finally:
+        del backends[name]

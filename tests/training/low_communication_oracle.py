@@ -100,6 +100,23 @@ class Oracle:
         self.step = 0
         self.consumed = [[0] * len(self.workers) for _ in self.parts]
 
+    def begin_after(self, saved: Oracle) -> None:
+        """Begin with what `saved`, equal workers of another number, have: parameters and outer momentum, and
+        the mean of their inner momenta."""
+        self.shared = [p.clone() for p in saved.shared]
+        self.velocity = [v.clone() for v in saved.velocity]
+        for worker, optimizer in zip(self.workers, self.inner, strict=True):
+            for i, own in enumerate(_parameters(worker)):
+                own.copy_(self.shared[i])
+            for i, p in enumerate(worker.parameters()):
+                found = [o.state[w] for o, w in saved.states_of(i)]
+                optimizer.state[p]["momentum_buffer"] = sum(s["momentum_buffer"] for s in found) / len(found)
+
+    def states_of(self, i: int) -> list[tuple[torch.optim.Optimizer, nn.Parameter]]:
+        """Each worker's inner optimizer and parameter i."""
+        parameters = [list(worker.parameters())[i] for worker in self.workers]
+        return list(zip(self.inner, parameters, strict=True))
+
     def _inner_step(self, rank: int, x: Tensor, y: Tensor) -> None:
         worker, optimizer = self.workers[rank], self.inner[rank]
         optimizer.zero_grad()
