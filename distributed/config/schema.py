@@ -21,6 +21,7 @@ from pydantic import (
 
 from distributed.config.compression import CompressionSection
 from distributed.config.consistency import check_elastic, check_optimizer_bits, check_ranks
+from distributed.config.low_communication import LowCommunicationSection
 from distributed.config.parallel import ParallelSection
 from distributed.config.sections import (
     CheckpointSection,
@@ -268,6 +269,10 @@ class DistributedConfig(BaseModel):
     )
     compression: CompressionSection = Field(
         default_factory=CompressionSection, description="Compression of the gradients that ranks exchange."
+    )
+    low_communication: LowCommunicationSection = Field(
+        default_factory=LowCommunicationSection,
+        description="Optimizer steps of each rank on its own, with an exchange of parameters now and then.",
     )
     lr_scaling: LrScaling = Field(default_factory=LrScaling, description="Learning rate by batch size.")
     data: DataSection = Field(default_factory=DataSection, description="Data order, randomness and checks.")

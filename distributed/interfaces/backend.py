@@ -124,9 +124,11 @@ class Backend(ABC):
         optimizer: after `prepare`: the optimizer in use.
         timers: where forward, backward and optimizer seconds go (`mixins.timing`).
         omitted: names of parameters that `export_state` leaves out.
+        reads_own_parameters: `import_state` reads a state in which ranks have parameters of their own.
     """
 
     omitted: Collection[str] = ()
+    reads_own_parameters = False
     spec: BackendSpec
     world: World
     module: Any
@@ -178,6 +180,13 @@ class Backend(ABC):
         The norm is the whole model's, over all the ranks that hold a part of it.
         """
 
+    def synchronize(self) -> None:  # noqa: B027 - most backends keep their ranks equal in every step
+        """Give all ranks the same weights, if they have their own between steps. Collective.
+
+        Called at the end of each epoch, before validation, and where training ends; without a step since the
+        last time it changes nothing.
+        """
+
     @abstractmethod
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         """Forward of `window` without gradients: ``{name: (sum, count)}`` of this rank, for
@@ -202,6 +211,10 @@ class Backend(ABC):
         if self.world.size > 1 and type(self).communication_seconds is Backend.communication_seconds:
             return None
         return CommunicationTimes(self.communication_seconds())
+
+    def interval_metrics(self) -> Mapping[str, float]:
+        """Metrics of this rank since the last call, for the log record of an interval."""
+        return {}
 
     def replicated(self) -> Mapping[str, Any] | None:
         """What every rank of `replica_set` holds a copy of, of the trained parameters, by name, detached;
@@ -264,9 +277,9 @@ class Backend(ABC):
         """State of the gradient scaler, None without one."""
         return None
 
-    def codec_state(self) -> Any:
-        """What this rank has still to send of gradients, for a later `fit` in this process; None if there is
-        nothing."""
+    def leftover_state(self) -> Any:
+        """What a later `fit` in this process needs besides model, optimizer and scaler: `prepare` finds it in
+        ``task.run_state["backend"]``."""
         return None
 
     def alone(self) -> Backend:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["EXCHANGES", "LEVERS", "SCHEDULES", "BackendSpec", "Capabilities"]
+__all__ = ["EXCHANGES", "LEVERS", "LOW_COMMUNICATION", "SCHEDULES", "BackendSpec", "Capabilities"]
 
 EXCHANGES = frozenset({"sum", "gather", "scatter"})
 """Collectives of gradient codecs that `distributed.communication.wire.Wire` has."""
@@ -19,6 +19,9 @@ LEVERS = frozenset(
 )
 """Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
 configuration fields, and values of `matmul_precision`."""
+
+LOW_COMMUNICATION = frozenset({"local-sgd", "diloco", "streaming-diloco"})
+"""Modes of `distributed.training.low_communication.backend.LowCommunicationBackend`."""
 
 SCHEDULES = frozenset(
     {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"}
@@ -46,6 +49,8 @@ class Capabilities:
         levers: of `LEVERS`: the settings of memory and speed that it applies.
         exchanges: of ``sum``, ``gather`` and ``scatter``: the collectives with which gradient codecs
             (`distributed.interfaces.codec`) may replace its own reduction; empty if it has no codecs.
+        low_communication: values of ``low_communication.mode`` besides ``none``; needs
+            `BackendSpec.low_communication`.
     """
 
     multi_process: bool = True
@@ -61,6 +66,7 @@ class Capabilities:
     schedules: frozenset[str] = frozenset()
     levers: frozenset[str] = frozenset()
     exchanges: frozenset[str] = frozenset()
+    low_communication: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class BackendSpec:
         context_attention: ``package.module:function`` that finds the attention of a model for ranks which
             hold slices of sequences (`distributed.parallel.context_axis.ContextAttention`); for a backend
             with the axis ``context``.
+        low_communication: the `target` under a ``low_communication.mode``, whose ranks train on their own.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -132,6 +139,7 @@ class BackendSpec:
     search: str | None = None
     blocking_modules: tuple[str, ...] = ("torch.distributed",)
     context_attention: str = ""
+    low_communication: str = ""
     preload: tuple[str, ...] = ()
 
     @property

@@ -24,6 +24,11 @@ from distributed.planner.backend_choice import (
 from distributed.planner.batch import rescale_batch, resolve_batch
 from distributed.planner.compression import check_codec, choose_codec, codec_notes
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
+from distributed.planner.low_communication import (
+    check_low_communication,
+    low_communication_notes,
+    ranks_of,
+)
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
@@ -65,6 +70,7 @@ def resolve(
     )
     if dims.pipeline > 1:
         pipeline_shape(config, dims, batch)
+    check_low_communication(config, spec, dims, placement.precision, catalog)
     check_capabilities(config, spec, catalog, num_devices, placement.precision, placement.device)
     check_accumulation(batch.gradient_accumulation_steps, spec, catalog)
     check_nodes(config, spec, placement)
@@ -73,7 +79,7 @@ def resolve(
     plan = RunPlan(
         **vars(replace(placement, notes=())),
         config=config,
-        spec=spec,
+        spec=ranks_of(config, spec),
         batch=batch,
         val_batch_size=facts.val_batch_size or batch.batch_size,
         learning_rate=_learning_rate(config, batch, facts),
@@ -81,7 +87,9 @@ def resolve(
         codec=codec,
     )
     ours = [*meeting_notes(config, spec, placement), *core_notes(spec, placement)]
-    ours += [*lever_notes(config, placement), *codec_notes(codec, config, _copies(spec, dims))]
+    ours += [*lever_notes(config, placement), *low_communication_notes(config, placement.world_size)]
+    if not config.low_communication.is_active:
+        ours += codec_notes(codec, config, _copies(spec, dims))
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()

@@ -12,6 +12,7 @@
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
             every checkpoint.every_n_steps: save
             about once a second: agree whether a signal has preempted the run
+        give all ranks the same weights, if they have their own
         validate: every sample once (C5)
         decide best, step the epoch's scheduler, save
 
@@ -208,10 +209,13 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             metrics = self.records.epoch_metrics()
             if self.history.preempted:
                 break
+            self.backend.synchronize()
             validated = self.validator.validate()
             if validated:
                 self.callbacks.notify("on_validation_end", validated)
             self._end_epoch(metrics | validated, complete)
+        if not self.history.preempted:
+            self.backend.synchronize()  # a run may resume where it has nothing left to train
         self.saver.save_if_stopped()
 
     def _train_epoch(self) -> bool:
@@ -243,7 +247,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self._end_interval(record.norm)
         elif record.step >= self.consensus.next_check and record.step != self.goal.step:
             self.consensus.agree_on_signals()
-        if self.history.stop_reason:
+        if self.history.stop_reason or record.step == self.goal.step:
             return  # this state, or that of the epoch's end, is saved in a moment
         if save_every and record.step % save_every == 0 and not self.feed.ended(self.progress.samples):
             mark = perf_counter()
@@ -395,7 +399,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         return {
             "optimizer": self.optimizer,
             "scaler": self.backend.scaler_state(),
-            "codec": self.backend.codec_state(),
+            "backend": self.backend.leftover_state(),
             "snapshot": self.state.capture(),
             "best_checkpoint": self.history.best_checkpoint,
         }

@@ -33,6 +33,15 @@ class Stepper:
                 allowed="1 here, or ranks that a launcher started",
                 remedy=f"torchrun --nproc_per_node={plan.local_size} script.py, or use fit",
             )
+        if plan.config.low_communication.is_active:
+            raise UserError(
+                "ranks that train on their own are made equal where an epoch or the training ends, which a"
+                " loop of your own does not report",
+                field="low_communication.mode",
+                got=plan.config.low_communication.mode,
+                allowed="none",
+                remedy="Use fit, or set low_communication.mode=none",
+            )
         self.backend: Any = catalog.load_backend(plan.spec)
         self.backend.setup(plan)
         atexit.register(self.backend.teardown)

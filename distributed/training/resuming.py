@@ -13,6 +13,8 @@ from distributed.checkpoint.file_names import MANIFEST
 from distributed.checkpoint.object_store import located
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
+from distributed.training.low_communication.saved_state import is_apart
 from distributed.training.saving import Saver, log_on_rank_zero
 from distributed.training.seeding import isolated_rng
 
@@ -128,6 +130,7 @@ class Resumer:
         reader = PortableReader(path)
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
+        _check_one_model(reader, backend)
         complete(backend, lambda: backend.import_state(reader))
         complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
@@ -189,6 +192,19 @@ class Resumer:
                 remedy="Or let every rank read the whole stream: leave shards_itself out",
             )
         return {"stream": own.get("stream")}
+
+
+def _check_one_model(reader: PortableReader, backend: Backend) -> None:
+    """Raise a UserError if ranks had parameters of their own, and `backend` reads one model."""
+    if is_apart(reader) and not backend.reads_own_parameters:
+        raise UserError(
+            "it was saved between two outer steps, and holds parameters of each rank's own",
+            field="low_communication.mode",
+            got="none",
+            allowed="local-sgd, diloco, streaming-diloco",
+            remedy="Resume with the low_communication section that saved it, or from the checkpoint of an"
+            " epoch's end, where all ranks had the same weights",
+        )
 
 
 def _records_of(reader: PortableReader) -> list[dict[str, Any]]:

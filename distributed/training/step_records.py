@@ -199,6 +199,7 @@ class StepRecords:
             "learning_rate": rates[-1],
             "samples_per_second": self._interval_samples / seconds,
             **memory_metrics(device),
+            **self.backend.interval_metrics(),
             **self._logged,
         }
         if norm is not None:

@@ -124,7 +124,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
 
     def prepare(self, task: Task) -> None:
         if self.compression is not None and task.run_state:
-            self.compression.left = task.run_state["codec"]
+            self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
@@ -506,7 +506,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         elif self.world.rank == 0:
             report_dropped(reader)
 
-    def codec_state(self) -> Any:
+    def leftover_state(self) -> Any:
         return None if self.compression is None else self.compression.leave()
 
     def alone(self) -> Backend:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, SCHEDULES, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import (
+    EXCHANGES,
+    LEVERS,
+    LOW_COMMUNICATION,
+    SCHEDULES,
+    BackendSpec,
+    Capabilities,
+)
 from distributed.registry.hookspecs import hookimpl
 
 
@@ -27,7 +34,9 @@ def register_backends() -> list[BackendSpec]:
                 schedules=SCHEDULES,
                 levers=LEVERS,
                 exchanges=EXCHANGES,
+                low_communication=LOW_COMMUNICATION,
             ),
+            low_communication="distributed.training.low_communication.backend:LowCommunicationBackend",
             context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]

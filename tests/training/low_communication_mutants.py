@@ -1,0 +1,187 @@
+"""Deliberately broken forms of low-communication training: each differs from the sound one by a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.communication.broadcast import broadcast_values
+from distributed.interfaces.backend import StepResult
+from distributed.interfaces.state import StateReader
+from distributed.registry.catalog import get_catalog
+from distributed.training.low_communication.backend import LowCommunicationBackend
+from distributed.training.low_communication.merging import Fragment, Merging
+from distributed.training.step_module import StepModule
+
+__all__ = ["MUTANTS", "OF_RESUMING", "OF_STREAMING", "registered"]
+
+
+class _Broken(LowCommunicationBackend):
+    """The sound backend with another class of `Merging`."""
+
+    merging_class: type[Merging] = Merging
+
+    def wrap(self, step: StepModule) -> StepModule:
+        wrapped = super().wrap(step)
+        self.merging.__class__ = self.merging_class
+        return wrapped
+
+
+class ForgetsOuterMomentum(_Broken):
+    """The outer momentum begins at zero at each outer step."""
+
+    class merging_class(Merging):
+        def _end(self, fragment: Fragment, mixing: float) -> None:
+            for velocity in self.velocities.values():
+                velocity.zero_()
+            super()._end(fragment, mixing)
+
+
+class AveragesUnweighted(_Broken):
+    """Each rank counts the same, whatever it has consumed."""
+
+    class merging_class(Merging):
+        def _shares(self, weights: Sequence[Any]) -> list[float]:
+            return super()._shares([1.0] * len(weights))
+
+
+class WrongSign(_Broken):
+    """The outer optimizer climbs."""
+
+    class merging_class(Merging):
+        def _delta(self, name: str) -> Tensor:
+            return -super()._delta(name)
+
+
+class OldAnchor(_Broken):
+    """Changes are measured from the parameters with which training began."""
+
+    class merging_class(Merging):
+        first: dict[str, Tensor] | None = None
+
+        def _delta(self, name: str) -> Tensor:
+            self.first = self.first or {n: a.clone() for n, a in self.anchors.items()}
+            return self.first[name] - self.parameters[name].detach()
+
+
+class TakesInLate(_Broken):
+    """A part takes effect one step after it is due."""
+
+    class merging_class(Merging):
+        def after_step(self, count: Any) -> None:
+            self.rule = replace(self.rule, overlap=3)
+            super().after_step(count)
+
+
+class AveragesInnerState(LowCommunicationBackend):
+    """The momentum of the inner optimizers is averaged at outer steps."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        result = super().optimizer_step(max_norm, want_norm)
+        if self.merging.step == 0:
+            for state in self.optimizer.state.values():
+                torch.distributed.all_reduce(state["momentum_buffer"])
+                state["momentum_buffer"] /= self.world.size
+        return result
+
+
+class ResetsInnerState(LowCommunicationBackend):
+    """The inner optimizers begin anew after outer steps."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        result = super().optimizer_step(max_norm, want_norm)
+        if self.merging.step == 0:
+            self.optimizer.state.clear()
+        return result
+
+
+class StepsWithoutSamples(LowCommunicationBackend):
+    """A rank without samples steps with a gradient of zero, so that momentum moves it."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        self._own_samples = 1
+        return super().optimizer_step(max_norm, want_norm)
+
+
+class DividesByTheWholeBatch(LowCommunicationBackend):
+    """A rank's gradient is divided by the samples of the global batch, as in data parallelism."""
+
+    def run_window(self, window: Any) -> tuple[Any, Any]:
+        result = super().run_window(window)
+        for parameter in self.module.parameters():
+            parameter.grad *= self._own_samples / window.num_samples  # type: ignore[operator]
+        return result
+
+
+class ResumesWithRankZerosMoments(LowCommunicationBackend):
+    """A resumed rank has the inner optimizer state of rank 0."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for state in self.optimizer.state.values():
+            broadcast_values(value for value in state.values() if value.dim())
+
+
+class ResumesWithoutOuterMomentum(LowCommunicationBackend):
+    """A resumed run has no outer momentum."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for velocity in self.merging.velocities.values():
+            velocity.zero_()
+
+
+class ResumesFromTheAnchors(LowCommunicationBackend):
+    """A resumed rank has lost its steps since the last outer step."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        for name, parameter in self.merging.parameters.items():
+            parameter.data.copy_(self.merging.anchors[name])
+
+
+class BeginsThePeriodAnew(LowCommunicationBackend):
+    """A resumed run counts the steps of the period from where it resumed."""
+
+    def import_state(self, reader: StateReader) -> None:
+        super().import_state(reader)
+        self.merging.step = 0
+
+
+_OF_RESUMING = [
+    ResumesWithRankZerosMoments,
+    ResumesWithoutOuterMomentum,
+    ResumesFromTheAnchors,
+    BeginsThePeriodAnew,
+]
+OF_RESUMING = [kind.__name__ for kind in _OF_RESUMING]
+_CLASSES = [
+    ForgetsOuterMomentum,
+    AveragesUnweighted,
+    WrongSign,
+    OldAnchor,
+    TakesInLate,
+    AveragesInnerState,
+    ResetsInnerState,
+    StepsWithoutSamples,
+    DividesByTheWholeBatch,
+]
+MUTANTS = [kind.__name__ for kind in _CLASSES]
+OF_STREAMING = [TakesInLate.__name__]
+
+
+@contextmanager
+def registered(name: str) -> Iterator[None]:
+    """Within the block, a mutant is a backend, called as its class."""
+    backends = get_catalog().backends
+    target = f"{__name__}:{name}"
+    backends[name] = replace(backends["pytorch-ddp"], name=name, low_communication=target)
+    try:
+        yield
+    finally:
+        del backends[name]
