@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distributed.checkpoint.rank_local import Replica, export_rank_local, read_rank_local, saved_kinds
 from distributed.checkpoint.staging_buffers import to_host
+from distributed.communication.codecs.base import Codec
 from distributed.communication.coded_sum import CodedSum
 from distributed.communication.wire import Wire
 from distributed.config import DistributedConfig
@@ -55,18 +56,25 @@ class Compression:
     A checkpoint holds the residual of each replica of each parameter, the codec's own tensors and its number
     of steps. As many replicas resume with the same bits; another number shares the sum of the residuals, so
     that the update that is pending stays the same.
+
+    Attributes:
+        name: of the codec.
+        codec: one instance for all parameters.
+        exchange: class of the exchange between the ranks of one group.
     """
+
+    exchange: type[CodedSum] = CodedSum
 
     def __init__(self, spec: CodecSpec, config: DistributedConfig) -> None:
         options = config.compression
         self.name = spec.name
-        self._codec = load_target(spec.target)(options, spec.feeds_back(options))
+        self.codec: Codec = load_target(spec.target)(options, spec.feeds_back(options))
         self._seed, self._revocable = config.seed, config.on_nan == "skip"
         self._sums: list[CodedSum] = []
 
     def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
         """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
-        self._sums.append(CodedSum(self._codec, wire, self._seed, self._revocable, names))
+        self._sums.append(self.exchange(self.codec, wire, self._seed, self._revocable, names))
         return self._sums[-1]
 
     def settle(self, skipped: bool) -> None:
