@@ -13,6 +13,11 @@ from distributed._version import __version__
 
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
+    from distributed.communication.manual_compression import (
+        GradientCompression,
+        compress_gradient,
+        random_sparse,
+    )
     from distributed.config import DistributedConfig, Section
     from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
@@ -49,6 +54,11 @@ install()
 
 _NAMES = {
     "distributed.callbacks": ("EarlyStopping",),
+    "distributed.communication.manual_compression": (
+        "GradientCompression",
+        "compress_gradient",
+        "random_sparse",
+    ),
     "distributed.config": ("DistributedConfig", "Section"),
     "distributed.errors": ("Preempted", "UserError", "WorkerError"),
     "distributed.interfaces.backend": ("Backend", "MicroBatch", "StepResult", "Window"),
@@ -97,6 +107,7 @@ __all__ = [
     "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
+    "GradientCompression",
     "History",
     "HorovodTrainer",
     "HybridParallelTrainer",
@@ -124,7 +135,9 @@ __all__ = [
     "World",
     "__version__",
     "cleanup_distributed",
+    "compress_gradient",
     "hookimpl",
+    "random_sparse",
     "setup_distributed",
     "setup_horovod",
 ]
