@@ -14,6 +14,11 @@ from distributed._version import __version__
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
     from distributed.communication.custom_communication import CustomCommunication
+    from distributed.communication.manual_compression import (
+        GradientCompression,
+        compress_gradient,
+        random_sparse,
+    )
     from distributed.config import DistributedConfig, Section
     from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
@@ -53,6 +58,11 @@ install()
 _NAMES = {
     "distributed.callbacks": ("EarlyStopping",),
     "distributed.communication.custom_communication": ("CustomCommunication",),
+    "distributed.communication.manual_compression": (
+        "GradientCompression",
+        "compress_gradient",
+        "random_sparse",
+    ),
     "distributed.config": ("DistributedConfig", "Section"),
     "distributed.errors": ("Preempted", "UserError", "WorkerError"),
     "distributed.interfaces.backend": ("Backend", "MicroBatch", "StepResult", "Window"),
@@ -104,6 +114,7 @@ __all__ = [
     "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
+    "GradientCompression",
     "History",
     "HorovodTrainer",
     "HybridParallelTrainer",
@@ -132,9 +143,11 @@ __all__ = [
     "World",
     "__version__",
     "cleanup_distributed",
+    "compress_gradient",
     "hookimpl",
     "profile_communication",
     "profile_communication_overhead",
+    "random_sparse",
     "setup_distributed",
     "setup_horovod",
 ]

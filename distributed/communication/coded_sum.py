@@ -56,7 +56,7 @@ class CodedSum:
         wire: between whom.
         seed: of the run, for codecs that draw numbers.
         revocable: a step may be skipped after its gradients were added up, which `settle` then undoes.
-        names: of the parameters.
+        names: of the parameters, in any order.
 
     Attributes:
         residuals: by name of the parameter; empty if the codec keeps none.
@@ -64,16 +64,14 @@ class CodedSum:
         step: number of steps in which something was exchanged.
     """
 
-    def __init__(
-        self, codec: Codec, wire: Wire, seed: int, revocable: bool, names: Collection[str] = ()
-    ) -> None:
+    def __init__(self, codec: Codec, wire: Wire, seed: int, revocable: bool, names: Collection[str]) -> None:
         self.names = frozenset(names)
         self._codec, self._wire, self._seed, self._revocable = codec, wire, seed, revocable
         self.residuals: dict[str, Tensor] = {}
         self.states: dict[str, dict[str, Tensor]] = {}
         self.step = 0
-        self._rows: dict[str, int] = {}
-        self._number_of_rows = 0
+        # Not in the order of use: a resumed run begins elsewhere, and has to share out rows in the same way.
+        self._first_rows = {name: index for index, name in enumerate(sorted(names))}
         self._open = False
         self._next: list[tuple[str, Tensor | None, dict[str, Tensor]]] = []
 
@@ -126,12 +124,9 @@ class CodedSum:
         if state:
             self.states[name] = state
 
-    def first_row(self, name: str, rows: int) -> int:
-        """Number of the first row of a tensor among the rows of all, in the order in which they are sent."""
-        if name not in self._rows:
-            self._rows[name] = self._number_of_rows
-            self._number_of_rows += rows
-        return self._rows[name]
+    def first_row(self, name: str) -> int:
+        """Which rank adds up the first row of a parameter: this number modulo the number of ranks."""
+        return self._first_rows[name]
 
     def _flow(self, name: str, gradient: Tensor) -> _Flow:
         wide = gradient.dtype if gradient.dtype.itemsize > 2 else torch.float32
@@ -180,7 +175,7 @@ class PendingSum:
             request = flow.request
             if isinstance(request, Scatter):
                 flow.num_rows = len(request.rows)
-                flow.message.first_row = self._owner.first_row(flow.message.name, flow.num_rows)
+                flow.message.first_row = self._owner.first_row(flow.message.name)
             if request is not None:
                 groups.setdefault((type(request), request[0].dtype), []).append(flow)
         for (kind, _), flows in groups.items():

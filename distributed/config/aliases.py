@@ -81,6 +81,13 @@ FIELDS = {
     "max_grad_norm": "gradient_clipping",
     "clip_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
+    **dict.fromkeys(
+        ("gradient_compression", "grad_compression", "compress_gradients", "gradientcompression"),
+        "compression.codec",
+    ),
+    "compress_gradient": "compression.codec=top-k",
+    "random_sparse": "compression.codec=random-k",
+    "compression_ratio": "compression.ratio",
     "gradient_checkpointing": "activation_checkpointing",
     "torch_compile": "compile",
     "gradient_clip_val": "gradient_clipping",

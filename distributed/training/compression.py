@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distributed.checkpoint.rank_local import Replica, export_rank_local, read_rank_local, saved_kinds
 from distributed.checkpoint.staging_buffers import to_host
+from distributed.communication.codecs.base import Codec
 from distributed.communication.coded_sum import CodedSum
 from distributed.communication.wire import GroupWire, Wire
 from distributed.config import DistributedConfig
@@ -67,20 +68,25 @@ class Compression:
     that the update that is pending stays the same.
 
     Attributes:
+        name: of the codec.
+        codec: one instance for all parameters.
+        exchange: class of the exchange between the ranks of one group.
         left: what an earlier `fit` in this process has left by `leave`; None without one.
     """
+
+    exchange: type[CodedSum] = CodedSum
 
     def __init__(self, spec: CodecSpec, config: DistributedConfig) -> None:
         options = config.compression
         self.name = spec.name
-        self._codec = load_target(spec.target)(options, spec.feeds_back(options))
+        self.codec: Codec = load_target(spec.target)(options, spec.feeds_back(options))
         self._seed, self._revocable = config.seed, config.on_nan == "skip"
         self._sums: list[CodedSum] = []
         self.left: list[CodedSum] | None = None
 
     def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
         """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
-        made = CodedSum(self._codec, wire, self._seed, self._revocable, names)
+        made = self.exchange(self.codec, wire, self._seed, self._revocable, names)
         if self.left:
             before = self.left.pop(0)
             made.load(before.residuals, before.states, before.step)

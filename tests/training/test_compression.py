@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from distributed.data.order import share
+from distributed.registry.catalog import get_catalog
 from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.communication import codec_oracle as oracle
+from tests.communication.codec_mutants import ClipsBeforeDecompression
 from tests.communication.test_joined import together
 from tests.support.training import OnStep, SameWeights, make_trainer
 
@@ -72,11 +75,7 @@ class Plain:
     def __init__(self, codec: str, ranks: int) -> None:
         self.model, self.ranks, self.step = build(), ranks, 0
         self.optimizer = SGD(self.model.parameters())
-        row = {"fp16": 64, "bf16": 64, "int8": 256, "fp8": 256}.get(codec, 1)
-        first, rows = 0, {}
-        for name, parameter in reversed(list(self.model.named_parameters())):
-            rows[name] = first
-            first += -(-parameter.numel() // row)
+        rows = oracle.first_rows(name for name, _ in self.model.named_parameters())
         self.exchange = oracle.ErrorFeedback(codec, rows, feeds_back=codec in WITH_FEEDBACK)
 
     def train(self, batches: int) -> None:
@@ -121,6 +120,22 @@ def test_training_is_the_oracles(rank_pool: RankPool, codec: str, ranks: int) ->
     make_trainer(model, ranks, rank_pool, callbacks=[SameWeights()], **fields(codec)).fit(data(), epochs=2)
     plain.train(10)
     close(model, plain.model)
+
+
+def test_gradients_clipped_before_they_are_sent_show(rank_pool: RankPool) -> None:
+    """A broken backend does not train as the oracle does."""
+    backends, spec = get_catalog().backends, get_catalog().backends["pytorch-ddp"]
+    kind = ClipsBeforeDecompression
+    broken = replace(spec, name=f"mutant-{kind.__name__}", target=f"{kind.__module__}:{kind.__name__}")
+    model, plain = build(), Plain("top-k", 2)
+    backends[broken.name] = broken
+    try:
+        make_trainer(model, 2, rank_pool, backend=broken.name, **fields("top-k")).fit(data(), epochs=1)
+    finally:
+        del backends[broken.name]
+    plain.train(5)
+    with pytest.raises(AssertionError):
+        close(model, plain.model)
 
 
 @pytest.mark.parametrize("codec", CODECS)

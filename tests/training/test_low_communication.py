@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from distributed import Trainer
 from distributed.config.compression import CompressionSection
 from distributed.errors import UserError
-from distributed.interfaces.codec import dense_bytes
 from distributed.registry.catalog import get_catalog
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
