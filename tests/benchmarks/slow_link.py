@@ -43,6 +43,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "top-k 1 %": {"compression": {"codec": "top-k", "ratio": 0.01}},
     "random-k 1 %": {"compression": {"codec": "random-k", "ratio": 0.01}},
     "powersgd 4": {"compression": {"codec": "powersgd", "rank": 4}},
+    "local SGD, period 4": {"low_communication": {"mode": "local-sgd", "period": 4}},
+    "DiLoCo, period 10": {"low_communication": {"mode": "diloco", "period": 10}},
+    "streaming DiLoCo, period 10": {"low_communication": {"mode": "streaming-diloco", "period": 10}},
 }
 
 
@@ -87,6 +90,7 @@ class Clock(Callback):
         self.steps, self.seconds, self.validation = steps, seconds, validation
         self.elapsed, self.times = 0.0, list[float]()
         self.found: dict[str, Any] = {}
+        self.sent = 0
         self._since: float | None = None
 
     def on_step_end(self, context: Any) -> None:
@@ -94,6 +98,8 @@ class Clock(Callback):
         if self._since is not None:
             self.times.append(now - self._since)
             self.elapsed += self.times[-1]
+        else:
+            self.sent = sent_bytes()  # without the model, which is sent at the start
         step = context.progress.step
         if step == self.steps:
             self.found["loss after steps"] = self.loss(context.model)
@@ -118,7 +124,6 @@ def train(method: str, steps: int, seconds: float) -> None:
     torch.set_num_threads(1)
     training, validation = windows()
     clock = Clock(steps, seconds, validation)
-    before = sent_bytes()
     torch.manual_seed(0)
     trainer = Trainer(
         LanguageModel(),
@@ -138,13 +143,12 @@ def train(method: str, steps: int, seconds: float) -> None:
     )
     trainer.fit(training)
     if os.environ["RANK"] == "0":
-        steps_taken = len(clock.times) + 1
         print(
             json.dumps(
                 {
                     **clock.found,
                     "ms per step": 1000 * statistics.median(clock.times[2:]),
-                    "MB per step": (sent_bytes() - before) / steps_taken / 1e6,
+                    "MB per step": (sent_bytes() - clock.sent) / len(clock.times) / 1e6,
                 }
             )
         )
