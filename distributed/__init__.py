@@ -13,6 +13,12 @@ from distributed._version import __version__
 
 if TYPE_CHECKING:
     from distributed.callbacks import EarlyStopping
+    from distributed.communication.custom_communication import CustomCommunication
+    from distributed.communication.manual_compression import (
+        GradientCompression,
+        compress_gradient,
+        random_sparse,
+    )
     from distributed.config import DistributedConfig, Section
     from distributed.errors import Preempted, UserError, WorkerError
     from distributed.interfaces.backend import Backend, MicroBatch, StepResult, Window
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from distributed.interfaces.placement import World
     from distributed.interfaces.tracker import Tracker, TrackerSpec
     from distributed.launch.own_loop import cleanup_distributed, setup_distributed, setup_horovod
+    from distributed.operations.bench.profile import profile_communication, profile_communication_overhead
     from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
     from distributed.parallel.microbatches import MicrobatchPipelineTrainer
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
         AdvancedDistributedTrainer,
         DistributedTrainer,
         HybridParallelTrainer,
+        OverlappedTrainer,
     )
     from distributed.registry.hookspecs import hookimpl
     from distributed.trainer import Trainer
@@ -49,6 +57,12 @@ install()
 
 _NAMES = {
     "distributed.callbacks": ("EarlyStopping",),
+    "distributed.communication.custom_communication": ("CustomCommunication",),
+    "distributed.communication.manual_compression": (
+        "GradientCompression",
+        "compress_gradient",
+        "random_sparse",
+    ),
     "distributed.config": ("DistributedConfig", "Section"),
     "distributed.errors": ("Preempted", "UserError", "WorkerError"),
     "distributed.interfaces.backend": ("Backend", "MicroBatch", "StepResult", "Window"),
@@ -59,6 +73,7 @@ _NAMES = {
     "distributed.interfaces.placement": ("World",),
     "distributed.interfaces.tracker": ("Tracker", "TrackerSpec"),
     "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
+    "distributed.operations.bench.profile": ("profile_communication", "profile_communication_overhead"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
     "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
     "distributed.parallel.microbatches": ("MicrobatchPipelineTrainer",),
@@ -66,6 +81,7 @@ _NAMES = {
         "AdvancedDistributedTrainer",
         "DistributedTrainer",
         "HybridParallelTrainer",
+        "OverlappedTrainer",
     ),
     "distributed.registry.hookspecs": ("hookimpl",),
     "distributed.trainer": ("Trainer",),
@@ -91,18 +107,21 @@ __all__ = [
     "Callback",
     "Capabilities",
     "ColumnParallelLinear",
+    "CustomCommunication",
     "DeepSpeedTrainer",
     "DistributedConfig",
     "DistributedTrainer",
     "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
+    "GradientCompression",
     "History",
     "HorovodTrainer",
     "HybridParallelTrainer",
     "Launcher",
     "MicroBatch",
     "MicrobatchPipelineTrainer",
+    "OverlappedTrainer",
     "Preempted",
     "ProcessGroupBackend",
     "PyTorchDDPTrainer",
@@ -124,7 +143,11 @@ __all__ = [
     "World",
     "__version__",
     "cleanup_distributed",
+    "compress_gradient",
     "hookimpl",
+    "profile_communication",
+    "profile_communication_overhead",
+    "random_sparse",
     "setup_distributed",
     "setup_horovod",
 ]

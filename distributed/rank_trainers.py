@@ -14,7 +14,12 @@ from distributed.interfaces.parallel_dims import AXES, DATA_AXES
 from distributed.registry.catalog import get_catalog
 from distributed.trainer import Trainer
 
-__all__ = ["AdvancedDistributedTrainer", "DistributedTrainer", "HybridParallelTrainer"]
+__all__ = [
+    "AdvancedDistributedTrainer",
+    "DistributedTrainer",
+    "HybridParallelTrainer",
+    "OverlappedTrainer",
+]
 
 
 class DistributedTrainer(Trainer):
@@ -44,6 +49,30 @@ class DistributedTrainer(Trainer):
         **given: Any,
     ) -> None:
         super().__init__(model, config, optimizer=optimizer, **{**_num_ranks(rank, world_size), **given})
+
+
+class OverlappedTrainer(DistributedTrainer):
+    """A `DistributedTrainer` for a loop of your own, whose gradients are reduced while backward runs.
+
+    That is what ``pytorch-ddp`` does in every `fit`, too: a bucket of gradients is sent as soon as it is
+    complete. ``bucket_cap_mb`` is the size of the buckets, and the metric ``hidden_communication_share`` of a
+    record is the share of the communication that was hidden behind backward.
+    """
+
+    @hide_own_frames
+    def train_step_overlapped(self, data: Any, target: Any) -> float:
+        """Take a step with the mean over the samples of all ranks, as `Trainer.train_step`. Collective.
+
+        Args:
+            data, target: this rank's inputs and targets, batch first.
+
+        Returns:
+            The mean loss of this rank's samples.
+
+        Raises:
+            UserError: what `Trainer.train_step` raises.
+        """
+        return self.train_step(data, target)
 
 
 class AdvancedDistributedTrainer(Trainer):

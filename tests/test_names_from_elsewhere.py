@@ -70,6 +70,19 @@ NAMES = [
     "FairScale",
     "DeepSpeedConfig",
     "deepspeed_config",
+    "allreduce_example",
+    "allgather_example",
+    "broadcast_example",
+    "ring_allreduce",
+    "train_step_overlapped",
+    "profile_communication",
+    "profile_communication_overhead",
+    "GradientCompression",
+    "compress_gradients",
+    "decompress_gradients",
+    "compress_gradient(grad, k)",
+    "random_sparse(grad, p)",
+    "hvd.Compression.fp16",
 ]
 LAYER = {"dtype": torch.float64}
 LAYERS = [
@@ -310,6 +323,12 @@ def test_each_sharding_strategy_sets_its_fields() -> None:
         ("use_gradient_checkpointing", "Set activation_checkpointing=full"),
         ("use_deepspeed", "Did you mean 'backend=deepspeed'?"),
         ("profile_training_step", "Did you mean 'profile.enabled'?"),
+        ("gradient_compression", "Did you mean 'compression.codec'?"),
+        ("GradientCompression", "Did you mean 'compression.codec'?"),
+        ("compress_gradients", "Did you mean 'compression.codec'?"),
+        ("compress_gradient", "Did you mean 'compression.codec=top-k'?"),
+        ("random_sparse", "Did you mean 'compression.codec=random-k'?"),
+        ("compression_ratio", "Did you mean 'compression.ratio'?"),
     ],
 )
 def test_a_name_that_is_no_field_names_the_field(name: str, text: str) -> None:

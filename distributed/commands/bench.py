@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.commands import bench_pipeline
+from distributed.commands import bench_comm, bench_pipeline
 from distributed.commands.parser import add_set, positive_int
 from distributed.commands.tables import print_json, print_table
 from distributed.errors import UserError
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set(scaling, "Any configuration field, as for train. Repeatable.")
     flags("--json", action="store_true", help="Print JSON with every repeat.")
     flags("--output", metavar="FILE", help="Also write an HTML page with plots.")
+    bench_comm.add_arguments(actions)
     bench_pipeline.add_arguments(actions)
 
 
@@ -68,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong argument, a backend that is not installed, or a failed run.
     """
-    if args.action == "pipeline":
-        return bench_pipeline.run(args)
+    others = {"comm": bench_comm.run, "pipeline": bench_pipeline.run}
+    if args.action in others:
+        return others[args.action](args)
     from distributed.operations.bench.scaling import measure
 
     plan = _plan(args)

@@ -20,10 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-allreduce", action="store_true", help="Skip the test of an all-reduce between two ranks."
     )
+    parser.add_argument(
+        "--presets",
+        action="store_true",
+        help="Print only the variables of NCCL and gloo for this host, as export lines; nothing is set.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 when one is an error."""
+    if args.presets:
+        from distributed.operations.doctor.check_transports import export_lines
+
+        print("\n".join(export_lines()))
+        return 0
     findings = examine(checks(allreduce=not args.no_allreduce))
     if args.json:
         print_json([asdict(finding) for finding in findings])
@@ -42,6 +52,7 @@ def checks(allreduce: bool = True) -> list[Check]:
     """Every check, in the order of printing; a new one is a function in this list."""
     from distributed.operations.doctor import check_installation as installation
     from distributed.operations.doctor import check_machine as machine
+    from distributed.operations.doctor import check_transports as transports
 
     found: list[Check] = [
         installation.python,
@@ -56,6 +67,9 @@ def checks(allreduce: bool = True) -> list[Check]:
         machine.shared_memory,
         machine.open_files,
         machine.temporary_folder,
+        transports.transports,
+        transports.presets,
+        transports.conflicts,
     ]
     return [*found, machine.allreduce] if allreduce else found
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from distributed.errors import UserError
 
-__all__ = ["PROG", "Parser", "add_set", "flags_of", "positive_int"]
+__all__ = ["PROG", "Parser", "add_set", "byte_count", "flags_of", "positive_int"]
+
+_BYTES = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 PROG = "python -m distributed.cli"
 
@@ -40,3 +43,12 @@ def positive_int(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise UserError("must be a positive integer", field=flag, got=text, allowed="1, 2, 3, ...")
     return int(text)
+
+
+def byte_count(text: str, flag: str) -> int:
+    """The number of bytes that `text` is, such as ``512``, ``64K`` or ``1M``, with 1K = 1024, or a UserError
+    that names `flag`."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or not int(match[1]):
+        raise UserError("not a number of bytes", field=flag, got=text, allowed="512, 64K, 1M, 2G, ...")
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]

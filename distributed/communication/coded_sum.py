@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class CodedSum:
         wire: between whom.
         seed: of the run, for codecs that draw numbers.
         revocable: a step may be skipped after its gradients were added up, which `settle` then undoes.
-        names: of the parameters.
+        names: of the parameters, in any order.
 
     Attributes:
         residuals: by name of the parameter; empty if the codec keeps none.
@@ -64,16 +64,14 @@ class CodedSum:
         step: number of steps in which something was exchanged.
     """
 
-    def __init__(
-        self, codec: Codec, wire: Wire, seed: int, revocable: bool, names: Collection[str] = ()
-    ) -> None:
+    def __init__(self, codec: Codec, wire: Wire, seed: int, revocable: bool, names: Collection[str]) -> None:
         self.names = frozenset(names)
         self._codec, self._wire, self._seed, self._revocable = codec, wire, seed, revocable
         self.residuals: dict[str, Tensor] = {}
         self.states: dict[str, dict[str, Tensor]] = {}
         self.step = 0
-        self._rows: dict[str, int] = {}
-        self._number_of_rows = 0
+        # Not in the order of use: a resumed run begins elsewhere, and has to share out rows in the same way.
+        self._first_rows = {name: index for index, name in enumerate(sorted(names))}
         self._open = False
         self._next: list[tuple[str, Tensor | None, dict[str, Tensor]]] = []
 
@@ -82,6 +80,18 @@ class CodedSum:
         """Start to add up `gradients`, by name, in the same order on all ranks. Collective."""
         flows = [self._flow(name, gradient) for name, gradient in gradients.items() if gradient.numel()]
         return PendingSum(self, self._wire, flows)
+
+    def load(
+        self, residuals: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]], step: int
+    ) -> None:
+        """Continue from what an earlier exchange has kept; parameters of other groups are left out."""
+        self.residuals = {name: tensor for name, tensor in residuals.items() if name in self.names}
+        self.states = {name: tensors for name, tensors in states.items() if name in self.names}
+        self.step = step
+
+    def add(self, values: Tensor) -> Tensor:
+        """Add up a small tensor as it is, which may be overwritten. Collective."""
+        return self._wire.sum(values)()
 
     def settle(self, skipped: bool) -> None:
         """End a step. What was not sent is kept for the next one; of a `skipped` step the gradients are
@@ -114,12 +124,9 @@ class CodedSum:
         if state:
             self.states[name] = state
 
-    def first_row(self, name: str, rows: int) -> int:
-        """Number of the first row of a tensor among the rows of all, in the order in which they are sent."""
-        if name not in self._rows:
-            self._rows[name] = self._number_of_rows
-            self._number_of_rows += rows
-        return self._rows[name]
+    def first_row(self, name: str) -> int:
+        """Which rank adds up the first row of a parameter: this number modulo the number of ranks."""
+        return self._first_rows[name]
 
     def _flow(self, name: str, gradient: Tensor) -> _Flow:
         wide = gradient.dtype if gradient.dtype.itemsize > 2 else torch.float32
@@ -139,7 +146,12 @@ class PendingSum:
     """Gradients that are being added up; the first requests of their codecs are on their way.
 
     The requests of all of them are answered together, by one collective for each kind.
+
+    Attributes:
+        is_completed: None: what has arrived has to be decoded, and may have to be answered.
     """
+
+    is_completed: Callable[[], bool] | None = None
 
     def __init__(self, owner: CodedSum, wire: Wire, flows: list[_Flow]) -> None:
         self._owner, self._wire, self._flows = owner, wire, flows
@@ -163,7 +175,7 @@ class PendingSum:
             request = flow.request
             if isinstance(request, Scatter):
                 flow.num_rows = len(request.rows)
-                flow.message.first_row = self._owner.first_row(flow.message.name, flow.num_rows)
+                flow.message.first_row = self._owner.first_row(flow.message.name)
             if request is not None:
                 groups.setdefault((type(request), request[0].dtype), []).append(flow)
         for (kind, _), flows in groups.items():

@@ -81,6 +81,13 @@ FIELDS = {
     "max_grad_norm": "gradient_clipping",
     "clip_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
+    **dict.fromkeys(
+        ("gradient_compression", "grad_compression", "compress_gradients", "gradientcompression"),
+        "compression.codec",
+    ),
+    "compress_gradient": "compression.codec=top-k",
+    "random_sparse": "compression.codec=random-k",
+    "compression_ratio": "compression.ratio",
     "gradient_checkpointing": "activation_checkpointing",
     "torch_compile": "compile",
     "gradient_clip_val": "gradient_clipping",
@@ -109,6 +116,10 @@ NOT_FIELDS = {
     "sharding_strategy": "FULL_SHARD is backend=fsdp, SHARD_GRAD_OP is fsdp.reshard_after_forward=false,"
     " HYBRID_SHARD is backend=fsdp with parallel.data, NO_SHARD is backend=pytorch-ddp",
     "buffer_dtype": "Leave it out: buffers keep their dtype, and mixed_precision casts inside operations",
+    **dict.fromkeys(
+        ("profile_communication", "profile_communication_overhead"),
+        "Call distributed.profile_communication() on the ranks, or run `distributed.cli bench comm`",
+    ),
     "use_orig_params": "Leave it out: parameters keep their names and shapes under fsdp",
     "use_gradient_checkpointing": "Set activation_checkpointing=full",
     "local_rank": "The launcher sets it in the environment",

@@ -5,19 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed._moved import moved_names
 from distributed.errors import UserError
+from distributed.interfaces.placement import World
 
 if TYPE_CHECKING:
     from distributed.interfaces.backend_spec import BackendSpec
-    from distributed.interfaces.placement import World
     from distributed.interfaces.plan import RunPlan
     from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
 
-__all__ = ["Backend", "MicroBatch", "SharedSettings", "StepResult", "Window"]
+__all__ = ["Backend", "CommunicationTimes", "MicroBatch", "SharedSettings", "StepResult", "Window"]
 
 __getattr__ = moved_names(__name__)
 
@@ -58,6 +59,33 @@ class StepResult(NamedTuple):
 
     norm: Any
     skipped: bool
+
+
+class CommunicationTimes(NamedTuple):
+    """Seconds per optimizer step that gradients of other ranks take on this rank.
+
+    Attributes:
+        exposed: in which the rank waits for them and computes nothing; a slower rank is waited for, too.
+        total: in which a reduction is under way, from launch to completion; None if that is not known.
+        compute: in backward, during which reductions can be under way; None for all of backward without the
+            exposed seconds.
+    """
+
+    exposed: float
+    total: float | None = None
+    compute: float | None = None
+
+    def hidden_share(self, backward: float) -> float | None:
+        """Share of what could be hidden that was, from 0 to 1: (T_comp + T_comm - T_step) /
+        min(T_comp, T_comm), where T_step = T_comp + exposed. None if it is not known.
+
+        Args:
+            backward: seconds of a step's backward, with the exposed ones.
+        """
+        compute = max(0.0, backward - self.exposed) if self.compute is None else self.compute
+        if self.total is None or min(compute, self.total) <= 0.0:
+            return None
+        return min(1.0, max(0.0, (self.total - self.exposed) / min(compute, self.total)))
 
 
 class SharedSettings(ABC):
@@ -170,8 +198,19 @@ class Backend(ABC):
         """Switch the model between training and evaluation."""
 
     def communication_seconds(self) -> float:
-        """Seconds this rank waited for gradients of others, per step, as far as known."""
+        """Seconds this rank waited for gradients of others, per step since the last call, if a backend knows
+        no more than that. A backend that knows more has `communication_times`."""
         return 0.0
+
+    def communication_times(self) -> CommunicationTimes | None:
+        """Time of the communication of gradients per step since the last call; None if it is not known.
+
+        It must not synchronise a device. Unless it is overridden, it is known to a backend that has its own
+        `communication_seconds`, and on a single rank, where it is zero.
+        """
+        if self.world.size > 1 and type(self).communication_seconds is Backend.communication_seconds:
+            return None
+        return CommunicationTimes(self.communication_seconds())
 
     def interval_metrics(self) -> Mapping[str, float]:
         """Metrics of this rank since the last call, for the log record of an interval."""
@@ -242,6 +281,12 @@ class Backend(ABC):
         """What a later `fit` in this process needs besides model, optimizer and scaler: `prepare` finds it in
         ``task.run_state["backend"]``."""
         return None
+
+    def alone(self) -> Backend:
+        """After `release`: this rank as the only one, which exports the whole state."""
+        single = copy(self)
+        single.world = World(host=self.world.host, device=self.world.device)
+        return single
 
     def release(self) -> None:  # noqa: B027 - most backends replace nothing
         """Give the caller's own model and optimizer back as they came: whole, on every rank.

@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.checkpoint.collective_errors import agree
 from distributed.interfaces.framework import Framework
-from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.resilience.preemption import INTERRUPT
@@ -110,6 +108,4 @@ def _export_on_every_node(loop: TrainingLoop, folder: str) -> None:
     loop.backend.release()  # unshard the state on every rank
     if loop.world.local_rank != 0:
         return
-    alone: Any = copy(loop.backend)
-    alone.world = World(host=loop.world.host, device=loop.world.device)
-    loop.saver.export_to(folder, alone)
+    loop.saver.export_to(folder, loop.backend.alone())

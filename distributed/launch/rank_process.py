@@ -21,6 +21,7 @@ from distributed.interfaces.backend import Backend
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.resilience.failure_reports import FailureBoard, FailureReport
+from distributed.resilience.flight_dumps import leave_dump
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
 from distributed.resilience.preemption import install_handlers
@@ -78,6 +79,7 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
             _leave_result(loop, plan, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
         freeze_journal()
+        leave_dump()
         cause = board.settle(error, observed.find_report) if board else error
         if cause is error:
             observed.tell(error)

@@ -16,12 +16,20 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from distributed.checkpoint.dtensor import is_sharded, local_part
 from distributed.errors import UserError
+from distributed.interfaces.backend import CommunicationTimes
+from distributed.training.flight_clock import FlightClock
 
 __all__ = ["Exchange", "GradientReducer", "PendingExchange", "align_gradient"]
 
 
 class PendingExchange(Protocol):
-    """Gradients on their way."""
+    """Gradients on their way.
+
+    Attributes:
+        is_completed: whether they have arrived; None if that is not known.
+    """
+
+    is_completed: Callable[[], bool] | None
 
     def finish(self) -> None:
         """Wait, and leave the sums in the gradients. Collective."""
@@ -33,10 +41,14 @@ class Exchange(Protocol):
     def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
         """Start to add up gradients of one dtype, by name, in the same order on all ranks. Collective."""
 
+    def add(self, values: Tensor) -> Tensor:
+        """Add up a small tensor as it is, which may be overwritten. Collective."""
+
 
 class _PendingDense:
     def __init__(self, work: Any, flat: Tensor, gradients: list[Tensor]) -> None:
         self._work, self._flat, self._gradients = work, flat, gradients
+        self.is_completed: Callable[[], bool] | None = None if flat.is_cuda else work.is_completed
 
     def finish(self) -> None:
         self._work.wait()
@@ -53,6 +65,10 @@ class _DenseExchange:
         parts = list(gradients.values())
         flat = _flatten_dense_tensors(parts)
         return _PendingDense(dist.all_reduce(flat, group=self._group, async_op=True), flat, parts)
+
+    def add(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values
 
 
 def align_gradient(parameter: Any) -> None:
@@ -93,7 +109,7 @@ class GradientReducer:
         self._names, self._group, self._find_unused = dict(names), group, find_unused
         # What no rank has a gradient of must not be exchanged: it would send what was kept of earlier steps.
         self._use_first = find_unused and coded is not None
-        self._early = early and not self._use_first
+        self._early, self._timed = early and not self._use_first, coded is None
         self._groups = {p: (groups or {}).get(p, group) for p in self._names}
         self._buckets = _buckets(list(self._names), bucket_bytes, self._groups)
         self._bucket_of: dict[Tensor, int] = {
@@ -101,13 +117,13 @@ class GradientReducer:
         }
         self._missing = [len(bucket) for bucket in self._buckets]
         make = coded or _DenseExchange
-        members: dict[Any, list[str]] = {}
+        members: dict[Any, list[str]] = {group: []}
         for parameter, own in self._groups.items():
             members.setdefault(own, []).append(self._names[parameter])
         self._exchanges = {own: make(own, found) for own, found in members.items() if own is not None}
         self._sent: list[PendingExchange | None] = []
         self.active = False
-        self._waited, self._steps = 0.0, 0
+        self._waited, self._steps, self._flights = 0.0, 0, FlightClock()
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
 
     def remove(self) -> None:
@@ -115,11 +131,15 @@ class GradientReducer:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def seconds_per_step(self) -> float:
-        """Mean of the seconds in `finish` since the last call."""
+    def times_per_step(self) -> CommunicationTimes | None:
+        """Means since the last call: seconds in `finish`, and seconds in which a bucket was under way, which
+        is not known of a codec. None on GPUs, whose work the host does not see, and without a step."""
         seconds, self._waited = self._waited, 0.0
         steps, self._steps = self._steps, 0
-        return seconds / steps if steps else 0.0
+        flown = self._flights.take()
+        if not steps or any(parameter.is_cuda for parameter in self._names):
+            return None
+        return CommunicationTimes(seconds / steps, flown / steps if self._timed else None)
 
     def finish(self) -> None:
         """Send what no hook has sent, wait for all, and leave the sums in ``.grad``. Collective.
@@ -128,6 +148,7 @@ class GradientReducer:
             UserError: a gradient is missing.
         """
         self.active, start = False, perf_counter()
+        self._flights.look()
         for parameter in self._names:
             align_gradient(parameter)
         present = self._fill_missing()
@@ -139,6 +160,7 @@ class GradientReducer:
         for pending in self._sent:
             if pending is not None:
                 pending.finish()
+        self._flights.end()
         self._sent, self._missing = [], [len(bucket) for bucket in self._buckets]
         for parameter, count in used.items():
             if not count:
@@ -148,6 +170,7 @@ class GradientReducer:
     def _ready(self, parameter: Tensor) -> None:
         if not self.active or not self._early:
             return
+        self._flights.look()
         align_gradient(parameter)
         self._missing[self._bucket_of[parameter]] -= 1
         # In the same order on all ranks, in whatever order backward makes the gradients.
@@ -159,9 +182,13 @@ class GradientReducer:
         bucket = self._buckets[len(self._sent)]
         group = self._groups[bucket[0]]
         gradients = {self._names[p]: local_part(p.grad) for p in bucket if not used or used[p]}
-        self._sent.append(
-            self._exchanges[group].begin(gradients) if group is not None and gradients else None
-        )
+        if group is None or not gradients:
+            self._sent.append(None)
+            return
+        pending = self._exchanges[group].begin(gradients)
+        if pending.is_completed is not None:
+            self._flights.launch(pending.is_completed)
+        self._sent.append(pending)
 
     def _fill_missing(self) -> list[float]:
         """1.0 for each parameter that has a gradient, 0.0 for the others, whose gradient becomes zero."""
@@ -187,7 +214,7 @@ class GradientReducer:
             return {}
         used = torch.tensor(present)
         if self._group is not None:
-            dist.all_reduce(used, group=self._group)
+            used = self._exchanges[self._group].add(used)
         return dict(zip(self._names, used.tolist(), strict=True))
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
-from distributed.communication.coded_sum import CodedSum
-from distributed.communication.wire import GroupWire
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.task import Task
@@ -271,21 +269,26 @@ class MeshBackend(MeshState):
         groups = dict.fromkeys(experts, self.mesh.same_experts) if experts and self.mesh is not None else {}
         # All ranks, where each of them holds the whole model.
         group = self.replica_group if self.shares_model else dist.group.WORLD
-        limit, find_unused = self.config.bucket_cap_mb * 2**20, self.config.find_unused_parameters
-        coded, counted = self.compression is not None, self.objective.counted
+        return self.reducer_in(group, names, self.config.find_unused_parameters, groups)
+
+    def reducer_in(
+        self,
+        group: Any,
+        names: Mapping[nn.Parameter, str],
+        find_unused: bool,
+        groups: Mapping[nn.Parameter, Any] | None = None,
+    ) -> GradientReducer:
+        """The same for parameters by name, with the codec of the run."""
+        codec = self.compression
         return GradientReducer(
             names,
             group,
-            limit,
+            self.config.bucket_cap_mb * 2**20,
             find_unused,
             groups,
-            coded=self._coded if coded else None,
-            early=not (coded and counted),
+            coded=None if codec is None else codec.in_group,
+            early=codec is None or not self.objective.counted,
         )
-
-    def _coded(self, group: Any, names: list[str]) -> CodedSum:
-        assert self.compression is not None
-        return self.compression.over(GroupWire(group), names)
 
     def reduce_gradients(self) -> None:
         """Called at the end of a window: leave in ``.grad`` what the ranks with different samples add up to.
@@ -294,7 +297,7 @@ class MeshBackend(MeshState):
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if not self.shares_model:
             seen = super().run_window(window)
-            self._count_first()
+            self.count_first()
             self.reduce_gradients()
             return seen
         inputs = self._first.inputs() if self._first is not None else nullcontext()
@@ -305,17 +308,11 @@ class MeshBackend(MeshState):
             if self._count is not None and self.compression is None:
                 self.add_count(self._count)
             self.add_shared(self.pipeline)
-        self._count_first()
+        self.count_first()
         self.reduce_gradients()
         if self._axis is not None:
             self._sum_partial(self._axis)
         return seen if self._reports else (0.0, 0)
-
-    def _count_first(self) -> None:
-        """With a codec: add up the count before gradients are sent. Collective."""
-        if self.compression is not None and self._count is not None:
-            self.add_count(self._count)
-            self.scale_to_count()
 
     def add_shared(self, pipeline: Pipeline) -> None:
         """Add up the gradients of parameters that several stages use. Collective."""

@@ -23,23 +23,25 @@ def choose_codec(config: DistributedConfig, spec: BackendSpec, catalog: Catalog)
         UserError: there is no such codec, it does not read an option that is set, or the backend's own
             section asks for another.
     """
-    section, field = config.compression, "compression.codec"
+    section = config.compression
     name, own = section.codec, spec.codec(config) if spec.codec is not None else None
     if own is not None:
         if "codec" in section.model_fields_set and name != own[0]:
             raise UserError(
                 f"{own[1]} asks for the codec '{own[0]}'",
-                field=field,
+                field="compression.codec",
                 got=name,
                 remedy=f"Leave {own[1]} out",
             )
-        name, field = own
+        name = own[0]
     codec = catalog.codecs.get(name)
     if codec is None and name != DENSE:
         raise UserError(
             f"no codec is called '{name}'.{did_you_mean(name, [DENSE, *catalog.codecs])}",
-            field=field,
+            field="compression.codec",
+            got=name,
             allowed=", ".join([DENSE, *catalog.codecs]),
+            remedy="Choose one of these, or install the plugin that registers it",
         )
     _check_options(name, codec, section)
     return codec
@@ -73,6 +75,14 @@ def check_codec(
     missing = codec.exchanges - spec.capabilities.exchanges
     if missing:
         raise _not_here(codec, spec, catalog)
+    if "shard" in spec.capabilities.axes and dims.data > 1 and dims.shard == 1:
+        raise UserError(
+            f"backend '{spec.label}' has no shards here, whose copies a codec could send gradients between",
+            field="compression.codec",
+            got=codec.name,
+            allowed=f"{DENSE} with parallel.shard=1",
+            remedy="Use backend='pytorch-ddp', or more ranks than parallel.data",
+        )
     if "shard" in spec.capabilities.axes and dims.shard > 1 and dims.data * dims.context == 1:
         raise UserError(
             "the ranks hold different shards of the model, and codecs send gradients between copies of it",
@@ -86,16 +96,22 @@ def check_codec(
 
 
 def _check_loss_scale(codec: CodecSpec, config: DistributedConfig) -> None:
-    if codec.scales and not codec.feeds_back(config.compression):
-        return
-    kept = "keeps what it has not sent in units of a loss scale that changes"
-    raise UserError(
-        f"the codec '{codec.name}' {kept if codec.scales else 'cannot send values of a loss scale'}",
-        field="compression.error_feedback" if codec.scales else "compression.codec",
-        got=True if codec.scales else codec.name,
-        allowed="fp16 and bf16 without error feedback, under mixed_precision=fp16",
-        remedy="Train in bf16 or fp32, which need no loss scale",
-    )
+    if not codec.scales:
+        raise UserError(
+            f"the codec '{codec.name}' cannot send values of a loss scale, which may be infinite",
+            field="compression.codec",
+            got=codec.name,
+            allowed="none, fp16, bf16 under mixed_precision=fp16",
+            remedy="Train in bf16 or fp32, which need no loss scale",
+        )
+    if codec.feeds_back(config.compression):
+        raise UserError(
+            f"the codec '{codec.name}' would keep what it has not sent in units of a loss scale that changes",
+            field="compression.error_feedback",
+            got=True,
+            allowed="false under mixed_precision=fp16",
+            remedy="Train in bf16 or fp32, which need no loss scale",
+        )
 
 
 def _not_here(codec: CodecSpec, spec: BackendSpec, catalog: Catalog) -> UserError:

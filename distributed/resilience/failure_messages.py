@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from distributed.resilience import stack_dumps
+from distributed.resilience.collective_mismatch import Comparison
 from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose, name_ranks
 
@@ -40,24 +41,29 @@ _TRY = {
 # -- hangs ---------------------------------------------------------------------------
 
 
-def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: bool) -> str:
+def describe_stall(
+    ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, collectives: Comparison, ended: bool
+) -> str:
     """The report of a run without progress: a paragraph, then stacks.
 
     Args:
         ranks: current snapshots, with stacks.
+        collectives: the ranks' collectives, by torch's Flight Recorder.
         ended: whether the run is stopped.
     """
     culprits = [snapshot for rank in diagnosis.culprits for snapshot in ranks if snapshot.rank == rank]
     snapshot = culprits[0] if culprits else max(ranks, key=lambda one: one.age)
     parts = [
-        _describe_stalled_rank(snapshot, diagnosis),
+        _describe_stalled_rank(snapshot, diagnosis, collectives.differ),
         *_describe_others(culprits[1:]),
         *_describe_waiting(ranks, diagnosis),
     ]
     if snapshot.workers:
         workers = "; ".join(map(_describe_worker, snapshot.workers))
         parts.append(f"Rank {snapshot.rank} is waiting for {workers}.")
-    parts.append(_suggest_fix(snapshot, diagnosis))
+    parts += [collectives.text] if collectives.text else []
+    same_place = diagnosis.kind == "together" and collectives.differ
+    parts.append(f"Try: {_TRY['apart']}." if same_place else _suggest_fix(snapshot, diagnosis))
     if ended:
         parts.append("The run was stopped (hang_timeout).")
     elif diagnosis.kind != "together":
@@ -72,15 +78,14 @@ def describe_stall(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, ended: b
     return "\n".join([" ".join(parts), *lines])
 
 
-def _describe_stalled_rank(snapshot: RankSnapshot, diagnosis: Diagnosis) -> str:
+def _describe_stalled_rank(snapshot: RankSnapshot, diagnosis: Diagnosis, differ: bool) -> str:
     name, age = _name_rank(snapshot), f"for {snapshot.age:.0f} s"
     since = (datetime.now() - timedelta(seconds=snapshot.age)).strftime("%H:%M:%S")
     if diagnosis.kind == "together":
         who, have = f"R{name_ranks(diagnosis.waiting)[1:]}", "have" if len(diagnosis.waiting) > 1 else "has"
-        return (
-            f"{who} ({snapshot.host}) {have} been blocked in {snapshot.place} {age} (since {since});"
-            " no rank is lagging."
-        )
+        lagging = "different collectives" if differ else "no rank is lagging"
+        blocked = f"{who} ({snapshot.host}) {have} been blocked in {snapshot.place}"
+        return f"{blocked} {age} (since {since}); {lagging}."
     if diagnosis.kind == "apart":
         where = f"Rank {snapshot.rank} has been blocked in {snapshot.place} {age} (since {since})"
         return f"The ranks are out of step: {name} {diagnosis.story}. {where}."

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from distributed.errors import UserError, WorkerError
-from distributed.resilience import stack_dumps
+from distributed.resilience import flight_dumps, stack_dumps
 from distributed.resilience.failure_reports import GRACE, FailureReport
 from distributed.resilience.host_heartbeat import HostHeartbeat
 from distributed.resilience.phase_journal import ENDED, RUNNING, Entry, Journal, instrument, open_journal
@@ -58,7 +58,9 @@ class MonitoredRank:
         self._rank: int | None = None
         self._run = ""
         if plan.mode == "spawn" and os.environ.get(WATCHED) == "1":
-            self._begin(Path(os.environ["DISTRIBUTED_RUN_DIR"]), int(os.environ["RANK"]))
+            folder = Path(os.environ["DISTRIBUTED_RUN_DIR"])
+            flight_dumps.switch_on(folder)
+            self._begin(folder, int(os.environ["RANK"]))
 
     def joined(self, backend: Backend) -> None:
         """Start monitoring after the rendezvous. Collective unless the launcher monitors the ranks."""
@@ -70,6 +72,7 @@ class MonitoredRank:
 
     def _begin(self, folder: Path, rank: int) -> None:
         stack_dumps.enable_dumps(folder, rank)
+        flight_dumps.answer_requests(folder, rank)
         self._journal = open_journal(folder, rank)
         self._folder, self._rank = folder, rank
 
@@ -86,6 +89,11 @@ class MonitoredRank:
         pids = backend.gather_objects(
             os.getpid() if self._begin_journal(folders[first], world.rank) else None
         )
+        if world.rank == 0 and world.device.startswith("cuda") and flight_dumps.recorder_off():
+            print_line(
+                "warning: torch's Flight Recorder is off (TORCH_FR_BUFFER_SIZE=0): the report of a hang will"
+                " not name the ranks' last collectives"
+            )
         if world.rank == first and self._journal is not None:
             here = {rank: pids[rank] for rank in nodes[node] if pids[rank] is not None}
             self._start(here, backend, node, len(nodes))
@@ -139,7 +147,8 @@ class MonitoredRank:
         print_line(named.args[0].partition("\n")[0])
 
     def end(self, status: int = ENDED) -> None:
-        """End the journal and the monitor with the run."""
+        """End the journal, the answers to the monitor's requests, and the monitor with the run."""
+        flight_dumps.stop_answers()
         if self._journal is not None:
             self._journal.end(status)
         if self._monitor is not None and self._monitor.stdin is not None:

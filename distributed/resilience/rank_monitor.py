@@ -16,7 +16,8 @@ from typing import Any
 from distributed.errors import WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.redaction import redact_text
-from distributed.resilience import failure_messages, stack_dumps
+from distributed.resilience import failure_messages, flight_dumps, stack_dumps
+from distributed.resilience.collective_mismatch import Comparison, compare
 from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose
 from distributed.resilience.host_heartbeat import HostHeartbeat, LostHost
@@ -126,7 +127,7 @@ class RankMonitor:
         ranks = self.see(pids, ask=True)
         # A rank that made progress while the stacks were requested blocks no other.
         if max((snapshot.age for snapshot in ranks if _counts(snapshot.entry)), default=0.0) >= limit:
-            self._report(ranks, hangs)
+            self._report(ranks, hangs, self._compare(pids))
 
     def see(self, pids: Mapping[int, int], ask: bool = False) -> list[RankSnapshot]:
         """A snapshot of every rank of `pids`; with `ask`, including the stacks of running ranks."""
@@ -186,12 +187,22 @@ class RankMonitor:
 
     # -- reporting -------------------------------------------------------------------
 
-    def _report(self, ranks: list[RankSnapshot], hangs: bool) -> None:
+    def _compare(self, pids: Mapping[int, int]) -> Comparison:
+        """The ranks' collectives, by torch's Flight Recorder."""
+        running = [
+            rank for rank, pid in pids.items() if processes.process_info(pid).state not in ("", "T", "Z")
+        ]
+        try:
+            return compare(flight_dumps.collect(self.folder, pids, running))
+        except Exception as error:  # noqa: BLE001 - it must not hide the failure that is reported
+            return Comparison(f"The ranks' Flight Recorder dumps could not be compared: {error!r}.")
+
+    def _report(self, ranks: list[RankSnapshot], hangs: bool, collectives: Comparison) -> None:
         diagnosis, self._judged = diagnose(ranks), hangs
         snapshot = _named(ranks, diagnosis)
         self._reported = (snapshot.rank, max(snapshot.age, self.limits.stall_report or 0.0))
         if hangs and _is_stuck(ranks, diagnosis, self.limits.num_nodes):
-            text = failure_messages.describe_stall(ranks, diagnosis, ended=True)
+            text = failure_messages.describe_stall(ranks, diagnosis, collectives, ended=True)
             raise self._error(
                 text,
                 rank=snapshot.rank,
@@ -200,17 +211,24 @@ class RankMonitor:
                 phase=snapshot.entry.phase if snapshot.entry else None,
                 step=snapshot.entry.step if snapshot.entry else None,
             )
-        text = failure_messages.describe_stall(ranks, diagnosis, ended=False)
-        write_report(self.limits.folder, text)
+        text = failure_messages.describe_stall(ranks, diagnosis, collectives, ended=False)
+        self._write(text)
         print_line(text)
 
     def _error(self, text: str, **about: Any) -> WorkerError:
         """The error with the message and the stacks of `text`, which is also written to a report file."""
-        where = write_report(self.limits.folder, text)
         message, _, stacks = text.partition("\n")
-        return WorkerError(
-            message + (f" This report is in {where}." if where else ""), worker_traceback=stacks, **about
-        )
+        return WorkerError(message + self._write(text), worker_traceback=stacks, **about)
+
+    def _write(self, text: str) -> str:
+        """Write a report, and the ranks' Flight Recorder dumps beside it; sentences that name them."""
+        where = write_report(self.limits.folder, text)
+        dumps = flight_dumps.keep_dumps(self.folder, where) if where else ""
+        named = [
+            f"This report is in {where}." if where else "",
+            f"The dumps are in {dumps}." if dumps else "",
+        ]
+        return "".join(f" {sentence}" for sentence in named if sentence)
 
     def _lost(self, lost: LostHost, pids: Mapping[int, int]) -> WorkerError:
         entries = [entry for rank in pids if (entry := Entry.read(Journal.path(self.folder, rank)))]
@@ -244,9 +262,9 @@ class RankMonitor:
         ranks = self.see(pids, ask=report.second_hand or report.exc_type == "SIGABRT")
         kills = processes.oom_kills() - self._kills
         explained = failure_messages.describe_crash(report, ranks, failed, self.folder, kills)
-        where = write_report(self.limits.folder, explained.to_text())
-        remark = f" This report is in {where}." if where else ""
-        return replace(explained, account=f"{explained.account}{remark}".lstrip())
+        account = f"{explained.account} {self._compare(pids).text}".strip()
+        explained = replace(explained, account=account)
+        return replace(explained, account=f"{account}{self._write(explained.to_text())}".lstrip())
 
 
 def _counts(entry: Entry | None) -> bool:

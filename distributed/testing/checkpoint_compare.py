@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any, cast
@@ -12,6 +13,9 @@ from distributed.checkpoint.optimizer_state import IMPLEMENTATION
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Callback, Context
 from distributed.training.mixins.checkpointing import CheckpointingMixin
+
+_OF_CODECS = re.compile(r"(replica\.\d+\.of\.\d+\.)?compression\.")
+"""Keys of the tensors that `distributed.training.compression` saves."""
 
 
 class ExportOnLoad(Callback):
@@ -37,7 +41,8 @@ def state_differences(first: str, second: str) -> list[str]:
     Compared are tensors by name and key (dtype, shape, bits), the optimizer's groups with their
     hyper-parameters, its scalars, the gradient scaler, the scheduler and the progress. How they are
     sharded over ranks and files does not count, nor which implementation of a step a group selects
-    (``fused``, ``foreach``...), nor which of a tied tensor's names holds it.
+    (``fused``, ``foreach``...), nor which of a tied tensor's names holds it, nor what a gradient codec has
+    still to send: other ranks share it in another way.
 
     Raises:
         UserError: one of them is missing or damaged.
@@ -104,7 +109,8 @@ def _first_names(reader: PortableReader) -> dict[str, str]:
 
 def _by_first_name(reader: PortableReader) -> dict[tuple[str, str], str]:
     first = _first_names(reader)
-    return {(key, first.get(name, name)): name for key, name in reader.tensors()}
+    compared = [(key, name) for key, name in reader.tensors() if not _OF_CODECS.match(key)]
+    return {(key, first.get(name, name)): name for key, name in compared}
 
 
 def _shapes(reader: PortableReader) -> dict[tuple[str, str], tuple[int, ...]]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # What fails inside the contracts is shown with its values, as in a test file.
 pytest.register_assert_rewrite(
-    *(f"distributed.testing.contracts.{name}" for name in ("step", "run", "claim", "failure")),
+    *(f"distributed.testing.contracts.{name}" for name in ("step", "run", "claim", "failure", "codec")),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -12,15 +13,25 @@ from torch import Tensor
 
 from distributed.checkpoint.rank_local import Replica, export_rank_local, read_rank_local, saved_kinds
 from distributed.checkpoint.staging_buffers import to_host
+from distributed.communication.codecs.base import Codec
 from distributed.communication.coded_sum import CodedSum
-from distributed.communication.wire import Wire
+from distributed.communication.wire import GroupWire, Wire
 from distributed.config import DistributedConfig
 from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.state import Chunk, StateReader
 from distributed.registry.catalog import load_target
 from distributed.system.output import print_line
+from distributed.training.model_traits import COMPLEX, SPARSE
 
-__all__ = ["RESIDUAL", "Compression", "Held", "report_dropped"]
+__all__ = ["CANNOT_SEND", "RESIDUAL", "Compression", "Held", "report_dropped"]
+
+logger = logging.getLogger("distributed")
+
+CANNOT_SEND = {
+    COMPLEX: "codecs send gradients of real numbers",
+    SPARSE: "codecs send dense gradients",
+}
+"""Traits of a parameter with which its gradient cannot be sent by a codec, and why."""
 
 RESIDUAL = "compression.residual"
 _STEP = "compression.step"
@@ -55,24 +66,54 @@ class Compression:
     A checkpoint holds the residual of each replica of each parameter, the codec's own tensors and its number
     of steps. As many replicas resume with the same bits; another number shares the sum of the residuals, so
     that the update that is pending stays the same.
+
+    Attributes:
+        name: of the codec.
+        codec: one instance for all parameters.
+        exchange: class of the exchange between the ranks of one group.
+        left: what an earlier `fit` in this process has left by `leave`; None without one.
     """
+
+    exchange: type[CodedSum] = CodedSum
 
     def __init__(self, spec: CodecSpec, config: DistributedConfig) -> None:
         options = config.compression
         self.name = spec.name
-        self._codec = load_target(spec.target)(options, spec.feeds_back(options))
+        self.codec: Codec = load_target(spec.target)(options, spec.feeds_back(options))
         self._seed, self._revocable = config.seed, config.on_nan == "skip"
         self._sums: list[CodedSum] = []
+        self.left: list[CodedSum] | None = None
 
     def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
         """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
-        self._sums.append(CodedSum(self._codec, wire, self._seed, self._revocable, names))
-        return self._sums[-1]
+        made = self.exchange(self.codec, wire, self._seed, self._revocable, names)
+        if self.left:
+            before = self.left.pop(0)
+            made.load(before.residuals, before.states, before.step)
+        self._sums.append(made)
+        return made
+
+    def in_group(self, group: Any, names: Collection[str]) -> CodedSum:
+        """The same between the ranks of a torch process group; None for all."""
+        return self.over(GroupWire(group), names)
 
     def settle(self, skipped: bool) -> None:
         """End a step; see `CodedSum.settle`."""
         for summed in self._sums:
             summed.settle(skipped)
+
+    def leave(self) -> list[CodedSum]:
+        """What a later `fit` in this process continues with."""
+        return list(self._sums)
+
+    def report_unreturned(self) -> None:
+        """Log that the caller does not get what is pending on other hosts."""
+        if any(summed.residuals for summed in self._sums):
+            logger.warning(
+                "what the codec '%s' has still to send stays with the ranks of each host, and a second fit()"
+                " begins without it. Set checkpoint_dir, and resume from a checkpoint instead",
+                self.name,
+            )
 
     def export(self, held: Mapping[str, Held], first: bool) -> Iterator[Chunk]:
         """What a checkpoint holds of this rank. Without collectives.
@@ -104,14 +145,10 @@ class Compression:
         saved = reader.tensors()
         step = int(reader.read(_STEP, "step").item()) if (_STEP, "step") in saved else 0
         residuals, _ = read_rank_local(RESIDUAL, reader, parameters, replicas, keep="sum")
+        residuals = {name: tensor.to(parameters[name].device) for name, tensor in residuals.items()}
         states = dict(_own_states(reader, held))
         for summed in self._sums:
-            own = summed.names
-            summed.step = step
-            summed.residuals = {
-                name: tensor.to(parameters[name].device) for name, tensor in residuals.items() if name in own
-            }
-            summed.states = {name: tensors for name, tensors in states.items() if name in own}
+            summed.load(residuals, states, step)
 
 
 def report_dropped(reader: StateReader) -> None:

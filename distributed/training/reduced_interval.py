@@ -11,7 +11,9 @@ from distributed.training.phase_timers import PHASES
 TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "validation"))
 """Phases that do not overlap; with ``other`` they make up a rank's time."""
 
-_SENT = (*PHASES, "other")
+SENT = (*PHASES, "other", "hidden")
+"""What a slot holds of a rank: seconds of its phases, and the share of communication that was hidden behind
+backward. ``communication`` and ``hidden`` are NaN if they are not known."""
 _NUM_FLAGS = 4
 
 
@@ -22,7 +24,7 @@ class ReducedInterval:
     Attributes:
         losses: sum of losses of each step.
         counts: samples or tokens of each step.
-        phases: seconds of each phase (`PHASES` and ``other``), one mapping per rank, or rank 0's alone.
+        phases: what ranks have sent of `SENT`, one mapping per rank, or rank 0's alone.
         same_replicas: all ranks with copies of the same have the same checksum of their parameters.
         same_settings: all ranks have the same digest of their `Backend.settings`.
         wants_times: rank 0 asks for the phases of every rank in the next interval.
@@ -56,15 +58,15 @@ class ReducedInterval:
         Args:
             losses: this rank's sum of losses, one per step.
             counts: as many.
-            seconds: per phase, ``other`` included, the ``checksum`` and the digest of ``settings``.
+            seconds: what `SENT` names, the ``checksum`` and the digest of ``settings``.
             flags: wants_times, saved, stop and go.
             rank: whose slot to fill, if there is one.
             num_slots: ranks whose phases are sent: all, or rank 0 alone.
             replica_set: `Backend.replica_set`.
         """
-        slots = [0.0] * (len(_SENT) * num_slots)
+        slots = [0.0] * (len(SENT) * num_slots)
         if rank < num_slots:
-            slots[rank * len(_SENT) : (rank + 1) * len(_SENT)] = [seconds[name] for name in _SENT]
+            slots[rank * len(SENT) : (rank + 1) * len(SENT)] = [seconds[name] for name in SENT]
         number, sets = replica_set
         replicas = [0.0] * (NUM_TERMS * sets)
         replicas[number * NUM_TERMS : (number + 1) * NUM_TERMS] = equality_terms(seconds["checksum"])
@@ -78,8 +80,8 @@ class ReducedInterval:
         end = -(1 + sets) * NUM_TERMS
         replicas, settings = totals[end:-NUM_TERMS], totals[-NUM_TERMS:]
         slots = totals[2 * num_steps : end]
-        starts = range(0, len(slots), len(_SENT))
-        phases = [dict(zip(_SENT, slots[at : at + len(_SENT)], strict=True)) for at in starts]
+        starts = range(0, len(slots), len(SENT))
+        phases = [dict(zip(SENT, slots[at : at + len(SENT)], strict=True)) for at in starts]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
         by_set = (replicas[at : at + NUM_TERMS] for at in range(0, len(replicas), NUM_TERMS))
         same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, size)

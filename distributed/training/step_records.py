@@ -142,7 +142,7 @@ class StepRecords:
         losses, counts = as_floats([s[0] for s in steps]), as_floats([s[1] for s in steps])
         self._check_finite(losses)
         seconds = self.backend.timers.snapshot_and_reset()
-        seconds["communication"] = self.backend.communication_seconds() * len(losses)
+        seconds |= self._communication(seconds["backward"], len(losses))
         seconds["other"] = (
             perf_counter() - (self._last_meeting or 0.0) - sum(seconds[phase] for phase in TIMED)
         )
@@ -157,6 +157,21 @@ class StepRecords:
         self._sends_times = reduced.wants_times
         self.note_meeting()
         return reduced
+
+    def _communication(self, backward: float, num_steps: int) -> dict[str, float]:
+        """Seconds of exposed communication and its hidden share; NaN if they are not known.
+
+        Args:
+            backward: seconds in backward of the interval.
+        """
+        times = self.backend.communication_times()
+        if times is None:
+            return {"communication": math.nan, "hidden": math.nan}
+        hidden = times.hidden_share(backward / num_steps)
+        return {
+            "communication": times.exposed * num_steps,
+            "hidden": math.nan if hidden is None else hidden,
+        }
 
     def _wants_times(self) -> bool:
         """Whether every rank should send its phases in the next interval: rank 0 decides by its clock."""
@@ -194,6 +209,8 @@ class StepRecords:
             record["gpu_utilisation"] = utilisation
         if self.config.tracking.phase_timers:
             record |= _phase_shares(reduced.phases[0], seconds)
+            if self.backend.world.size > 1:
+                record |= _communication_figures(reduced.phases[0], len(rates))
             if len(reduced.phases) == self.backend.world.size:
                 self._warn_of_stragglers(reduced.phases)
         self.history.logs.append(record)
@@ -306,7 +323,18 @@ def not_finite(loss: Any, step: int, epoch: int, backend: Backend) -> UserError:
 
 
 def _phase_shares(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
-    # The waiting time is DDP's estimate; it is part of what was measured as backward.
-    waited = min(phases["communication"], phases["backward"])
+    # The waiting time is part of what was measured as backward.
+    known = not math.isnan(phases["communication"])
+    waited = min(phases["communication"], phases["backward"]) if known else 0.0
     shares = {**phases, "backward": phases["backward"] - waited, "communication": waited}
-    return {f"time_{phase}": shares[phase] / seconds for phase in PHASES}
+    names = (phase for phase in PHASES if known or phase != "communication")
+    return {f"time_{phase}": shares[phase] / seconds for phase in names}
+
+
+def _communication_figures(phases: Mapping[str, float], num_steps: int) -> dict[str, float]:
+    """Exposed communication per step, and the hidden share, where they are known."""
+    found = {
+        "exposed_communication_seconds": phases["communication"] / num_steps,
+        "hidden_communication_share": phases["hidden"],
+    }
+    return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -34,7 +34,7 @@ from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
-from distributed.training.compression import Compression, Held, report_dropped
+from distributed.training.compression import CANNOT_SEND, Compression, Held, report_dropped
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
 from distributed.training.mixins.accumulation import AccumulationMixin
@@ -123,6 +123,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         )
 
     def prepare(self, task: Task) -> None:
+        if self.compression is not None and task.run_state:
+            self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
         check_trainable(built)
         check_materialized(built, self.config.backend, self.world.size)
@@ -131,6 +133,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         check_same_model(self, built)
         check_micro_batches(built, self.config.backend, self.world.size, self._batch, self.cut_into)
         check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
+        if self.compression is not None:
+            refuse(built, f"{self.config.backend} with a codec", CANNOT_SEND)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -305,11 +309,17 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         self.timers.add("optimizer", perf_counter() - start)
         return StepResult(norm, skipped)
 
-    def scale_to_count(self) -> None:
-        """Make this rank's gradients those of the mean over the true count, before a codec sends them: what
-        it keeps of them is added to gradients of another count. Collective."""
-        ratio = self._count_ratio()
-        self._rescale(ratio, None, None)
+    def add_count(self, count: Any) -> None:
+        """Add up one window's count of tokens before its gradients. Collective."""
+        self._count = self.all_reduce([float(count)])[0]
+
+    def count_first(self) -> None:
+        """With a codec: make this rank's gradients those of the mean over the true count, before they are
+        sent. What is kept of them is added to gradients of another count. Collective."""
+        if self.compression is None or self._count is None:
+            return
+        self.add_count(self._count)
+        self._rescale(self._count_ratio(), None, None)
         self._count = None
 
     def gradient_norm(self) -> Tensor:
@@ -495,6 +505,16 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             self.compression.restore(reader, self._exchanged())
         elif self.world.rank == 0:
             report_dropped(reader)
+
+    def leftover_state(self) -> Any:
+        return None if self.compression is None else self.compression.leave()
+
+    def alone(self) -> Backend:
+        single = super().alone()
+        if self.compression is not None and isinstance(single, TorchBackend):
+            self.compression.report_unreturned()
+            single.compression = None
+        return single
 
     def scaler_state(self) -> dict[str, Any] | None:
         return self.scaler.state_dict() if self.scaler is not None else None

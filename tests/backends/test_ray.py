@@ -26,6 +26,7 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES, tokens, train_plainly
 from tests.support.training import make_trainer
+from tests.training.test_compression import Plain, build, close, data, fields
 
 X, Y = problem(26)
 FAST = "0.05"
@@ -111,6 +112,13 @@ def test_ranks_that_ray_starts_share_a_model(ray_cluster: None) -> None:
     expected = train_plainly(build(), data, global_batch_size=8, steps=10, max_norm=0.5).weights
     own = dict(model.named_parameters())
     assert max(float((own[name] - w).detach().abs().max()) for name, w in expected.items()) < EXACT
+
+
+def test_ranks_that_ray_starts_send_gradients_by_a_codec(ray_cluster: None) -> None:
+    model, plain = build(), Plain("top-k", 2)
+    make_trainer(model, 2, backend="ray", **fields("top-k")).fit(data(), epochs=1)
+    plain.train(5)
+    close(model, plain.model)
 
 
 @pytest.mark.parametrize("deed", ["raise", "mistake", "die"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distributed.training.loop import TrainingLoop
-from distributed.training.phase_timers import PHASES
+from distributed.training.reduced_interval import SENT
 from distributed.training.step_records import StepRecords
 from distributed.training.stop_consensus import StopConsensus
 from tests.campaigns.scale.growth import growth_of
@@ -52,7 +52,7 @@ def test_a_gather_in_a_step_is_detected(
 
 
 def test_the_times_of_many_ranks_are_sent_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = 8 * SIZES[0] * len((*PHASES, "other"))
+    slots = 8 * SIZES[0] * len(SENT)
     assert train(SIZES[0]).bytes["record"] < slots
     # In the first log step rank 0 asks for them, in the second they are sent.
     monkeypatch.setattr("distributed.training.step_records._TIMES", 0.0)

@@ -7,7 +7,7 @@ all ranks use, and what each rank has contributed to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +105,11 @@ class PowerSGD:
         own = [(left @ (left.T @ m)).view(first.shape) for m in matrices]
         self.factors[name] = sum(m.T @ left for m in matrices)
         return sum(own[1:], start=own[0]), own
+
+
+def first_rows(names: Iterable[str]) -> dict[str, int]:
+    """Which rank adds up the first row of each parameter: all in turn, in the order of their names."""
+    return {name: index for index, name in enumerate(sorted(names))}
 
 
 def make(codec: str) -> Callable[..., Outcome]:

@@ -1,8 +1,8 @@
-"""Each codec alone: several ranks as threads of one process, beside the oracle in plain PyTorch."""
+"""The built-in codecs alone: several ranks as threads of one process, through the kit for codecs."""
 
 from __future__ import annotations
 
-import threading
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,202 +13,99 @@ from distributed.communication.codecs.sparse import largest_elements
 from distributed.communication.coded_sum import CodedSum
 from distributed.config.compression import CompressionSection
 from distributed.registry.catalog import get_catalog, load_target
+from distributed.testing.codec_suite import SHAPES, CodecSuite, Oracle
+from distributed.testing.conformance import CodecConformance
+from distributed.testing.thread_wire import ThreadWire, run_ranks
 from tests.communication import codec_oracle as oracle
 
-CODECS = ("fp16", "bf16", "int8", "fp8", "top-k", "random-k", "powersgd")
-SHAPES = {"w": (24, 40), "b": (7,), "conv": (8, 5, 3, 3), "scalar": (), "long": (1030,)}
+
+class BuiltIn(CodecConformance):
+    """With what the codec computes in plain PyTorch."""
+
+    def oracle(self) -> Oracle:
+        reduce, rows = oracle.make(self.codec), oracle.first_rows(SHAPES)
+        return lambda values, name, step: reduce(values, name, step, rows[name])
 
 
-class ThreadWire:
-    """The collectives between the threads of one process."""
-
-    def __init__(self, rank: int, size: int, slots: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._slots, self._barrier = rank, size, slots, barrier
-        self.sent = 0.0
-
-    def _all(self, value: Tensor) -> list[Tensor]:
-        self._slots[self.rank] = value
-        self._barrier.wait()
-        found = list(self._slots)
-        self._barrier.wait()
-        return found
-
-    def sum(self, values: Tensor) -> Any:
-        self.sent += 2 * (self.size - 1) / self.size * values.nbytes
-        parts = self._all(values.clone())
-        found = sum(parts[1:], start=parts[0])
-        return lambda: found
-
-    def gather(self, payload: Tensor) -> Any:
-        self.sent += (self.size - 1) * payload.nbytes
-        found = torch.stack(self._all(payload))
-        return lambda: found
-
-    def scatter(self, parts: Tensor) -> Any:
-        self.sent += (self.size - 1) * parts[0].nbytes
-        found = torch.stack([of_rank[self.rank] for of_rank in self._all(parts)])
-        return lambda: found
+def twice(unit: float) -> float:
+    """Bound of a codec that rounds values and sums, each by `unit` of the largest magnitude."""
+    return unit * (2 + unit)
 
 
-def run_ranks(size: int, work: Any) -> list[Any]:
-    """What ``work(wire)`` returns on each of `size` ranks."""
-    slots, barrier, found = [None] * size, threading.Barrier(size, timeout=60), [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(ThreadWire(rank, size, slots, barrier))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+class TestFloat16(BuiltIn):
+    codec = "fp16"
+    bound = twice(2**-11)
 
 
-def coded_sum(codec: str, wire: Any, feeds_back: bool | None = None, revocable: bool = False) -> CodedSum:
+class TestBFloat16(BuiltIn):
+    codec = "bf16"
+    bound = twice(2**-8)
+
+
+class TestInt8(BuiltIn):
+    codec = "int8"
+    bound = twice(0.5 / 127 + 2**-20)  # the scale is rounded to float32
+
+
+class TestFloat8(BuiltIn):
+    codec = "fp8"
+    bound = twice(2**-4 + 2**-20)
+
+
+class TestTopK(BuiltIn):
+    codec = "top-k"
+    options = MappingProxyType({"ratio": oracle.RATIO})
+
+
+class TestRandomK(BuiltIn):
+    codec = "random-k"
+    options = MappingProxyType({"ratio": oracle.RATIO})
+
+
+class TestPowerSGD(BuiltIn):
+    codec = "powersgd"
+    options = MappingProxyType({"rank": oracle.RANK})
+
+
+class TestEverythingByTopK(BuiltIn):
+    """Without loss: the dense sum."""
+
+    codec = "top-k"
+    options = MappingProxyType({"ratio": 1.0})
+    bound = 1e-15
+
+    def oracle(self) -> Oracle:
+        return lambda values, name, step: (torch.stack([*values]).sum(0), values)
+
+
+class TestEverythingByRandomK(TestEverythingByTopK):
+    codec = "random-k"
+
+
+class TestFullRank(TestEverythingByTopK):
+    """Factors as large as the matrices: all are sent as they are."""
+
+    codec = "powersgd"
+    options = MappingProxyType({"rank": 1000})
+
+
+def test_all_codecs_pass_the_kit() -> None:
+    def leaves(kind: type[CodecSuite]) -> set[str]:
+        return {kind.codec}.union(*map(leaves, kind.__subclasses__())) - {""}
+
+    assert leaves(BuiltIn) == {*get_catalog().codecs}
+
+
+def coded_sum(codec: str, wire: Any, feeds_back: bool | None = None, names: Any = ("w",)) -> CodedSum:
     options = CompressionSection(codec=codec, ratio=oracle.RATIO, rank=oracle.RANK, error_feedback=feeds_back)
     spec = get_catalog().codecs[codec]
-    return CodedSum(load_target(spec.target)(options, spec.feeds_back(options)), wire, oracle.SEED, revocable)
+    made = load_target(spec.target)(options, spec.feeds_back(options))
+    return CodedSum(made, wire, oracle.SEED, revocable=False, names=names)
 
 
-def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def gradient(rank: int, step: int) -> Tensor:
     draw = torch.Generator().manual_seed(1000 * step + rank)
-    return {
-        name: torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
-        for name, shape in SHAPES.items()
-    }
-
-
-def first_rows(codec: str) -> dict[str, int]:
-    row = {"fp16": 64, "bf16": 64, "int8": 256, "fp8": 256}.get(codec, 1)
-    found, number = {}, 0
-    for name, shape in SHAPES.items():
-        found[name] = number
-        number += -(-torch.Size(shape).numel() // row)
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("codec", CODECS)
-def test_each_step_is_the_oracles(codec: str, size: int) -> None:
-    steps = 4
-
-    def work(wire: ThreadWire) -> list[dict[str, Tensor]]:
-        summed, found = coded_sum(codec, wire, feeds_back=True), []
-        for step in range(steps):
-            own = gradients(wire.rank, step)
-            summed.begin(own).finish()
-            summed.settle(skipped=False)
-            found.append(own)
-        return found
-
-    found = run_ranks(size, work)
-    expected = oracle.ErrorFeedback(codec, first_rows(codec))
-    for step in range(steps):
-        values = [gradients(rank, step) for rank in range(size)]
-        for name in SHAPES:
-            total = expected([v[name] for v in values], name, step)
-            for rank in range(size):
-                assert torch.equal(found[rank][step][name], found[0][step][name]), "the ranks part"
-                torch.testing.assert_close(found[rank][step][name], total, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_nothing_is_lost(codec: str) -> None:
-    """What was sent and what is kept add up to all gradients."""
-
-    def work(wire: ThreadWire) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        summed = coded_sum(codec, wire, feeds_back=True)
-        sent = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-        for step in range(5):
-            own = gradients(wire.rank, step)
-            summed.begin(own).finish()
-            summed.settle(skipped=False)
-            for name, total in own.items():
-                sent[name] += total
-        return sent, summed.residuals
-
-    ranks = run_ranks(3, work)
-    for name in SHAPES:
-        given = sum(gradients(rank, step)[name] for rank in range(3) for step in range(5))
-        kept = sum(residuals[name] for _, residuals in ranks)
-        torch.testing.assert_close(ranks[0][0][name] + kept, given, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_buckets_do_not_matter(codec: str) -> None:
-    def work(wire: ThreadWire, together: bool) -> list[dict[str, Tensor]]:
-        summed, found = coded_sum(codec, wire, feeds_back=True), []
-        for step in range(2):
-            own = gradients(wire.rank, step)
-            buckets = [own] if together else [{name: value} for name, value in own.items()]
-            pending = [summed.begin(bucket) for bucket in buckets]
-            for one in pending:
-                one.finish()
-            summed.settle(skipped=False)
-            found.append(own)
-        return found
-
-    one, many = (run_ranks(3, lambda wire, t=together: work(wire, t)) for together in (True, False))
-    for a, b in zip(one[0], many[0], strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in SHAPES)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_skipped_step_leaves_no_trace(codec: str) -> None:
-    def work(wire: ThreadWire, bad: bool) -> dict[str, Tensor]:
-        summed = coded_sum(codec, wire, feeds_back=True, revocable=True)
-        for step in range(3):
-            own = gradients(wire.rank, step)
-            if step == 1:
-                if wire.rank == 1:
-                    own["w"][3, 5] = torch.nan if bad else 1e3
-                    own["long"][1029] = torch.inf if bad else 1e3
-                summed.begin(own).finish()
-                assert not bad or not torch.isfinite(own["w"]).all()
-                assert not bad or not torch.isfinite(own["long"]).all()
-                summed.settle(skipped=True)
-            else:
-                summed.begin(own).finish()
-                summed.settle(skipped=False)
-        return own
-
-    good, bad = (run_ranks(2, lambda wire, b=b: work(wire, b)) for b in (False, True))
-    for rank in range(2):
-        for name in SHAPES:
-            assert torch.equal(good[rank][name], bad[rank][name])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("codec", CODECS)
-def test_bytes_are_those_stated(codec: str, size: int, dtype: torch.dtype) -> None:
-    def work(wire: ThreadWire) -> float:
-        summed = coded_sum(codec, wire)
-        summed.begin(gradients(wire.rank, 0, dtype)).finish()
-        return wire.sent
-
-    spec, options = get_catalog().codecs[codec], CompressionSection(ratio=oracle.RATIO, rank=oracle.RANK)
-    itemsize = max(4, dtype.itemsize)
-    stated = sum(spec.wire_bytes(shape, itemsize, options, size) for shape in SHAPES.values())
-    # The rank with most rows has one row more than the others at most, and all send as many.
-    rest = 2 * (size - 1) * 260 if "scatter" in spec.exchanges else 0
-    for sent in run_ranks(size, work):
-        assert stated <= sent + 1e-6
-        assert sent <= stated + rest + 1e-6
-
-
-def test_the_traffic_is_of_the_exchanges_that_are_declared() -> None:
-    options = CompressionSection()
-    for spec in get_catalog().codecs.values():
-        assert spec.traffic((64, 64), 4, options).kinds == spec.exchanges
+    return torch.randn(SHAPES["w"], generator=draw, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("numel", [1, 100, 40_000, 300_001])
@@ -227,7 +124,7 @@ def test_a_matrix_of_zeros_learns_later() -> None:
     def work(wire: ThreadWire) -> Tensor:
         summed = coded_sum("powersgd", wire)
         for step in range(2):
-            own = {"w": gradients(wire.rank, step)["w"] * step}
+            own = {"w": gradient(wire.rank, step) * step}
             summed.begin(own).finish()
             summed.settle(skipped=False)
         return own["w"]

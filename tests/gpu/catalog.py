@@ -116,6 +116,21 @@ def _memory() -> list[Check]:
     return checks
 
 
+def _recorder() -> list[Check]:
+    meaning = (
+        "collectives of one NCCL rank that its Flight Recorder dump shows otherwise than they were called"
+    )
+    nccl = Row("recorder/nccl", "differences", 0, meaning, gpu_only=True)
+    meaning = "what the report of a hang does not say of the collective that a rank has left out"
+    hang = Row(
+        "recorder/hang", "missing", 0, f"{meaning}; two ranks, over NCCL on two GPUs, otherwise over gloo"
+    )
+    return [
+        Check(nccl.name, "tests.gpu.recorder:one_rank", (nccl,)),
+        Check(hang.name, "tests.gpu.recorder:hang", (hang,)),
+    ]
+
+
 CHECKS: list[Check] = [
     *_training(
         "parity",
@@ -135,6 +150,7 @@ CHECKS: list[Check] = [
         150,
     ),
     *_precision(),
+    *_recorder(),
     *[_kernel(name) for name in _KERNELS],
     *_training("kit", "tests.gpu.kit:conformance", "failed", 0, "failed tests of the conformance kit", 300),
     *_overhead(),

@@ -6,12 +6,15 @@ from distributed import Callback, Trainer, WorkerError
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
+from distributed.resilience.flight_dumps import dump_recorder
+from distributed.resilience.flight_records import FlightRecord, parse_dump
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import distance, problem
 
 __all__ = [
     "Callback",
+    "FlightRecord",
     "PortableCheckpointer",
     "PortableReader",
     "RankPool",
@@ -19,6 +22,8 @@ __all__ = [
     "WorkerError",
     "differences",
     "distance",
+    "dump_recorder",
     "oracle_fit",
+    "parse_dump",
     "problem",
 ]

@@ -17,6 +17,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.backend_spec import BackendSpec, Capabilities
 from distributed.interfaces.callback import Callback
+from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry import hookspecs
 from distributed.registry.catalog import GROUPS, build_catalog, missing_modules, require
@@ -159,6 +160,11 @@ class EveryHook:
     def register_sections(self) -> dict[str, str]:
         self.called.append("register_sections")
         return {}
+
+    @hookimpl
+    def register_codecs(self) -> list[CodecSpec]:
+        self.called.append("register_codecs")
+        return []
 
     @hookimpl
     def register_trackers(self) -> list[TrackerSpec]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from distributed.data.order import share
+from distributed.registry.catalog import get_catalog
+from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.communication import codec_oracle as oracle
+from tests.communication.codec_mutants import ClipsBeforeDecompression
+from tests.communication.test_joined import together
 from tests.support.training import OnStep, SameWeights, make_trainer
 
 CODECS = ("fp16", "bf16", "int8", "fp8", "top-k", "random-k", "powersgd")
@@ -69,11 +75,7 @@ class Plain:
     def __init__(self, codec: str, ranks: int) -> None:
         self.model, self.ranks, self.step = build(), ranks, 0
         self.optimizer = SGD(self.model.parameters())
-        row = {"fp16": 64, "bf16": 64, "int8": 256, "fp8": 256}.get(codec, 1)
-        first, rows = 0, {}
-        for name, parameter in reversed(list(self.model.named_parameters())):
-            rows[name] = first
-            first += -(-parameter.numel() // row)
+        rows = oracle.first_rows(name for name, _ in self.model.named_parameters())
         self.exchange = oracle.ErrorFeedback(codec, rows, feeds_back=codec in WITH_FEEDBACK)
 
     def train(self, batches: int) -> None:
@@ -118,6 +120,22 @@ def test_training_is_the_oracles(rank_pool: RankPool, codec: str, ranks: int) ->
     make_trainer(model, ranks, rank_pool, callbacks=[SameWeights()], **fields(codec)).fit(data(), epochs=2)
     plain.train(10)
     close(model, plain.model)
+
+
+def test_gradients_clipped_before_they_are_sent_show(rank_pool: RankPool) -> None:
+    """A broken backend does not train as the oracle does."""
+    backends, spec = get_catalog().backends, get_catalog().backends["pytorch-ddp"]
+    kind = ClipsBeforeDecompression
+    broken = replace(spec, name=f"mutant-{kind.__name__}", target=f"{kind.__module__}:{kind.__name__}")
+    model, plain = build(), Plain("top-k", 2)
+    backends[broken.name] = broken
+    try:
+        make_trainer(model, 2, rank_pool, backend=broken.name, **fields("top-k")).fit(data(), epochs=1)
+    finally:
+        del backends[broken.name]
+    plain.train(5)
+    with pytest.raises(AssertionError):
+        close(model, plain.model)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -230,3 +248,43 @@ def test_a_skipped_step_keeps_what_was_pending(rank_pool: RankPool, codec: str) 
     for number in (3, 4):
         plain.one_step(inputs[number], targets[number])
     close(model, plain.model)
+
+
+def test_a_second_fit_sends_what_the_first_has_kept(rank_pool: RankPool) -> None:
+    model, plain = build(), Plain("top-k", 2)
+    trainer = make_trainer(model, 2, rank_pool, **fields("top-k"))
+    for _ in range(2):
+        trainer.fit(data(), epochs=1)
+    plain.train(10)
+    close(model, plain.model)
+
+
+JOINED = """
+import sys, torch
+from tests.training.test_compression import build, data, fields
+from tests.support.training import make_trainer
+model = build()
+trainer = make_trainer(model, 2, **fields("top-k"))
+for _ in range(2):
+    trainer.fit(data(), epochs=1)
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+@pytest.mark.starts_processes
+def test_a_second_fit_of_a_launchers_ranks_does_too(tmp_path: Path) -> None:
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(JOINED)
+    words = [[sys.executable, str(script), str(tmp_path / f"{rank}.pt")] for rank in range(2)]
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    envs = [
+        {**own, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port), "PYTHONPATH": "."}
+        for rank in range(2)
+    ]
+    for code, _, errors in together(words, envs, [{}, {}]):
+        assert code == 0, errors
+    model, plain = build(), Plain("top-k", 2)
+    plain.train(10)
+    for rank in range(2):
+        model.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+        close(model, plain.model)

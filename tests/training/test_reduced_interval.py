@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.training.phase_timers import PHASES
-from distributed.training.reduced_interval import TIMED, ReducedInterval
+from distributed.training.reduced_interval import SENT, TIMED, ReducedInterval
 
 
 def packed(rank: int, flags: tuple[bool, bool, bool, bool], size: int = 3) -> list[float]:
-    seconds = {phase: rank + number / 10 for number, phase in enumerate((*PHASES, "other"))}
+    seconds = {phase: rank + number / 10 for number, phase in enumerate(SENT)}
     seconds |= {"checksum": 7.0 + rank // 2, "settings": 11.0}
     return ReducedInterval.pack([1.0 + rank, 2.0], [4.0, 0.5], seconds, flags, rank, size)
 
@@ -26,7 +25,7 @@ def test_the_sum_holds_each_ranks_share() -> None:
     assert (found.same_replicas, found.same_settings) == (False, True)
     assert total([packed(rank, none) for rank in range(2)]).same_replicas
     assert [phases["data"] for phases in found.phases] == [0.0, 1.0, 2.0]
-    assert [set(phases) for phases in found.phases] == [{*PHASES, "other"}] * 3
+    assert [set(phases) for phases in found.phases] == [set(SENT)] * 3
     assert (found.wants_times, found.saved, found.stop, found.go) == (False, True, False, True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window
+from distributed.interfaces.backend import CommunicationTimes, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.parallel.gradient_reducer import GradientReducer
@@ -89,7 +90,9 @@ class DDPBackend(MeshBackend):
 
     def reduce_gradients(self) -> None:
         if self._reducer is not None:
+            start = perf_counter()
             self._reducer.finish()
+            self.timers.add("backward", perf_counter() - start)
 
     def _unused_parameters(self) -> UserError:
         idle = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
@@ -126,17 +129,18 @@ class DDPBackend(MeshBackend):
         if not training and self.world.size > 1:
             self.share_buffers()
 
-    def communication_seconds(self) -> float:
+    def communication_times(self) -> CommunicationTimes | None:
         if self.world.size == 1:
-            return 0.0
+            return CommunicationTimes(0.0)
         if self._reducer is not None:
-            return self._reducer.seconds_per_step()
-        # DDP times a sample of its own iterations; nanoseconds.
+            return self._reducer.times_per_step()
+        # DDP times a sample of its own iterations, by events on a GPU; nanoseconds, means of the whole run.
         timed: dict[str, Any] = self.model._get_ddp_logging_data()
-        waited = timed.get("avg_backward_comm_time", 0) - timed.get(
-            "avg_backward_compute_comm_overlap_time", 0
+        total, overlap, compute = (
+            timed.get(f"avg_backward_{name}_time", 0) * 1e-9
+            for name in ("comm", "compute_comm_overlap", "compute")
         )
-        return max(0.0, float(waited) * 1e-9)
+        return CommunicationTimes(max(0.0, total - overlap), total, compute) if total > 0 else None
 
     def release(self) -> None:
         if self._reducer is not None:

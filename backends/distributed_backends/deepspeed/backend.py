@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.torch_state import export_replicated, import_replicated
+from distributed.checkpoint.torch_state import canonical_name, export_replicated, import_replicated
 from distributed.communication.broadcast import broadcast_values
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
@@ -22,6 +22,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.resilience.divergence import trained
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse, UsedParameters
@@ -77,6 +78,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self.sharded: ShardedOptimizer | None = None
         self.engine: Any = None
         self._order: GatherOrder | None = None
+        self._reducer: GradientReducer | None = None
         self._environment: dict[str, str | None] = {}
         self._written: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []
@@ -186,7 +188,14 @@ class DeepSpeedBackend(ProcessGroupBackend):
         root = Root(model, super().autocast)
         self.engine = build_engine(root, optimizer, options, self.world.device, weights)
         # Alone, stage 0 would copy all gradients into one tensor, reduce it, and copy them back.
-        self.engine.enable_backward_allreduce = self.stage > 0 or self.world.size > 1
+        own = self.world.size == 1 or self.compression is not None
+        self.engine.enable_backward_allreduce = self.stage > 0 or not own
+        if self.compression is not None:
+            names = {p: canonical_name(name) for name, p in trainable.items()}
+            limit = self.config.bucket_cap_mb * 2**20
+            self._reducer = GradientReducer(
+                names, dist.group.WORLD, limit, find_unused=True, coded=self.compression.in_group
+            )
         if self.stage == 3 and self.world.size > 1:
             gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
             self._order = GatherOrder(self, gathering, self.config.hang_timeout)
@@ -221,7 +230,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         with self._checked("training"):
             loss, total, count = self.engine(function, *args)
         self._check_written()
-        if self.objective.counted and self.world.size > 1:
+        if self.objective.counted and self.world.size > 1 and self.compression is None:
             self.add_count(count)
         return loss, total, count
 
@@ -246,6 +255,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
                 self._note_versions()
         seen = super().run_window(window)
         self._use.begin()
+        if self._reducer is not None:
+            self.count_first()
+            self._reducer.finish()
         return seen
 
     def backward(self, loss: Tensor) -> None:
@@ -392,6 +404,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if self.engine is None:
             return
         self._used.remove()
+        if self._reducer is not None:
+            self._reducer.remove()
         engine, sharded, self.engine, self.sharded = self.engine, self.sharded, None, None
         self._order = None
         if sharded is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
@@ -33,6 +33,7 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
                 levers=LEVERS - {"optimizer_bits", "fp8"},
                 zero_stages=frozenset({0, 1, 2, 3}),
+                exchanges=EXCHANGES,
             ),
             blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
             preload=(
@@ -74,6 +75,14 @@ def check_plan(plan: RunPlan) -> list[str]:
                 " deepspeed_config",
             )
     stage = stage_of(config)
+    if stage > 0 and plan.codec is not None:
+        raise UserError(
+            f"ZeRO stage {stage} reduces gradients to the shards of ranks, and sends them as they are",
+            field="compression.codec",
+            got=plan.codec.name,
+            allowed="none with zero_stage 1 to 3",
+            remedy="Set zero_stage=0, or use backend='fsdp' with parallel.data",
+        )
     _check_offloading(config, stage)
     if stage == 3 and config.compile != "none":
         raise UserError(

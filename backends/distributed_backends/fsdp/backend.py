@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distributed.checkpoint.dtensor import local_part
+from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -68,14 +69,15 @@ class FSDPBackend(MeshBackend):
         self._use: GradientUse | None = None
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
-        self._slices: GradientReducer | None = None
+        self._copies_reducer: GradientReducer | None = None
 
     def setup(self, plan: RunPlan) -> World:
         world = super().setup(plan)
         # Reductions beside that of FSDP2, and backward where it is split, know the parameters that were
         # trainable at the start.
         splits = self._shape is not None and self._shape.splits_backward
-        self.follows_requires_grad = plan.dims.context == plan.dims.expert == 1 and not splits
+        axes = plan.dims.context * plan.dims.expert
+        self.follows_requires_grad = axes == 1 and not splits and self.compression is None
         return world
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
@@ -98,7 +100,9 @@ class FSDPBackend(MeshBackend):
             return super().place_parts(model)
         self.apply_levers(model)
         assert self.original is not None
-        section, across = FSDPSection.of(self.config), self.mesh.submesh("data", "shard")
+        # With a codec the copies of a shard exchange its gradient here, and FSDP2 knows of no copies.
+        section, axes = FSDPSection.of(self.config), ("shard",) if self.compression else ("data", "shard")
+        across = self.mesh.submesh(*axes)
         units, self._units, group = self._units, [], self.stage_group
         built = self.values if self.built_by_one and self.pipeline is None else None
         self._sharded = ShardedModel(
@@ -125,16 +129,33 @@ class FSDPBackend(MeshBackend):
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
-        if self.mesh is not None and self.mesh.dims.context > 1:
+        copies = None if self.mesh is None else self.mesh.group(*self._copies_of_shards)
+        if copies is not None:
             # FSDP2 reduces over the ranks with different samples; those of slices are added to them. Experts
             # have a reduction of their own.
             names = {
-                p: name
+                p: canonical_name(name)
                 for name, p in self.module.named_parameters()
-                if p.requires_grad and not p.is_meta and not self.is_expert(p)
+                if p.requires_grad and not p.is_meta and not self.is_expert(p) and not self._is_averaged(p)
             }
-            limit = self.config.bucket_cap_mb * 2**20
-            self._slices = GradientReducer(names, self.mesh.group("context"), limit, find_unused=True)
+            self._copies_reducer = self.reducer_in(copies, names, find_unused=True)
+
+    @property
+    def _copies_of_shards(self) -> tuple[str, ...]:
+        """Axes over which gradients are added up after FSDP2 has reduced them."""
+        return ("context",) if self.compression is None else ("data", "context")
+
+    @property
+    def _gradient_share(self) -> int:
+        """FSDP2 divides by the number of ranks over which it reduces."""
+        if self.compression is None or self.mesh is None:
+            return super()._gradient_share
+        return self.mesh.dims.shard
+
+    def _is_averaged(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is not sharded, and with a codec its gradient is averaged over all ranks."""
+        sharded = self._sharded
+        return self.compression is not None and sharded is not None and parameter in sharded.replicated
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
@@ -155,17 +176,30 @@ class FSDPBackend(MeshBackend):
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        if self._slices is not None:
-            self._slices.finish()
+        if self.compression is not None:
+            self._forget_unused()  # a codec would send what it has kept of them
+        if self._copies_reducer is not None:
+            self._copies_reducer.finish()
+
+    def _forget_unused(self) -> None:
+        """Leave out the gradients of parameters that no rank has used. Collective."""
+        if self._sharded is None or self._use is None:
+            return
+        if self.pipeline is None:
+            self._use.add(self._sharded.take_used())
+        self._use.begin()
+        for name in self._use.finish():
+            self._sharded.parameters[name].grad = None
 
     def _counted(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = step.forward(*args)
-        self.add_count(count)
+        if self.compression is None:
+            self.add_count(count)
         return loss, total, count
 
     def _forward(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = self.through("training", partial(step.forward, *args))
-        if self.objective.counted:
+        if self.objective.counted and self.compression is None:
             self.add_count(count)
         return loss, total, count
 
@@ -183,10 +217,11 @@ class FSDPBackend(MeshBackend):
         if self._sharded is None or self._use is None:
             return super().run_window(window)
         seen = super().run_window(window)
-        if self.pipeline is None:
-            self._use.add(self._sharded.take_used())
-        self._use.begin()
-        self._sharded.average_replicated()
+        if self.compression is None:
+            if self.pipeline is None:
+                self._use.add(self._sharded.take_used())
+            self._use.begin()
+        self._average_replicated(self._sharded)
         if self._experts is not None:
             self._average_experts(self._experts)
         return seen
@@ -203,17 +238,24 @@ class FSDPBackend(MeshBackend):
         )
         self._use.add([used[name] or name in shared for name in names])
 
+    def _average_replicated(self, sharded: ShardedModel) -> None:
+        sharded.average_replicated()
+        if self.compression is not None and self.mesh is not None:
+            for parameter in sharded.replicated:
+                if parameter.grad is not None:
+                    parameter.grad *= self.mesh.dims.size("data", "context")
+
     def _average_experts(self, experts: GradientReducer) -> None:
         """Divide by the number of ranks as FSDP2 does, whose scale the loss has. Collective."""
-        experts.finish()
         gradients = [
             local_part(p.grad) for p in self.module.parameters() if self.is_expert(p) and p.grad is not None
         ]
         if gradients:
-            torch._foreach_div_(gradients, self.world.data_parallel_size)
+            torch._foreach_div_(gradients, self._gradient_share)
+        experts.finish()
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        if self._sharded is not None and self._use is not None:
+        if self._sharded is not None and self._use is not None and self.compression is None:
             for name in self._use.finish():
                 self._sharded.parameters[name].grad = None
         return super().optimizer_step(max_norm, want_norm)
@@ -263,10 +305,10 @@ class FSDPBackend(MeshBackend):
 
     def release(self) -> None:
         self._reshard()
-        for reducer in (self._experts, self._slices):
+        for reducer in (self._experts, self._copies_reducer):
             if reducer is not None:
                 reducer.remove()
-        self._sharded = self._use = self._order = self._experts = self._slices = None
+        self._sharded = self._use = self._order = self._experts = self._copies_reducer = None
         super().release()
 
 

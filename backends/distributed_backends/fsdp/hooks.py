@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import LEVERS, SCHEDULES, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, SCHEDULES, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -42,6 +42,7 @@ def register_backends() -> list[BackendSpec]:
                 axes=("shard", "data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},
+                exchanges=EXCHANGES,
             ),
             axis_sizes=_axis_sizes,
             context_attention="distributed_kernels.attention.context:context_attention",

@@ -6,18 +6,21 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.environment import detect
 from distributed.errors import UserError
-from distributed.interfaces.backend import Window
+from distributed.interfaces.backend import CommunicationTimes, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
+from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.resilience.divergence import trained
 from distributed.system.tensors import assign_values
 from distributed.training.model_traits import COMPLEX, refuse
@@ -32,6 +35,7 @@ from distributed_backends.horovod.collectives import (
 )
 from distributed_backends.horovod.gradients import GradientSum
 from distributed_backends.horovod.section import HorovodSection
+from distributed_backends.horovod.wire import HorovodWire
 from distributed_backends.horovod.world import start_horovod
 
 
@@ -48,8 +52,7 @@ class HorovodBackend(TorchBackend):
 
     sums_gradients = True
     store: Any = None
-    _gradients: GradientSum | None = None
-    _steps = 0
+    _gradients: GradientSum | GradientReducer | None = None
     _records = False
 
     def setup(self, plan: RunPlan) -> World:
@@ -91,15 +94,21 @@ class HorovodBackend(TorchBackend):
             return step
         refuse(self.module, "horovod", {COMPLEX: "Horovod does not reduce complex numbers"})
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        trained: dict[Tensor, str] = {parameter: names[parameter] for parameter in self._parameters}
+        trained: dict[Any, str] = {parameter: names[parameter] for parameter in self._parameters}
         counts = [step.count] if step.reduced_count else []
-        options = HorovodSection.of(self.config)
-        self._gradients = GradientSum(
-            {**trained, **dict.fromkeys(counts, "the count of tokens")},
-            exact=frozenset(counts),
-            compress=options.compression == "fp16",
-            find_unused=self.config.find_unused_parameters,
-        )
+        find_unused = self.config.find_unused_parameters
+        if self.compression is None:
+            every = {**trained, **dict.fromkeys(counts, "the count of tokens")}
+            self._gradients = GradientSum(every, find_unused=find_unused)
+        else:
+            self._gradients = GradientReducer(
+                {p: canonical_name(name) for p, name in trained.items() if p.requires_grad},
+                HorovodWire(),
+                self.config.bucket_cap_mb * 2**20,
+                find_unused,
+                coded=self.compression.over,
+                early=not self.objective.counted,
+            )
         self._broadcast([*self.module.parameters(), *self.module.buffers()])
         return step
 
@@ -108,10 +117,10 @@ class HorovodBackend(TorchBackend):
     def run_window(self, window: Window) -> tuple[Any, Any]:
         result = super().run_window(window)
         if self._gradients is not None:
-            before = self._gradients.waited
+            start = perf_counter()
+            self.count_first()
             self._gradients.finish()
-            self.timers.add("backward", self._gradients.waited - before)
-            self._steps += 1
+            self.timers.add("backward", perf_counter() - start)
         return result
 
     def sync_when(self, last: bool) -> AbstractContextManager[Any]:
@@ -123,12 +132,10 @@ class HorovodBackend(TorchBackend):
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)
 
-    def communication_seconds(self) -> float:
-        if self._gradients is None or self._steps == 0:
-            return 0.0
-        mean = self._gradients.waited / self._steps
-        self._gradients.waited, self._steps = 0.0, 0
-        return mean
+    def communication_times(self) -> CommunicationTimes | None:
+        if self._gradients is None:
+            return CommunicationTimes(0.0) if self.world.size == 1 else None
+        return self._gradients.times_per_step()
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from distributed.errors import UserError
+from distributed.interfaces.backend import CommunicationTimes
+from distributed.training.flight_clock import FlightClock
 from distributed_backends.horovod.collectives import wait
 
 
@@ -22,29 +25,25 @@ class GradientSum:
 
     Args:
         names: parameter -> its name in errors; the same order on every rank.
-        exact: parameters whose gradients are never compressed.
-        compress: send gradients as float16.
         find_unused: parameters may take no part in some steps. Without it a gradient that is
             missing is an error, as under DDP.
 
     Attributes:
         active: whether this backward is the window's last, whose gradients are final.
-        waited: seconds in `finish` since this was last set to 0.
     """
 
     def __init__(
         self,
         names: Mapping[Tensor, str],
         *,
-        exact: frozenset[Tensor] = frozenset(),
-        compress: bool = False,
         find_unused: bool = False,
     ) -> None:
-        self._names, self._exact = dict(names), exact
+        self._names = dict(names)
         self._keys = {parameter: f"gradient.{i}" for i, parameter in enumerate(self._names)}
-        self._compress, self._find_unused = compress, find_unused
+        self._find_unused = find_unused
         self._sent: dict[Tensor, tuple[int, Tensor]] = {}
-        self.active, self.waited = False, 0.0
+        self.active, self._flights = False, FlightClock()
+        self._waited, self._steps = 0.0, 0
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)
             for parameter in self._names
@@ -63,6 +62,7 @@ class GradientSum:
             UserError: a gradient is missing, or is of a kind that Horovod cannot send.
         """
         self.active, start = False, perf_counter()
+        self._flights.look()
         trained = [parameter for parameter in self._names if parameter.requires_grad]
         used = self._share_use(trained)
         for parameter in trained:
@@ -73,12 +73,23 @@ class GradientSum:
             assert parameter.grad is not None
             if wire.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.copy_(wire)
+        self._flights.end()
         self._sent.clear()
         if used is not None:
             for parameter, ranks in zip(trained, wait(used).tolist(), strict=True):
                 if ranks == 0:  # an optimizer skips parameters that no rank used
                     parameter.grad = None
-        self.waited += perf_counter() - start
+        self._waited, self._steps = self._waited + perf_counter() - start, self._steps + 1
+
+    def times_per_step(self) -> CommunicationTimes | None:
+        """Means since the last call: seconds in `finish`, and seconds in which a gradient was under way.
+        None on GPUs, for whose work the host waits, too, and without a step."""
+        seconds, self._waited = self._waited, 0.0
+        steps, self._steps = self._steps, 0
+        flown = self._flights.take()
+        if not steps or any(parameter.is_cuda for parameter in self._names):
+            return None
+        return CommunicationTimes(seconds / steps, flown / steps)
 
     def _ready(self, parameter: Tensor) -> None:
         if not self.active:
@@ -89,11 +100,14 @@ class GradientSum:
                 field="model",
                 remedy="Under activation checkpointing use use_reentrant=False",
             )
+        self._flights.look()
         self._send(parameter)
 
     def _send(self, parameter: Tensor) -> None:
         wire = self._encode(parameter)
-        self._sent[parameter] = hvd.allreduce_async_(wire, op=hvd.Sum, name=self._keys[parameter]), wire
+        handle = hvd.allreduce_async_(wire, op=hvd.Sum, name=self._keys[parameter])
+        self._flights.launch(partial(hvd.poll, handle))
+        self._sent[parameter] = handle, wire
 
     def _encode(self, parameter: Tensor) -> Tensor:
         gradient: Any = parameter.grad
@@ -103,11 +117,8 @@ class GradientSum:
                 field="model",
                 remedy="Build the embedding with sparse=False",
             )
-        dtype = gradient.dtype
-        if self._compress and parameter not in self._exact and dtype.is_floating_point:
-            dtype = torch.float16
-        elif dtype == torch.bfloat16:  # which Horovod does not have
-            dtype = torch.float32
+        # Horovod does not have bfloat16.
+        dtype = torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
         wire: Tensor = gradient.to(dtype).contiguous()
         return wire
 

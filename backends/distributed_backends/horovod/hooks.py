@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import LEVERS, BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.horovod.section import HorovodSection
 
 if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
 
 __all__ = ["check_plan", "register_backends", "register_sections"]
 
 NAME = "horovod"
 _TARGET = "distributed_backends.horovod.backend:HorovodBackend"
+
+
+def _codec(config: DistributedConfig) -> tuple[str, str] | None:
+    """``horovod.compression`` is another name of ``compression.codec``."""
+    name = HorovodSection.of(config).compression
+    return None if name == "none" else (name, "horovod.compression")
 
 
 @hookimpl
@@ -33,7 +40,9 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 checkpoint=True,
                 levers=LEVERS,
+                exchanges=EXCHANGES,
             ),
+            codec=_codec,
             deploy_form="mpi",
             blocking_modules=(
                 "torch.distributed",

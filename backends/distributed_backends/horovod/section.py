@@ -14,8 +14,7 @@ class HorovodSection(Section):
 
     compression: Literal["none", "fp16"] = Field(
         "none",
-        description="Compression of gradients in the all-reduce; fp16 halves the bytes of float32, with"
-        " rounding.",
+        description="Another name of `compression.codec`, for fp16.",
     )
     timeline: str | None = Field(
         None, description="File for Horovod's timeline (Chrome trace), written by rank 0."

@@ -14,6 +14,7 @@ _UNITS = {
     "gpu_utilisation": "%",
     "time": "%",
     "accuracy": "%",
+    "exposed_communication_seconds": "s",
 }
 _LABELS = {
     "loss": "Training loss",
@@ -23,6 +24,8 @@ _LABELS = {
     "grad_norm": "Gradient norm",
     "samples_per_second": "Throughput",
     "gpu_utilisation": "GPU utilisation",
+    "exposed_communication_seconds": "Exposed communication per step",
+    "hidden_communication_share": "Hidden share of communication",
     "memory_rss_mb": "resident",
     "memory_allocated_mb": "allocated on the device",
     "memory_reserved_mb": "reserved on the device",

@@ -132,7 +132,7 @@ class ClaimContracts(Suite):
             changed = state_differences(saved, str(Path(loaded, Path(saved).name)))
             assert not changed, f"saved by {first}, loaded by {second}: {'; '.join(changed)}"
             off = self.distance(model, reference)
-            assert off < EXACT, f"saved by {first}, resumed by {second}: {off:.1e}"
+            assert self.lossy or off < EXACT, f"saved by {first}, resumed by {second}: {off:.1e}"
 
     def _ways(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
         few, many = (self.backend, self.sizes[0]), (self.backend, self.sizes[-1])

@@ -55,9 +55,11 @@ class RunContracts(Suite):
                 assert sorted(cells.tolist()) == pytest.approx(expected, abs=EXACT)
 
     def test_c3_the_seed_decides_the_order(self) -> None:
-        """Another seed is another order, and again the same on any number of ranks."""
+        """Another seed is another order, and again the same on any number of ranks. With a lossy codec the
+        weights stay as they are, so that the losses depend on the samples alone."""
+        rate = 1e-30 if self.lossy else 0.3
         for ranks in self.sizes:
-            found = self.compare(ranks, problem(25), Run(steps=10, seed=7))
+            found = self.compare(ranks, problem(25), Run(steps=10, seed=7, rate=rate))
             assert found.distance < EXACT
             assert found.history.steps["loss"] == pytest.approx(found.oracle.losses, abs=EXACT)
 

@@ -59,9 +59,11 @@ class LowCommunicationBackend(ProcessGroupBackend):
     # -- the model -------------------------------------------------------------------
 
     def prepare(self, task: Task) -> None:
+        velocities, summed = (task.run_state or {}).get("backend") or ({}, None)
+        if self._codec is not None:
+            self._codec.left = summed
         super().prepare(task)
-        left = (task.run_state or {}).get("backend") or {}
-        for name, velocity in left.items():
+        for name, velocity in velocities.items():
             if name in self.merging.velocities:
                 self.merging.velocities[name].copy_(velocity)
 
@@ -145,8 +147,9 @@ class LowCommunicationBackend(ProcessGroupBackend):
             report_dropped(reader)
 
     def leftover_state(self) -> Any:
-        """The outer momentum, for a second `fit` in this process."""
-        return {name: velocity.cpu() for name, velocity in self.merging.velocities.items()}
+        """The outer momentum and what the codec has kept, for a second `fit` in this process."""
+        velocities = {name: velocity.cpu() for name, velocity in self.merging.velocities.items()}
+        return velocities, None if self._codec is None else self._codec.leave()
 
 
 def _check_real(trained: Mapping[str, nn.Parameter]) -> None:
