@@ -7,6 +7,7 @@ from dataclasses import replace
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.codec import DENSE
 from distributed.interfaces.parallel_dims import AXES, ParallelDims
 from distributed.registry.catalog import Catalog
 
@@ -84,6 +85,13 @@ def ranks_of(config: DistributedConfig, spec: BackendSpec) -> BackendSpec:
     return replace(spec, target=spec.low_communication) if config.low_communication.is_active else spec
 
 
+def _bytes(config: DistributedConfig) -> str:
+    codec = config.compression.codec
+    if codec != DENSE:
+        return f", by the codec {codec}"
+    return f": 1/{config.low_communication.period} of the bytes of data parallelism"
+
+
 def low_communication_notes(config: DistributedConfig, num_ranks: int) -> list[str]:
     """What a run with these settings exchanges, and what it trains."""
     section = config.low_communication
@@ -95,8 +103,7 @@ def low_communication_notes(config: DistributedConfig, num_ranks: int) -> list[s
         return [f"{mode}: one rank exchanges nothing and {own}"]
     notes = [
         f"{mode}: each of {num_ranks} ranks steps on its own samples and exchanges parameters once in"
-        f" {section.period} steps: 1/{section.period} of the bytes of data parallelism. Another number of"
-        " ranks trains other weights"
+        f" {section.period} steps{_bytes(config)}. Another number of ranks trains other weights"
     ]
     if config.is_elastic and (config.elastic.min_ranks or config.elastic.min_nodes):
         notes.append(

@@ -6,6 +6,7 @@ float64.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import OPTIMIZERS, masked_mean
+from distributed.training.low_communication.merging import Fragment, Merging
 from distributed.training.low_communication.outer_step import OuterRule, divide, is_due
 from tests.support.training import SameWeights, make_trainer
 from tests.training import low_communication_mutants
@@ -243,6 +245,48 @@ def test_parts_have_about_as_many_elements_each() -> None:
     assert divide({"a": 1, "b": 1, "c": 100}, 2) == [["a", "b"], ["c"]]
     with pytest.raises(UserError, match="1 to 2"):
         divide({"a": 1, "b": 1}, 3)
+
+
+class Recorded:
+    """Adds up over a single rank, and records when an exchange begins and ends."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> Recorded:
+        self.sent = ",".join(tensors)
+        self.events.append(("begin", self.sent))
+        return self
+
+    def finish(self) -> None:
+        self.events.append(("end", self.sent))
+
+    def sent_bytes(self, tensors: Mapping[str, Tensor]) -> float:
+        return 0.0
+
+
+class WaitsAtOnce(Merging):
+    """Broken: no step is computed while an exchange runs."""
+
+    def _begin(self, fragments: Sequence[Fragment]) -> None:
+        super()._begin(fragments)
+        for fragment in fragments:
+            fragment.wait()
+
+
+@pytest.mark.parametrize(("kind", "sound"), [(Merging, True), (WaitsAtOnce, False)])
+def test_an_exchange_is_awaited_only_when_its_result_is_due(kind: type[Merging], sound: bool) -> None:
+    """The steps between are computed while it runs: no weight shows whether they wait for it."""
+    summed, seen = Recorded(), []
+    rule = OuterRule(4, 0.7, 0.9, True, fragments=2, overlap=1, mixing=0.5)
+    parameters = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    merging = kind(rule, parameters, [], list, summed, None)
+    for _ in range(6):
+        merging.after_step(1)
+        seen.append(summed.events)
+        summed.events = []
+    expected = [[], [("begin", "a")], [("end", "a")], [("begin", "b")], [("end", "b")], [("begin", "a")]]
+    assert (seen == expected) is sound
 
 
 # -- broken forms ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from distributed.checkpoint.torch_state import canonical_name, export_replicated
 from distributed.communication.broadcast import broadcast_values
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
-from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.backend import Backend, StepResult, Window
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
@@ -150,6 +150,13 @@ class LowCommunicationBackend(ProcessGroupBackend):
         """The outer momentum and what the codec has kept, for a second `fit` in this process."""
         velocities = {name: velocity.cpu() for name, velocity in self.merging.velocities.items()}
         return velocities, None if self._codec is None else self._codec.leave()
+
+    def alone(self) -> Backend:
+        single = super().alone()
+        if self._codec is not None and isinstance(single, LowCommunicationBackend):
+            self._codec.report_unreturned()
+            single._codec = None
+        return single
 
 
 def _check_real(trained: Mapping[str, nn.Parameter]) -> None:
