@@ -40,6 +40,7 @@ def choose_codec(config: DistributedConfig, spec: BackendSpec, catalog: Catalog)
             f"no codec is called '{name}'.{did_you_mean(name, [DENSE, *catalog.codecs])}",
             field=field,
             allowed=", ".join([DENSE, *catalog.codecs]),
+            remedy="Choose one of these, or install the plugin that registers it",
         )
     _check_options(name, codec, section)
     return codec
