@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distributed.interfaces.backend_spec import LEVERS
 from distributed.registry.catalog import get_catalog
+from docs.site.codecs import bytes_table, codec_backends
 from docs.site.command_line import command_line_page
 from docs.site.import_figure import draw
 from docs.site.import_graph import import_graph, package_edges
@@ -26,21 +27,29 @@ Every public name, with the first sentence of its documentation. The
 [site](decisions/documentation.md) has the whole of it with signatures; `make docs` builds it.
 """
 _BUILT_IN = ("serial", "pytorch-ddp", "fsdp", "deepspeed", "horovod", "ray", "tensorflow")
-_BEGIN, _END = "<!-- abilities -->\n", "<!-- end of abilities -->"
 
 
 def generated() -> dict[Path, str]:
     """The pages that are made from the program, and what they should hold."""
-    backends = DOCS / "backends.md"
-    head, _, rest = backends.read_text(encoding="utf-8").partition(_BEGIN)
-    tail = rest.partition(_END)[2]
+    backends, codecs = DOCS / "backends.md", DOCS / "communication-codecs.md"
     return {
         DOCS / "architecture.svg": draw(package_edges(import_graph())),
         DOCS / "cli.md": command_line_page(),
         DOCS / "messages.md": messages_page(),
         DOCS / "reference.md": f"{_REFERENCE}\n{overview()}",
-        backends: f"{head}{_BEGIN}{abilities()}{_END}{tail}",
+        backends: _filled(backends, {"abilities": abilities()}),
+        codecs: _filled(codecs, {"bytes": bytes_table(), "codecs": codec_backends(_BUILT_IN)}),
     }
+
+
+def _filled(page: Path, parts: dict[str, str]) -> str:
+    """A page with each part between its comments, ``<!-- name -->`` and ``<!-- end of name -->``."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}{part}{end}{rest.partition(end)[2]}"
+    return text
 
 
 def abilities() -> str:

@@ -28,6 +28,7 @@ from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import Mutant
 from tests.campaigns.mutants import Sound
 from tests.campaigns.reversions.table import REVERSIONS
+from tests.communication import codec_mutants
 from tests.parallel import context_mutants, mesh_mutants, pipeline_mutants
 
 __all__ = ["FAILS", "MEANT", "PASSES", "column_of", "kit_tests", "main", "read", "render"]
@@ -55,6 +56,14 @@ The tests:
 Broken forms of what ranks do that share a model, each caught by the tests beside it.
 
 {meshes}
+
+## Gradient codecs
+
+Broken codecs, and broken exchanges with a sound codec, each with the test of `CodecConformance` that is meant
+to catch it: `tests/communication/codec_mutants.py`, run by `tests/communication/test_codec_mutants.py`. The
+last is a backend, which does not train as plain PyTorch does.
+
+{codecs}
 
 ## Faults of the core
 
@@ -111,6 +120,7 @@ def render(cells: dict[str, dict[str, str]]) -> str:
     faults += [_line([f.fault, f"`{f.caught_by.rpartition('::')[2]}`"]) for f in REVERSIONS.values()]
     return _PAGE.format(
         table="\n".join(lines), legend=legend, faults="\n".join(faults), meshes=_meshes(),
+        codecs=_codecs(),
         meant=MEANT, fails=FAILS, passes=PASSES,
     ).rstrip()  # fmt: skip
 
@@ -126,6 +136,16 @@ def _meshes() -> str:
             )
             rows.append(_line([f"`{name}`", place, fault + unnoticed]))
     return "\n".join(rows)
+
+
+def _codecs() -> str:
+    rows = [_line(["mutant", "of", "caught by", "breaks"]), _line(["---"] * 4)]
+    for mutant in codec_mutants.MUTANTS:
+        fault = " ".join((mutant.kind.__doc__ or "").split())
+        rows.append(_line([f"`{mutant.kind.__name__}`", f"`{mutant.of}`", f"`{mutant.caught_by}`", fault]))
+    kind = codec_mutants.ClipsBeforeDecompression
+    test = "`test_gradients_clipped_before_they_are_sent_show`"
+    return "\n".join([*rows, _line([f"`{kind.__name__}`", "`top-k`", test, kind.__doc__ or ""])])
 
 
 def read(page: str) -> dict[str, dict[str, str]]:

@@ -70,6 +70,7 @@ class TestPowerSGD(BuiltIn):
 class TestEverythingByTopK(BuiltIn):
     """Without loss: the dense sum."""
 
+    sizes = (3,)
     codec = "top-k"
     options = MappingProxyType({"ratio": 1.0})
     bound = 1e-15

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 CLI = ROOT / "docs" / "cli.md"
 
 
-@pytest.mark.parametrize("page", ["architecture.svg", "backends.md", "cli.md", "messages.md", "reference.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["architecture.svg", "backends.md", "cli.md", "communication-codecs.md", "messages.md", "reference.md"],
+)
 def test_a_generated_page_is_current(page: str) -> None:
     (path,) = [path for path in generated() if path.name == page]
     hint = f"{page} is not current: run `python -m docs.site.generate`, and look at what changed"
