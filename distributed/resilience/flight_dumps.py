@@ -24,6 +24,7 @@ __all__ = [
     "dump_recorder",
     "keep_dumps",
     "leave_dump",
+    "recorder_missed",
     "recorder_off",
     "stop_answers",
     "switch_on",
@@ -58,6 +59,12 @@ def switch_on(folder: Path, environment: MutableMapping[str, str] = os.environ) 
 def recorder_off(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment switches the recorder off."""
     return next((environment[name] for name in SIZES if name in environment), _ENTRIES).strip() == "0"
+
+
+def recorder_missed(device: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether to warn ranks of another launcher that the recorder is off: on GPUs, as a hang of NCCL shows
+    nothing else."""
+    return device.startswith("cuda") and recorder_off(environment)
 
 
 class _Listener:
@@ -133,13 +140,14 @@ def dump_recorder() -> bytes:
 
 
 def collect(folder: Path, pids: Mapping[int, int], alive: Iterable[int]) -> list[FlightRecord]:
-    """The records of the ranks of `pids`; a rank of `alive` is asked for a new one.
+    """The records of the ranks of `pids`; one of `alive` that has left none at a failure is asked for it.
 
     A rank without a dump has a record that says so, if another rank has recorded collectives: the ranks of
     other frameworks record none.
     """
     before = {rank: _stamp(folder, rank) for rank in sorted(pids)}
-    asked = {rank for rank in alive if rank in before and _ask(folder, rank)}
+    running = {rank for rank in alive if rank in before and not _candidates(folder, rank)[1].exists()}
+    asked = {rank for rank in running if _ask(folder, rank)}
     deadline = time.monotonic() + _PATIENCE
     while any(_stamp(folder, rank) == before[rank] for rank in asked) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -89,7 +89,7 @@ class MonitoredRank:
         pids = backend.gather_objects(
             os.getpid() if self._begin_journal(folders[first], world.rank) else None
         )
-        if world.rank == 0 and world.device.startswith("cuda") and flight_dumps.recorder_off():
+        if world.rank == 0 and flight_dumps.recorder_missed(world.device):
             print_line(
                 "warning: torch's Flight Recorder is off (TORCH_FR_BUFFER_SIZE=0): the report of a hang will"
                 " not name the ranks' last collectives"

@@ -218,17 +218,18 @@ class RankMonitor:
     def _error(self, text: str, **about: Any) -> WorkerError:
         """The error with the message and the stacks of `text`, which is also written to a report file."""
         message, _, stacks = text.partition("\n")
-        return WorkerError(message + self._write(text), worker_traceback=stacks, **about)
+        where, dumps = self._write(text)
+        return WorkerError(
+            message + (f" This report is in {where}." if where else "") + dumps,
+            worker_traceback=stacks,
+            **about,
+        )
 
-    def _write(self, text: str) -> str:
-        """Write a report, and the ranks' Flight Recorder dumps beside it; sentences that name them."""
+    def _write(self, text: str) -> tuple[str | None, str]:
+        """Write a report and the Flight Recorder dumps beside it: its path, and a sentence on the dumps."""
         where = write_report(self.limits.folder, text)
         dumps = flight_dumps.keep_dumps(self.folder, where) if where else ""
-        named = [
-            f"This report is in {where}." if where else "",
-            f"The dumps are in {dumps}." if dumps else "",
-        ]
-        return "".join(f" {sentence}" for sentence in named if sentence)
+        return where, f" The dumps are in {dumps}." if dumps else ""
 
     def _lost(self, lost: LostHost, pids: Mapping[int, int]) -> WorkerError:
         entries = [entry for rank in pids if (entry := Entry.read(Journal.path(self.folder, rank)))]
@@ -262,9 +263,12 @@ class RankMonitor:
         ranks = self.see(pids, ask=report.second_hand or report.exc_type == "SIGABRT")
         kills = processes.oom_kills() - self._kills
         explained = failure_messages.describe_crash(report, ranks, failed, self.folder, kills)
-        account = f"{explained.account} {self._compare(pids).text}".strip()
-        explained = replace(explained, account=account)
-        return replace(explained, account=f"{account}{self._write(explained.to_text())}".lstrip())
+        if not report.summary:
+            account = f"{explained.account} {self._compare(pids).text}".strip()
+            explained = replace(explained, account=account)
+        where, dumps = self._write(explained.to_text())
+        remark = f" This report is in {where}.{dumps}" if where else ""
+        return replace(explained, account=f"{explained.account}{remark}".lstrip())
 
 
 def _counts(entry: Entry | None) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distributed import WorkerError
 from distributed.resilience import collective_mismatch, flight_dumps, flight_records
 from distributed.resilience.collective_mismatch import compare
-from distributed.resilience.flight_dumps import collect, keep_dumps, recorder_off, switch_on
+from distributed.resilience.flight_dumps import collect, keep_dumps, recorder_missed, recorder_off, switch_on
 from distributed.resilience.flight_records import OFF, FlightRecord, parse_dump, read_record
 from tests.support.flight_dumps import dump, entry
 from tests.support.training import make_trainer
@@ -331,6 +331,9 @@ def test_the_recorder_is_switched_on_and_a_users_values_stay(tmp_path: Path) -> 
     given = dict(own)
     switch_on(tmp_path, given)
     assert given == own
+    assert recorder_missed("cuda:0", own)
+    assert not recorder_missed("cpu", own)
+    assert not recorder_missed("cuda:0", empty)
     assert (recorder_off(own), recorder_off(empty), recorder_off({})) == (True, False, False)
 
 
