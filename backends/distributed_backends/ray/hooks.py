@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.errors import UserError
-from distributed.interfaces.backend_spec import BackendSpec, Capabilities
+from distributed.interfaces.backend_spec import EXCHANGES, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.ray.section import RaySection
 
@@ -38,6 +38,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
+                exchanges=EXCHANGES,
             ),
             deploy_form="ray",
         )
