@@ -54,7 +54,10 @@ def test_each_name_does_on_two_ranks_what_the_docs_say(tmp_path: Path) -> None:
     # profile_communication and profile_communication_overhead: rank 0 has the rows and prints them.
     assert first["sizes"] == [[1024, 4096], [2048]]
     assert second["sizes"] == [[], []]
-    assert run.stdout.count("2 ranks on 1 host, gloo between CPUs") == 2
+    assert run.stdout.count("2 ranks on 1 host, gloo between CPUs") == 3
+    # `bench comm` on the ranks of torchrun: rank 0 prints its table.
+    rows = [line.split()[:3] for line in run.stdout.splitlines() if line.startswith((" all-", " broad"))]
+    assert rows == [["all-reduce", "library", "1K"], ["broadcast", "library", "1K"]]
 
 
 def test_names_without_ranks_are_errors_that_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

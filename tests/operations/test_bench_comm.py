@@ -1,10 +1,8 @@
-"""`bench comm`: its table and JSON, ranks of its own and of torchrun, wrong results and wrong arguments."""
+"""`bench comm`: table, JSON, wrong results and arguments (under torchrun: test_communication_names)."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,20 +67,6 @@ def test_every_operation_is_measured_on_ranks_of_its_own(
     assert "convention of nccl-tests" in text
     assert "3 ranks on 1 host, gloo between CPUs, float64" in text
     assert "halving-doubling" in text
-
-
-@pytest.mark.starts_processes
-def test_the_ranks_of_torchrun_measure_and_rank_0_prints() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    bench = ["bench", "comm", "--operations", "all_reduce,broadcast", "--max-bytes", "1K", "--device", "cpu"]
-    run = subprocess.run(
-        [*launch, "-m", "distributed.cli", *bench], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert [line for line in lines if "2 ranks on 1 host, gloo" in line] == [lines[0]]
-    rows = [line.split() for line in lines if " ok " in line]
-    assert [row[:3] for row in rows] == [["all-reduce", "library", "1K"], ["broadcast", "library", "1K"]]
 
 
 # -- wrong results -------------------------------------------------------------------------------------------

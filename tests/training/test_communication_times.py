@@ -146,6 +146,10 @@ def test_what_is_not_known_is_absent(rank_pool: RankPool) -> None:
     for log in logs_of("fsdp", rank_pool):
         assert not set(NAMES) & set(log)
         assert "time_backward" in log
+    # A codec does not show when its exchange has ended.
+    for log in logs_of("pytorch-ddp", rank_pool, compression={"codec": "fp16"}):
+        assert log["exposed_communication_seconds"] > 0.0
+        assert "hidden_communication_share" not in log
     for log in logs_of("pytorch-ddp", None, ranks=1):
         assert log["time_communication"] == 0.0
         assert not {*NAMES[:2]} & set(log)
@@ -171,14 +175,14 @@ class Late(Callback):
         self.name = "_share_use" if rank < 2 else "_send"
         self.real = getattr(GradientReducer, self.name)
 
-        def wait_or_be_late(reducer: GradientReducer) -> Any:
+        def wait_or_be_late(reducer: GradientReducer, *args: Any) -> Any:
             key = f"{self.token}-{rank % 2}-{next(steps)}"
             if rank < 2:  # in `finish`, after its clock has started
                 store.set(key, b"")
             else:
                 store.wait([key])
                 sleep(DELAY)
-            return self.real(reducer)
+            return self.real(reducer, *args)
 
         setattr(GradientReducer, self.name, wait_or_be_late)
 
