@@ -7,6 +7,7 @@ from tests.gpu.checks import Check, Row
 __all__ = ["CHECKS"]
 
 _BACKENDS = ("serial", "pytorch-ddp", "fsdp", "deepspeed")
+_CODECS = ("fp16", "bf16", "int8", "fp8", "top-k", "random-k", "powersgd")
 _KERNELS = ("dilated", "block-sparse", "ring", "sketched", "sketched-frozen", "triton")
 _SHARED = "two ranks over gloo, sharing the GPU where there is one"
 _ALL = "as many ranks as GPUs, over the default transport"
@@ -116,6 +117,19 @@ def _memory() -> list[Check]:
     return checks
 
 
+def _codecs() -> list[Check]:
+    meaning = "largest distance between weights trained with the codec on GPU ranks and on CPU ranks, float64"
+    checks = []
+    for name in _CODECS:
+        for transport, where in (("default", _ALL), ("gloo", _SHARED)):
+            suffix = name if transport == "default" else f"{name}/gloo"
+            row = Row(f"codec/{suffix}", "max abs", 1e-9, f"{meaning}; {where}")
+            options = {"codec": name, "transport": transport}
+            dry = transport == "gloo" and name in ("int8", "top-k")
+            checks.append(Check(row.name, "tests.gpu.codecs:parity", (row,), options, dry=dry))
+    return checks
+
+
 def _recorder() -> list[Check]:
     meaning = (
         "collectives of one NCCL rank that its Flight Recorder dump shows otherwise than they were called"
@@ -150,6 +164,7 @@ CHECKS: list[Check] = [
         150,
     ),
     *_precision(),
+    *_codecs(),
     *_recorder(),
     *[_kernel(name) for name in _KERNELS],
     *_training("kit", "tests.gpu.kit:conformance", "failed", 0, "failed tests of the conformance kit", 300),
