@@ -78,15 +78,11 @@ class PlainShards(Plain):
 
     def __init__(self, codec: str, ranks: int, shards: int) -> None:
         super().__init__(codec, ranks * shards)
-        self.shards, row = shards, {"fp16": 64, "bf16": 64, "int8": 256, "fp8": 256}.get(codec, 1)
-        self.exchanges = []
-        for shard in range(shards):
-            first, rows = 0, {}
-            for name, parameter in reversed(list(self.model.named_parameters())):
-                rows[name] = first
-                parts = parameter.chunk(shards)
-                first += -(-parts[shard].numel() // row) if shard < len(parts) else 0
-            self.exchanges.append(oracle.ErrorFeedback(codec, rows, feeds_back=codec in WITH_FEEDBACK))
+        self.shards = shards
+        rows = oracle.first_rows(name for name, _ in self.model.named_parameters())
+        self.exchanges = [
+            oracle.ErrorFeedback(codec, rows, feeds_back=codec in WITH_FEEDBACK) for _ in range(shards)
+        ]
         self.exchange: Any = self.exchange_shards
 
     def exchange_shards(self, gradients: list[Tensor], name: str, step: int) -> Tensor:
