@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, BinaryIO, ClassVar, TypeVar
@@ -18,6 +20,8 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)")
 # Stores in which a directory is no more than the beginning of names. Others have to make theirs.
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2", "memory"})
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+_DRAW_PAUSES = ("botocore.retryhandler", "gcsfs.retry")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -55,7 +59,7 @@ def _file_system(scheme: str, url: str) -> Any:
     try:
         import fsspec
 
-        return fsspec.url_to_fs(url, use_listings_cache=False)[0]
+        found = fsspec.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
         package = _PACKAGES.get(scheme, "the fsspec package of that store")
         raise UserError(
@@ -69,6 +73,17 @@ def _file_system(scheme: str, url: str) -> Any:
             got=url,
             allowed="a directory, or a URL that fsspec opens, such as s3://bucket/folder or gs://bucket/folder",
         ) from error
+    _keep_random_numbers()
+    return found
+
+
+def _keep_random_numbers() -> None:
+    """Give the clients of stores random numbers of their own. They draw the pause before a retry, in threads
+    that run beside training, whose numbers would depend on the network."""
+    for name in _DRAW_PAUSES:
+        client: Any = sys.modules.get(name)
+        if client is not None and client.random is random:
+            client.random = random.Random()
 
 
 def _as_os_error(method: Method) -> Method:

@@ -36,7 +36,6 @@ DYNAMIC = {
     "distributed/operations/deploy/job.py": "text of the plan, for a run that is not started here",
     "distributed/errors.py": "an error that comes back from another process",
     "distributed/resilience/failure_reports.py": "cause of a rank's failure",
-    "distributed/resilience/rank_monitor.py": "report of a hang, which failure_messages writes",
     "distributed/parallel/context_axis.py": "text of a KernelError",
     "distributed/training/step_records.py": "a non-finite loss, with the text of on_nan=stop",
     "distributed/operations/tuning/trial_record.py": "cause of a trial's failure",

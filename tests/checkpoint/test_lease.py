@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,25 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FileLayer, st
         return located(str(tmp_path))
     root = "memory://" if request.param == "store" else f"{request.getfixturevalue('bucket')}/"
     return located(f"{root}lease-{uuid.uuid4().hex}")
+
+
+@pytest.fixture(autouse=True)
+def _no_lease_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A lease that a test leaves as a killed run does would be renewed until the process ends."""
+    made: list[Lease] = []
+    begin = Lease.__init__
+
+    def remember(lease: Lease, *args: Any, **given: Any) -> None:
+        begin(lease, *args, **given)
+        made.append(lease)
+
+    monkeypatch.setattr(Lease, "__init__", remember)
+    yield
+    for lease in made:
+        lease._released.set()
+        if lease._beat is not None:
+            lease._beat.join(timeout=60)
+            assert not lease._beat.is_alive()
 
 
 def claims(place: tuple[FileLayer, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,13 @@ def test_file_urls_are_paths_and_rename(tmp_path: Path) -> None:
     assert type(files) is FileLayer
     assert path == str(tmp_path / "run")
     assert save(f"file://{tmp_path}/run", 1) == [str(tmp_path / "run" / "step_00000001")]
+
+
+def test_a_retry_leaves_the_random_numbers_of_training_alone(bucket: str) -> None:
+    """A client pauses for a random time before it retries, in a thread of its own."""
+    located(f"{bucket}/run")
+    from botocore.retryhandler import delay_exponential
+
+    before = random.getstate()
+    assert delay_exponential("rand", 2, 1) != delay_exponential("rand", 2, 1)
+    assert random.getstate() == before
