@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,20 +184,20 @@ class PendingSum:
             yield batch, batch.start()
 
 
-class _Batch:
+class _Batch(ABC):
     """Requests of one kind that one collective answers."""
 
     def __init__(self, flows: list[_Flow], wire: Wire) -> None:
         self.flows, self._wire = flows, wire
         self._payloads: list[Tensor] = [flow.request[0] for flow in flows if flow.request is not None]
 
+    @abstractmethod
     def start(self) -> Reply:
         """Send the payloads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replies(self, received: Tensor) -> Iterable[Tensor]:
         """The reply to each request, out of what has arrived for all."""
-        raise NotImplementedError
 
     def _padded(self, parts: Sequence[Tensor], length: int) -> Tensor:
         joined = torch.cat([part.reshape(-1) for part in parts])

@@ -194,7 +194,7 @@ def keep_dumps(folder: Path, report: str) -> str:
 
 
 def _ask(folder: Path, rank: int) -> bool:
-    """Send a request; whether the rank has a pipe that somebody reads."""
+    """Send a request; return whether the rank has a pipe with a reader."""
     try:
         descriptor = os.open(_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

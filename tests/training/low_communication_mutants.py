@@ -91,7 +91,7 @@ class AveragesInnerState(LowCommunicationBackend):
 
 
 class ResetsInnerState(LowCommunicationBackend):
-    """The inner optimizers begin anew after outer steps."""
+    """The inner optimizers are reset after outer steps."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         result = super().optimizer_step(max_norm, want_norm)

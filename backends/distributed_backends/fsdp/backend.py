@@ -185,11 +185,16 @@ class FSDPBackend(MeshBackend):
         """Leave out the gradients of parameters that no rank has used. Collective."""
         if self._sharded is None or self._use is None:
             return
-        if self.pipeline is None:
-            self._use.add(self._sharded.take_used())
-        self._use.begin()
+        self._begin_use(self._sharded, self._use)
         for name in self._use.finish():
             self._sharded.parameters[name].grad = None
+
+    def _begin_use(self, sharded: ShardedModel, use: GradientUse) -> None:
+        """Start to compare which parameters the ranks have used; `add_shared` has noted those of stages.
+        Collective."""
+        if self.pipeline is None:
+            use.add(sharded.take_used())
+        use.begin()
 
     def _counted(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = step.forward(*args)
@@ -218,9 +223,7 @@ class FSDPBackend(MeshBackend):
             return super().run_window(window)
         seen = super().run_window(window)
         if self.compression is None:
-            if self.pipeline is None:
-                self._use.add(self._sharded.take_used())
-            self._use.begin()
+            self._begin_use(self._sharded, self._use)
         self._average_replicated(self._sharded)
         if self._experts is not None:
             self._average_experts(self._experts)

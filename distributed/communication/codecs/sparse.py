@@ -67,7 +67,7 @@ class TopKCodec(Codec):
 
 
 class RandomKCodec(Codec):
-    """Elements drawn anew for each parameter and step, the same on all ranks, so that no index is sent.
+    """Random elements, others for each parameter and step, the same on all ranks, so that no index is sent.
 
     Without error feedback what is sent is divided by the share of the elements, which makes its expectation
     the gradient.

@@ -16,7 +16,7 @@ class Conflict:
     """A value that is wrong on some hosts.
 
     Attributes:
-        names: variables that are checked alike.
+        names: variables to which the same check applies.
         finds: function of value, host and environment that returns what is wrong; empty if nothing is.
         remedy: what to do.
         error: whether the ranks of several hosts cannot connect, or NCCL does not start.
