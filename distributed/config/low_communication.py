@@ -12,6 +12,7 @@ __all__ = ["LowCommunicationSection"]
 
 _OUTER = ("diloco", "streaming-diloco")
 _STREAMING = ("streaming-diloco",)
+_ASYNCHRONOUS = ("async-sgd",)
 _READ_BY: dict[str, tuple[str, ...]] = {
     "period": ("local-sgd", *_OUTER),
     "outer_learning_rate": _OUTER,
@@ -20,24 +21,29 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "fragments": _STREAMING,
     "overlap_steps": _STREAMING,
     "mixing": _STREAMING,
+    "max_staleness": _ASYNCHRONOUS,
+    "arrival_log": _ASYNCHRONOUS,
 }
 """Field -> the modes that read it."""
 
 
 class LowCommunicationSection(Section):
     """Training over slow links: each rank takes optimizer steps on its own samples, and the ranks exchange
-    parameters once in `period` steps. The weights are other ones than those of data parallelism: see the page
-    on low-communication training."""
+    parameters once in `period` steps, or by a server without waiting for each other. The weights are other
+    ones than those of data parallelism: see the page on low-communication training."""
 
-    mode: Literal["none", "local-sgd", "diloco", "streaming-diloco"] = Field(
+    mode: Literal["none", "local-sgd", "diloco", "streaming-diloco", "async-sgd"] = Field(
         "none",
         description="none: exchange gradients in every step; local-sgd: average parameters; diloco: an outer"
         " optimizer with momentum steps on the averaged change; streaming-diloco: the same for parts of the"
-        " model in turn, while training continues.",
+        " model in turn, while training continues; async-sgd: each rank reads parameters from rank 0 and"
+        " sends it updates, in any order.",
         json_schema_extra={"flag": "--low-communication"},
     )
     period: PositiveInt | None = Field(
-        None, description="Number of optimizer steps between two outer steps; required by all modes but none."
+        None,
+        description="Number of optimizer steps between two outer steps; required by `local-sgd`, `diloco` and"
+        " `streaming-diloco`.",
     )
     outer_learning_rate: PositiveFloat = Field(
         0.7, description="Learning rate of the outer optimizer of `diloco` and `streaming-diloco`."
@@ -62,6 +68,18 @@ class LowCommunicationSection(Section):
         " exchanged ones; 0 replaces them.",
     )
 
+    max_staleness: NonNegativeInt | None = Field(
+        None,
+        description="Largest number of updates between reading parameters and updating them under"
+        " `async-sgd`, which requires it; ranks wait rather than exceed it. The number of ranks less 1"
+        " lets all compute.",
+    )
+    arrival_log: str | None = Field(
+        None,
+        description="File to which `async-sgd` appends each update: its number, rank, step and staleness.",
+        json_schema_extra={"path": True},
+    )
+
     @property
     def is_active(self) -> bool:
         """Whether ranks train on their own."""
@@ -78,6 +96,8 @@ class LowCommunicationSection(Section):
                 )
         if self.mode == "none":
             return self
+        if self.mode == "async-sgd":
+            return self._check_asynchronous()
         if self.period is None:
             raise ValueError(
                 f"low_communication.period is missing: mode={self.mode} needs the number of optimizer steps"
@@ -86,6 +106,16 @@ class LowCommunicationSection(Section):
             )
         if self.mode == "streaming-diloco":
             self._check_streaming(self.period)
+        return self
+
+    def _check_asynchronous(self) -> Self:
+        if self.max_staleness is None:
+            raise ValueError(
+                "low_communication.max_staleness is missing: mode=async-sgd needs the largest number of"
+                " updates between reading parameters and updating them. The number of ranks less 1 lets all"
+                " ranks compute at the same time; two to four times as much absorbs steps of different"
+                " lengths"
+            )
         return self
 
     def _check_streaming(self, period: int) -> None:

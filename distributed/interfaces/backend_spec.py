@@ -20,7 +20,7 @@ LEVERS = frozenset(
 """Settings of memory and speed that `distributed.training.torch_backend.TorchBackend` applies: names of
 configuration fields, and values of `matmul_precision`."""
 
-LOW_COMMUNICATION = frozenset({"local-sgd", "diloco", "streaming-diloco"})
+LOW_COMMUNICATION = frozenset({"local-sgd", "diloco", "streaming-diloco", "async-sgd"})
 """Modes of `distributed.training.low_communication.backend.LowCommunicationBackend`."""
 
 SCHEDULES = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from distributed.config import DistributedConfig
@@ -14,6 +15,7 @@ from distributed.registry.catalog import Catalog
 __all__ = ["check_low_communication", "low_communication_notes", "ranks_of"]
 
 _FIELD = "low_communication.mode"
+_ASYNCHRONOUS = "async-sgd"
 
 
 def check_low_communication(
@@ -42,6 +44,35 @@ def check_low_communication(
             remedy="Leave the axis out, or set low_communication.mode=none",
         )
     _check_settings(config, precision)
+    if mode == _ASYNCHRONOUS:
+        _check_asynchronous(config)
+
+
+def _check_asynchronous(config: DistributedConfig) -> None:
+    if config.deterministic:
+        raise UserError(
+            "the order in which updates arrive is another one in each run",
+            field="deterministic",
+            got=True,
+            allowed="false",
+            remedy="Set deterministic=false, or train with low_communication.mode=local-sgd, which repeats",
+        )
+    if config.compression.codec != DENSE:
+        raise UserError(
+            "a codec adds up what all ranks send, and updates of asynchronous SGD are sent one by one",
+            field="compression.codec",
+            got=config.compression.codec,
+            allowed=DENSE,
+            remedy="Leave it out, or use low_communication.mode=diloco, whose outer steps it compresses",
+        )
+    if config.communication_backend == "mpi":
+        raise UserError(
+            "the threads of the parameter server exchange messages by gloo",
+            field="communication_backend",
+            got="mpi",
+            allowed="auto, gloo, nccl",
+            remedy="Leave it out",
+        )
 
 
 def _check_settings(config: DistributedConfig, precision: str) -> None:
@@ -92,6 +123,19 @@ def _bytes(config: DistributedConfig) -> str:
     return f": 1/{config.low_communication.period} of the bytes of data parallelism"
 
 
+def _asynchronous_notes(limit: int, num_ranks: int) -> Iterator[str]:
+    mode = f"low_communication.mode={_ASYNCHRONOUS}"
+    yield (
+        f"{mode}: {num_ranks} ranks update the parameters on rank 0 in the order of arrival, {num_ranks}"
+        " times in a step, each with the mean over its own samples. The weights are other ones in each run"
+    )
+    if limit < num_ranks - 1:
+        yield (
+            f"{mode}: max_staleness={limit} lets {limit + 1} of {num_ranks} ranks compute at the same time."
+            f" Use {num_ranks - 1} or more"
+        )
+
+
 def low_communication_notes(config: DistributedConfig, num_ranks: int) -> list[str]:
     """What a run with these settings exchanges, and what it trains."""
     section = config.low_communication
@@ -99,8 +143,11 @@ def low_communication_notes(config: DistributedConfig, num_ranks: int) -> list[s
         return []
     mode = f"low_communication.mode={section.mode}"
     if num_ranks == 1:
-        own = "is plain training" if section.mode == "local-sgd" else "takes outer steps alone"
+        plain = section.mode in ("local-sgd", _ASYNCHRONOUS)
+        own = "is plain training" if plain else "takes outer steps alone"
         return [f"{mode}: one rank exchanges nothing and {own}"]
+    if section.mode == _ASYNCHRONOUS:
+        return [*_asynchronous_notes(section.max_staleness or 0, num_ranks)]
     notes = [
         f"{mode}: each of {num_ranks} ranks steps on its own samples and exchanges parameters once in"
         f" {section.period} steps{_bytes(config)}. Another number of ranks trains other weights"

@@ -16,6 +16,8 @@ from distributed.resilience.stack_dumps import Frame
 _OUR_COLLECTIVES = (
     "distributed.communication.process_group",
     "distributed.communication.rendezvous",
+    "distributed.training.low_communication.channels",
+    "distributed.training.low_communication.parameter_server",
     "distributed.training.process_group_backend",
 )
 _EITHER = ("torch.autograd", "tensorflow.python")

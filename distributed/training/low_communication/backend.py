@@ -1,4 +1,4 @@
-"""LowCommunicationBackend: a replica per rank, which trains on its own between outer steps."""
+"""LowCommunicationBackend: a replica per rank, which takes optimizer steps on its own samples."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.compression import Compression, report_dropped
+from distributed.training.low_communication.arrivals import ArrivalRecord
+from distributed.training.low_communication.asynchronous import AsynchronousMerging
 from distributed.training.low_communication.merging import Merging
 from distributed.training.low_communication.outer_step import OuterRule
 from distributed.training.low_communication.saved_state import add_own_state, restore_own_state
@@ -74,10 +76,16 @@ class LowCommunicationBackend(ProcessGroupBackend):
         trained = {canonical_name(n): p for n, p in self.module.named_parameters() if p.requires_grad}
         _check_real(trained)
         wire = GroupWire() if several else None
-        rule = OuterRule.of(self.config.low_communication)
-        summed = self._summed(wire, trained)
-        self.merging = Merging(rule, trained, self.module.buffers(), self.all_reduce, summed, wire)
+        self.merging = self._merging(wire, trained)
         return step
+
+    def _merging(self, wire: GroupWire | None, trained: Mapping[str, Tensor]) -> Merging:
+        section, shared = self.config.low_communication, (trained, self.module.buffers(), self.all_reduce)
+        if section.max_staleness is None:
+            return Merging(OuterRule.of(section), *shared, self._summed(wire, trained), wire)
+        arrivals = ArrivalRecord(section.arrival_log) if self.world.rank == 0 else None
+        timeout = self.config.collective_timeout
+        return AsynchronousMerging(section.max_staleness, timeout, arrivals, *shared, wire)
 
     def _summed(self, wire: GroupWire | None, trained: Mapping[str, Tensor]) -> NamedSum:
         spec = self._plan.codec
@@ -89,6 +97,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         self._own_samples = sum(number for _, number in window.micro_batches)
+        self.merging.before_step(self._own_samples > 0)
         # Stand-ins run, so that all ranks see the same kind of loss; they add nothing to it.
         own = Window(window.micro_batches, self._own_samples or 1)
         total, self._own_count = super().run_window(own)
@@ -116,6 +125,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
     # -- state -----------------------------------------------------------------------
 
     def export_state(self) -> BackendState:
+        self.merging.settle()
         place = Replica(self.world.data_parallel_rank, self.world.data_parallel_size)
         with self._anchors_in_place():
             state = export_replicated(
@@ -145,6 +155,10 @@ class LowCommunicationBackend(ProcessGroupBackend):
             self._codec.restore(reader, self._exchanged())
         elif self.world.rank == 0:
             report_dropped(reader)
+
+    def release(self) -> None:
+        self.merging.close()
+        super().release()
 
     def leftover_state(self) -> Any:
         """The outer momentum and what the codec has kept, for a second `fit` in this process."""

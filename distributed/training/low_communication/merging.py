@@ -89,6 +89,13 @@ class Merging:
         self.weight: Any = 0.0
         self.outer_steps, self.sent_bytes = 0, 0.0
 
+    def before_step(self, has_samples: bool) -> None:
+        """Prepare the parameters for an optimizer step.
+
+        Args:
+            has_samples: whether this rank has samples in the step.
+        """
+
     def after_step(self, count: Any) -> None:
         """Begin and end the exchanges that are due after an optimizer step. Collective where one is.
 
@@ -120,6 +127,12 @@ class Merging:
         for fragment in apart:
             self._end(fragment, 0.0)
         self._all_are_equal()
+
+    def settle(self) -> None:
+        """Make the anchors what a checkpoint holds as the model. Collective."""
+
+    def close(self) -> None:
+        """End what runs beside training. Collective."""
 
     def restart(self) -> None:
         """All ranks have the same parameters: these are the anchors, and a period begins."""

@@ -40,7 +40,8 @@ class OuterRule:
 
     @classmethod
     def of(cls, section: LowCommunicationSection) -> OuterRule:
-        """The numbers that a configuration sets. Local SGD is an outer SGD of rate 1 without momentum."""
+        """The numbers that a configuration sets for a mode with a period. Local SGD is an outer SGD of rate 1
+        without momentum."""
         assert section.period is not None
         if section.mode == "local-sgd":
             return cls(section.period)

@@ -60,7 +60,7 @@ def add_own_state(
     shared = Replica(0, 1, place.index, place.number)
     apart = {n: merging.parameters[n] for f in merging.fragments if f.apart for n in f.names}
     under_way = {n: d for f in merging.fragments for n, d in f.deltas.items()}
-    buffers = _buffers(module) if apart else {}
+    buffers = _buffers(module) if merging.step else {}
     for kind, tensors, replica in (
         (PARAMETER, apart, own),
         (_BUFFER, buffers, own),
