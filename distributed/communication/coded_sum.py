@@ -133,7 +133,7 @@ class CodedSum:
         wide = gradient.dtype if gradient.dtype.itemsize > 2 else torch.float32
         before = self.residuals.get(name)
         if before is not None:
-            values = gradient.to(wide) + before
+            values = torch.add(gradient, before, out=None if self._revocable else before)
         else:
             values = gradient.to(wide, copy=self._codec.feeds_back)
         state = dict(self.states.get(name, {}))

@@ -42,9 +42,8 @@ class DropsTheOwnersRounding(Int8Codec):
 
     def rounds(self, values: Tensor, message: Message) -> Rounds:
         total, own = yield from super().rounds(values, message)
-        flat = own.new_zeros(-(-own.numel() // self.row), self.row)
-        flat.view(-1)[: own.numel()] = values.reshape(-1)
-        sent = self.decode(self.encode(flat), values.dtype)
+        rows = self._rows(values)
+        sent = self._summed(self._encoded(rows).unsqueeze(0), rows)
         return Result(total, sent.view(-1)[: own.numel()].view(values.shape))
 
 

@@ -92,7 +92,8 @@ class TestFullRank(TestEverythingByTopK):
 
 def test_all_codecs_pass_the_kit() -> None:
     def leaves(kind: type[CodecSuite]) -> set[str]:
-        return {kind.codec}.union(*map(leaves, kind.__subclasses__())) - {""}
+        own = {kind.codec} if kind.__module__ == __name__ else set()  # mutants have kits of their own
+        return own.union(*map(leaves, kind.__subclasses__())) - {""}
 
     assert leaves(BuiltIn) == {*get_catalog().codecs}
 
