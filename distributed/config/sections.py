@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -209,10 +210,15 @@ class ElasticSection(Section):
         return self
 
 
+def _as_word(value: Any) -> Any:
+    """YAML reads ``on`` and ``off`` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class TrackingSection(Section):
     """Progress bar, trackers and the run record."""
 
-    progress: Literal["auto", "on", "off"] = Field(
+    progress: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = Field(
         "auto", description="Progress bar; auto shows it only on a terminal."
     )
     mlflow_tracking_uri: str | None = Field(

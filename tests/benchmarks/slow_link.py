@@ -46,6 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "local SGD, period 4": {"low_communication": {"mode": "local-sgd", "period": 4}},
     "DiLoCo, period 10": {"low_communication": {"mode": "diloco", "period": 10}},
     "streaming DiLoCo, period 10": {"low_communication": {"mode": "streaming-diloco", "period": 10}},
+    "asynchronous SGD": {"low_communication": {"mode": "async-sgd", "max_staleness": 2}},
 }
 
 
@@ -147,7 +148,7 @@ def train(method: str, steps: int, seconds: float) -> None:
             json.dumps(
                 {
                     **clock.found,
-                    "ms per step": 1000 * statistics.median(clock.times[2:]),
+                    "ms per step": 1000 * statistics.fmean(clock.times[2:]),
                     "MB per step": (sent_bytes() - clock.sent) / len(clock.times) / 1e6,
                 }
             )

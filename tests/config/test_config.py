@@ -195,6 +195,12 @@ def test_a_wrong_assignment_says_what_was_meant(text: str, word: str) -> None:
         parse_assignments([text])
 
 
+@pytest.mark.parametrize(("text", "word"), [("off", "off"), ("on", "on"), ("auto", "auto"), ("'off'", "off")])
+def test_a_word_that_yaml_reads_as_a_truth_value_stays_a_word(text: str, word: str) -> None:
+    config = load_layers([Layer("--set", parse_assignments([f"tracking.progress={text}"]))])
+    assert config.tracking.progress == word
+
+
 @pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3"])
 def test_numbers_may_be_written_as_people_write_them(text: str) -> None:
     assert load_layers([Layer("--set", parse_assignments([f"learning_rate={text}"]))]).learning_rate == 1e-3

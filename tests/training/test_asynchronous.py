@@ -41,6 +41,7 @@ from tests.training.test_low_communication import (
     momentum,
     sum_and_count,
 )
+from tests.training.test_low_communication_resume import DieOnce
 
 STEPS = 8  # of an epoch; the last has two samples, of which a third rank has none
 LOG_STEPS = 4  # ranks meet at log records: not after each step
@@ -222,6 +223,25 @@ def test_an_error_on_a_rank_ends_the_run(tmp_path: Path, rank: int) -> None:
     callbacks = [OnStep(fail, step=3, rank=rank)]
     with pytest.raises(RuntimeError, match="no more"):
         train(None, 3, tmp_path / "log", 2, callbacks=callbacks, log_every_n_steps=100)
+
+
+@pytest.mark.starts_processes
+def test_a_rank_that_is_killed_is_restarted_with_all_updates_that_were_saved(tmp_path: Path) -> None:
+    """Both attempts append to the log; what the first has done after its last checkpoint is done again."""
+    callbacks = [DieOnce(5, 1, marker=tmp_path / "died")]
+    given = saving(tmp_path / "run", callbacks=callbacks, elastic={"max_restarts": 1})
+    model, _ = train(None, 2, tmp_path / "log", **given)
+    assert (tmp_path / "died").exists()
+    log = read_log(tmp_path / "log")
+    kept = [row for position, row in enumerate(log) if is_last(log, position)]
+    assert len(kept) == 2 * STEPS
+    assert distance(model, replay(kept, small_model, adamw, 2, *problem(LENGTH), BATCH)) < 1e-9
+
+
+def is_last(log: list[dict[str, int]], position: int) -> bool:
+    """Whether no later line is of the same worker and step."""
+    which = log[position]["worker"], log[position]["step"]
+    return which not in [(row["worker"], row["step"]) for row in log[position + 1 :]]
 
 
 def fail(context: Context) -> None:

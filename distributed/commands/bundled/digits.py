@@ -94,8 +94,9 @@ def main() -> None:
     trainer = Trainer(choose_model(), batch_size=32, epochs=10, learning_rate=2e-3, log_every_n_steps=10)
     history = trainer.fit(train, validation)
     if history.best_accuracy is not None:
+        epochs = len(history.epochs)
         print(
-            f"best validation accuracy {history.best_accuracy:.4f} after {len(history.epochs)} epochs,"
+            f"best validation accuracy {history.best_accuracy:.4f} after {epochs} epoch{'s' * (epochs != 1)},"
             f" {history.samples_per_second:,.0f} samples/s, {history.total_time:.1f} s in all"
         )
 
