@@ -6,6 +6,7 @@ float64.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Trainer
+from distributed import Callback, Trainer
 from distributed.config.compression import CompressionSection
 from distributed.errors import UserError
 from distributed.registry.catalog import get_catalog
@@ -23,6 +24,7 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import oracle_fit
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import OPTIMIZERS, masked_mean
+from distributed.training.low_communication import backend as low_communication_backend
 from distributed.training.low_communication.merging import Fragment, Merging
 from distributed.training.low_communication.outer_step import OuterRule, divide, is_due
 from tests.support.training import SameWeights, make_trainer
@@ -224,6 +226,35 @@ def test_the_record_states_the_bytes_of_a_codec(rank_pool: RankPool) -> None:
     codec = get_catalog().codecs["int8"]
     each = sum(codec.wire_bytes(tuple(p.shape), 8, options, 3) for p in model.parameters())
     assert sum(record["outer_bytes_sent"] for record in history.logs) == pytest.approx(2 * each)
+
+
+class SlowExchanges(Callback):
+    """Replaces the clock by one that advances by three seconds in each outer step alone."""
+
+    all_ranks = True
+
+    def on_run_start(self, context: Any) -> None:
+        self.now, merging = 0.0, context.backend.merging
+        real = merging.after_step
+
+        def after_step(count: Any) -> None:
+            real(count)
+            self.now += 3.0 * (merging.step == 0)
+
+        merging.after_step = after_step
+        low_communication_backend.perf_counter = lambda: self.now
+
+    def on_run_end(self, context: Any, status: str) -> None:
+        low_communication_backend.perf_counter = time.perf_counter
+
+
+def test_the_record_states_the_time_of_exchanges(rank_pool: RankPool) -> None:
+    """Of two steps one exchanges for three seconds."""
+    section = {"mode": "local-sgd", "period": 2}
+    given = {"log_every_n_steps": 4, "callbacks": [SlowExchanges()]}
+    history = trainer_of(small_model(), 2, rank_pool, section, **given).fit(problem(24))
+    assert [log["exposed_communication_seconds"] for log in history.logs] == [1.5, 1.5]
+    assert not any("hidden_communication_share" in log for log in history.logs)
 
 
 # -- what is exchanged when --------------------------------------------------------------

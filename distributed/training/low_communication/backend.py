@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from distributed.checkpoint.torch_state import canonical_name, export_replicated
 from distributed.communication.broadcast import broadcast_values
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.backend import Backend, CommunicationTimes, StepResult, Window
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
@@ -47,6 +48,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
     _codec: Compression | None = None
     _own_samples = 0
     _own_count: Any = 0
+    _waited, _steps = 0.0, 0
 
     def adopt(self, plan: RunPlan) -> None:
         super().adopt(plan)
@@ -97,7 +99,8 @@ class LowCommunicationBackend(ProcessGroupBackend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         self._own_samples = sum(number for _, number in window.micro_batches)
-        self.merging.before_step(self._own_samples > 0)
+        with self._waiting():
+            self.merging.before_step(self._own_samples > 0)
         # Stand-ins run, so that all ranks see the same kind of loss; they add nothing to it.
         own = Window(window.micro_batches, self._own_samples or 1)
         total, self._own_count = super().run_window(own)
@@ -109,8 +112,26 @@ class LowCommunicationBackend(ProcessGroupBackend):
         else:
             self.clear_gradients()
             result = StepResult(0.0, skipped=False)
-        self.merging.after_step(self._own_count)
+        with self._waiting():
+            self.merging.after_step(self._own_count)
+        self._steps += 1
         return result
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time of the block as that of exchanges with other ranks."""
+        start = perf_counter()
+        yield
+        seconds = perf_counter() - start
+        self._waited += seconds
+        self.timers.add("backward", seconds)  # of which the record takes what was waited
+
+    def communication_times(self) -> CommunicationTimes | None:
+        """Exchanges of steps, with what is computed for them; not known on GPUs, whose streams the host does
+        not see wait."""
+        seconds, self._waited = self._waited / max(1, self._steps), 0.0
+        self._steps = 0
+        return CommunicationTimes(seconds) if self.world.device == "cpu" else None
 
     def synchronize(self) -> None:
         self.merging.merge()
