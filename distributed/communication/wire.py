@@ -14,8 +14,20 @@ __all__ = ["GroupWire", "Reply", "Wire"]
 # torch 2.13 has renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Reply = Callable[[], Tensor]
-"""Waits for a collective and returns its result."""
+
+class Reply:
+    """A collective that was started: a call waits for it, and returns its result.
+
+    Args:
+        wait: does so.
+        is_completed: returns, without waiting, whether the result is there; None if the wire cannot tell.
+    """
+
+    def __init__(self, wait: Callable[[], Tensor], is_completed: Callable[[], bool] | None = None) -> None:
+        self._wait, self.is_completed = wait, is_completed
+
+    def __call__(self) -> Tensor:
+        return self._wait()
 
 
 class Wire(Protocol):
@@ -69,4 +81,5 @@ def _reply(work: Any, result: Tensor) -> Reply:
         work.wait()
         return result
 
-    return wait
+    # The host does not see how far a GPU is.
+    return Reply(wait, None if result.is_cuda else work.is_completed)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.wire import GroupWire, Wire
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.task import Task
@@ -266,27 +267,29 @@ class MeshBackend(MeshState):
         names = {p: canonical_name(name) for name, p in parameters if p.requires_grad and not p.is_meta}
         # Tokens of all ranks that divide the experts have contributed to an expert's gradient already.
         experts = [p for p in names if self.is_expert(p)]
-        groups = dict.fromkeys(experts, self.mesh.same_experts) if experts and self.mesh is not None else {}
+        wires: dict[nn.Parameter, Wire | None] = {}
+        if experts and self.mesh is not None:
+            wires = dict.fromkeys(experts, _wire_to(self.mesh.same_experts))
         # All ranks, where each of them holds the whole model.
         group = self.replica_group if self.shares_model else dist.group.WORLD
-        return self.reducer_in(group, names, self.config.find_unused_parameters, groups)
+        return self.reducer_in(group, names, self.config.find_unused_parameters, wires)
 
     def reducer_in(
         self,
         group: Any,
         names: Mapping[nn.Parameter, str],
         find_unused: bool,
-        groups: Mapping[nn.Parameter, Any] | None = None,
+        wires: Mapping[nn.Parameter, Wire | None] | None = None,
     ) -> GradientReducer:
         """The same for parameters by name, with the codec of the run."""
         codec = self.compression
         return GradientReducer(
             names,
-            group,
+            _wire_to(group),
             self.config.bucket_cap_mb * 2**20,
             find_unused,
-            groups,
-            coded=None if codec is None else codec.in_group,
+            wires,
+            coded=None if codec is None else codec.over,
             early=codec is None or not self.objective.counted,
         )
 
@@ -420,3 +423,7 @@ class MeshBackend(MeshState):
             self._context.release()
         self._settings.close()  # torch's, which this run had changed
         super().teardown()
+
+
+def _wire_to(group: Any) -> Wire | None:
+    return None if group is None else GroupWire(group)

@@ -15,7 +15,7 @@ from distributed.checkpoint.rank_local import Replica, export_rank_local, read_r
 from distributed.checkpoint.staging_buffers import to_host
 from distributed.communication.codecs.base import Codec
 from distributed.communication.coded_sum import CodedSum
-from distributed.communication.wire import GroupWire, Wire
+from distributed.communication.wire import Wire
 from distributed.config import DistributedConfig
 from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.state import Chunk, StateReader
@@ -92,10 +92,6 @@ class Compression:
             made.load(before.residuals, before.states, before.step)
         self._sums.append(made)
         return made
-
-    def in_group(self, group: Any, names: Collection[str]) -> CodedSum:
-        """The same between the ranks of a torch process group; None for all."""
-        return self.over(GroupWire(group), names)
 
     def settle(self, skipped: bool) -> None:
         """End a step; see `CodedSum.settle`."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distributed.checkpoint.torch_state import canonical_name, export_replicated, import_replicated
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.interfaces.placement import World
@@ -194,7 +195,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             names = {p: canonical_name(name) for name, p in trainable.items()}
             limit = self.config.bucket_cap_mb * 2**20
             self._reducer = GradientReducer(
-                names, dist.group.WORLD, limit, find_unused=True, coded=self.compression.in_group
+                names, GroupWire(), limit, find_unused=True, coded=self.compression.over
             )
         if self.stage == 3 and self.world.size > 1:
             gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]

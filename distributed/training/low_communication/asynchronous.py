@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum
 from distributed.communication.wire import Wire
 from distributed.system.tensors import assign_values
 from distributed.training.low_communication.arrivals import ArrivalRecord
@@ -32,7 +33,6 @@ from distributed.training.low_communication.channels import (
 from distributed.training.low_communication.merging import Merging, Numbers
 from distributed.training.low_communication.outer_step import OuterRule, wide
 from distributed.training.low_communication.parameter_server import ParameterServer, ServerEnd
-from distributed.training.low_communication.sums import Dense
 
 __all__ = ["AsynchronousMerging"]
 
@@ -63,7 +63,7 @@ class AsynchronousMerging(Merging):
         total: Numbers,
         wire: Wire | None,
     ) -> None:
-        super().__init__(OuterRule(period=1), parameters, buffers, total, Dense(wire), wire)
+        super().__init__(OuterRule(period=1), parameters, buffers, total, DenseSum(wire), wire)
         self._limit, self._timeout, self._arrivals = limit, timedelta(seconds=timeout), arrivals
         self._values, self._deltas = self._packed()
         self._server: ParameterServer | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.rank_local import Replica
 from distributed.checkpoint.torch_state import canonical_name, export_replicated
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, StepResult, Window
@@ -24,7 +25,7 @@ from distributed.training.low_communication.asynchronous import AsynchronousMerg
 from distributed.training.low_communication.merging import Merging
 from distributed.training.low_communication.outer_step import OuterRule
 from distributed.training.low_communication.saved_state import add_own_state, restore_own_state
-from distributed.training.low_communication.sums import ByCodec, Dense, NamedSum
+from distributed.training.low_communication.sums import ByCodec, NamedSum
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.step_module import StepModule
 
@@ -90,7 +91,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
     def _summed(self, wire: GroupWire | None, trained: Mapping[str, Tensor]) -> NamedSum:
         spec = self._plan.codec
         if wire is None or spec is None or self._codec is None:
-            return Dense(wire)
+            return DenseSum(wire)
         return ByCodec(self._codec.over(wire, trained), spec, self.config.compression, wire.size)
 
     # -- one step --------------------------------------------------------------------

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum, PendingExchange
 from distributed.communication.wire import Wire
 from distributed.system.tensors import assign_values
 from distributed.training.low_communication.outer_step import OuterRule, divide, is_due, take_outer_step, wide
-from distributed.training.low_communication.sums import Dense, NamedSum, Pending
+from distributed.training.low_communication.sums import NamedSum
 
 __all__ = ["Fragment", "Merging"]
 
@@ -37,7 +38,7 @@ class Fragment:
         self.apart = False
         self.begun: int | None = None
         self.deltas: dict[str, Tensor] = {}
-        self.pending: Pending | None = None
+        self.pending: PendingExchange | None = None
 
     def wait(self) -> None:
         """Wait until the deltas are those of all ranks. Collective."""
@@ -197,7 +198,7 @@ class Merging:
         all take rank 0's."""
         if self._wire is None or not self.buffers:
             return
-        exact = Dense(self._wire)
+        exact = DenseSum(self._wire)
         (share,) = self._shares([self.weight])
         floating = {str(i): b for i, b in enumerate(self.buffers) if b.is_floating_point()}
         sums = {key: b.to(wide(b.dtype), copy=True).mul_(share) for key, b in floating.items()}
