@@ -5,7 +5,7 @@ torch's DistributedDataParallel does the same for plain parameters, and refuses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import is_sharded, local_part
+from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.exchange import DenseSum, Exchange, PendingExchange
 from distributed.communication.wire import Wire
 from distributed.errors import UserError
 from distributed.interfaces.backend import CommunicationTimes
 from distributed.training.flight_clock import FlightClock
+from distributed.training.torch_backend import TorchBackend
 
-__all__ = ["GradientReducer", "align_gradient"]
+__all__ = ["GradientReducer", "align_gradient", "build_reducer"]
 
 
 def align_gradient(parameter: Any) -> None:
@@ -170,6 +172,33 @@ class GradientReducer:
         if self._wire is not None:
             used = self._exchanges[self._wire].add(used)
         return dict(zip(self._names, used.tolist(), strict=True))
+
+
+def build_reducer(
+    backend: TorchBackend,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    wire: Wire | None,
+    find_unused: bool,
+    wires: Mapping[nn.Parameter, Wire | None] | None = None,
+) -> GradientReducer:
+    """The reducer of a backend's gradients, with the codec of its run.
+
+    Args:
+        parameters: by name, in the same order on all ranks; those that are trained and have values on this
+            rank are reduced.
+        wire, find_unused, wires: as of `GradientReducer`.
+    """
+    codec = backend.compression
+    return GradientReducer(
+        {p: canonical_name(name) for name, p in parameters if p.requires_grad and not p.is_meta},
+        wire,
+        backend.config.bucket_cap_mb * 2**20,
+        find_unused,
+        wires,
+        coded=None if codec is None else codec.over,
+        # With a codec, gradients are scaled by the true count before they are sent: see `count_first`.
+        early=codec is None or not backend.objective.counted,
+    )
 
 
 def _buckets(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distributed.checkpoint.dtensor import local_part
-from distributed.checkpoint.torch_state import canonical_name
+from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -19,7 +19,7 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
-from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
@@ -133,12 +133,12 @@ class FSDPBackend(MeshBackend):
         if copies is not None:
             # FSDP2 reduces over the ranks with different samples; those of slices are added to them. Experts
             # have a reduction of their own.
-            names = {
-                p: canonical_name(name)
+            held = (
+                (name, p)
                 for name, p in self.module.named_parameters()
-                if p.requires_grad and not p.is_meta and not self.is_expert(p) and not self._is_averaged(p)
-            }
-            self._copies_reducer = self.reducer_in(copies, names, find_unused=True)
+                if not self.is_expert(p) and not self._is_averaged(p)
+            )
+            self._copies_reducer = build_reducer(self, held, GroupWire(copies), find_unused=True)
 
     @property
     def _copies_of_shards(self) -> tuple[str, ...]:
