@@ -21,6 +21,7 @@ from distributed.interfaces.task import Task
 from distributed.parallel.context_axis import ContextAxis, draws_numbers
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
+from distributed.parallel.pipeline_evaluation import StagedEvaluation
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
 from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_of, tensors_of
 from distributed.parallel.sample_batch import forward_of, undisturbed
@@ -82,6 +83,9 @@ class Pipeline:
         if slices is None:
             self._deal_output(shapes)
         self._staged = StagedModel(model, self._layout, self._device)
+        self._evaluation = StagedEvaluation(
+            backend, self._staged, shape, self._rank, self._group, self._layout.inputs
+        )
         self._schedule: Schedule | None = None
         self._window = Window((), 0)
         self._scale = 1.0
@@ -89,7 +93,6 @@ class Pipeline:
         self._total: Any = 0.0
         self._count: Any = 0
         self._forward_seconds = 0.0
-        self._sent: list[tuple[Any, Tensor]] = []
         self._states: dict[tuple[int, int], Any] = {}
         self._draws: bool | None = draws_numbers(model) or None
         self._compared = False
@@ -303,45 +306,9 @@ class Pipeline:
                 remedy="Let no sample depend on the rank (data.per_sample_rng=true for augmentation)",
             )
 
-    # -- evaluation -------------------------------------------------------------------
-
     def evaluate(self, batch: Any, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns, on the rank that has the last stage; None elsewhere. Collective along the
-        pipeline.
-
-        Args:
-            batch: what `forward` gives to the model.
-        """
-        check_inputs(batch, self._layout.inputs)
-        rows, found = rows_of(batch), None
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-        for stage in self.stages:
-            given = self._receive(stage, rows, found)
-            found = self._backend.through(
-                f"evaluation of stage {stage}", partial(self._staged.run, stage, given, rows, forward)
-            )
-            if stage == self._shape.num_stages - 1:
-                return found
-            self._send(stage, found)
-        return None
-
-    def _receive(self, stage: int, rows: int, own: Tensor | None) -> Tensor | None:
-        if stage == 0:
-            return None
-        source, form = self._shape.rank_of(stage - 1), self._staged.form_after(stage - 1)
-        if source == self._rank:
-            return own
-        buffer = torch.empty(form.sized(rows), dtype=form.dtype, device=self._device)
-        dist.recv(buffer, group=self._group, group_src=source)
-        return buffer
-
-    def _send(self, stage: int, output: Tensor) -> None:
-        target = self._shape.rank_of(stage + 1)
-        if target != self._rank:
-            wire = output.detach().contiguous()
-            self._sent.append((dist.isend(wire, group=self._group, group_dst=target), wire))
+        """What `forward` returns, on the rank that has the last stage; see `StagedEvaluation.evaluate`."""
+        return self._evaluation.evaluate(batch, forward)
 
 
 _ACTIONS = {
