@@ -23,7 +23,7 @@ from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.pipeline_evaluation import StagedEvaluation
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
-from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_of, tensors_of
+from distributed.parallel.pipeline_pieces import batch_tensors, check_inputs, cut_window, rows_of
 from distributed.parallel.sample_batch import forward_of, undisturbed
 from distributed.parallel.stage_tensors import StageTensors
 from distributed.parallel.staged_model import StagedModel
@@ -295,7 +295,7 @@ class Pipeline:
         """Raise a UserError if the ranks of the pipeline have different samples. Collective."""
         from distributed.parallel.first_step import differ
 
-        tensors = [tensor for batch in batches for tensor in tensors_of(batch)]
+        tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
         if tensors and differ(tensors, self._group):
             raise UserError(
                 "the ranks of a pipeline, which share each sample, have different samples. The step was not"
@@ -359,7 +359,11 @@ def _own_parameters_alone(stage: int) -> Iterator[None]:
 
 def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
     """What the stages of `layout` compute one after the other."""
-    staged, rows, found = StagedModel(model, layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
+    staged, rows, found = (
+        StagedModel(model, layout, str(batch_tensors(batch)[0].device)),
+        rows_of(batch),
+        None,
+    )
     staged.install()
     try:
         for stage in range(layout.num_stages):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
-from distributed.parallel.deferred_build import deal_out, tensors_of
+from distributed.parallel.deferred_build import fill_from_rank_zero, tensors_of
 from distributed.parallel.original_model import OriginalModel
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -104,7 +104,7 @@ class ShardedModel:
                 self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
                 # Memory makes other objects of those that fully_shard left alone.
                 self.replicated = _replicated(model)
-            deal_out(model, built, world.device)
+            fill_from_rank_zero(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
         left = self.replicated | kept
