@@ -30,7 +30,7 @@ from distributed.training.low_communication.channels import (
     Packed,
     QueueChannel,
 )
-from distributed.training.low_communication.merging import Merging, Numbers
+from distributed.training.low_communication.merging import AddNumbers, Merging
 from distributed.training.low_communication.outer_step import OuterRule, wide
 from distributed.training.low_communication.parameter_server import ParameterServer, ServerEnd
 
@@ -60,7 +60,7 @@ class AsynchronousMerging(Merging):
         arrivals: ArrivalRecord | None,
         parameters: Mapping[str, Tensor],
         buffers: Iterable[Tensor],
-        total: Numbers,
+        total: AddNumbers,
         wire: Wire | None,
     ) -> None:
         super().__init__(OuterRule(period=1), parameters, buffers, total, DenseSum(wire), wire)
@@ -127,7 +127,7 @@ class AsynchronousMerging(Merging):
         for name, anchor in self.anchors.items():
             assign_values(self.parameters[name], anchor)
         if self.step:
-            self._all_are_equal()
+            self._begin_period()
 
     def take_metrics(self) -> dict[str, float]:
         """Number of ``updates``, and their staleness, on the first rank."""

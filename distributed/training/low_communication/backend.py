@@ -1,4 +1,4 @@
-"""LowCommunicationBackend: a replica per rank, which takes optimizer steps on its own samples."""
+"""LowCommunicationBackend: a replica per rank, which takes optimizer steps with its own samples."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ __all__ = ["LowCommunicationBackend"]
 
 
 class LowCommunicationBackend(ProcessGroupBackend):
-    """Each rank steps with its own optimizer on the mean over its own samples of a global batch. `Merging`
-    exchanges parameters after some of the steps; a rank without samples in a step does not step.
+    """Each rank steps with its own optimizer and the mean loss over its own samples of a global batch.
+    `Merging` exchanges parameters after some of the steps. A rank without samples in a global batch does not
+    step.
 
     Attributes:
-        merging: after `prepare`: when what is exchanged, and what is kept of it.
+        merging: schedule and state of the exchanges, from `prepare` on.
     """
 
     follows_requires_grad = False
@@ -117,7 +118,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
         self.merging.merge()
 
     def replicated(self) -> Mapping[str, Any]:
-        """The parameters after the last outer step, which all ranks know."""
+        """The parameters after the last outer step, which are equal on all ranks."""
         return self.merging.anchors
 
     def interval_metrics(self) -> Mapping[str, float]:
@@ -139,7 +140,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
 
     @contextmanager
     def _anchors_in_place(self) -> Iterator[None]:
-        """Within the block, the model's trained parameters are those that all ranks know."""
+        """Within the block, the model has the values of the anchors."""
         own = {name: parameter.data for name, parameter in self.merging.parameters.items()}
         for name, anchor in self.merging.anchors.items():
             self.merging.parameters[name].data = anchor

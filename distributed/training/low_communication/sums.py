@@ -26,8 +26,17 @@ class NamedSum(Protocol):
 
 
 class ByCodec:
-    """A codec's exchange. Its number of steps is that of the exchanges that began, so that it does not depend
-    on when they ended."""
+    """Adds up tensors by a codec.
+
+    A step of the codec is an exchange that has begun, so that its number does not depend on when exchanges
+    end.
+
+    Args:
+        coded: the codec's exchange between the ranks.
+        spec: what is registered of the codec.
+        options: the section ``compression``.
+        world: number of ranks.
+    """
 
     def __init__(self, coded: CodedSum, spec: CodecSpec, options: CompressionSection, world: int) -> None:
         self._coded, self._spec, self._options, self._world = coded, spec, options, world
