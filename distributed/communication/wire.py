@@ -1,4 +1,4 @@
-"""Wire: the three collectives that codecs are built on, over a torch process group."""
+"""Wire: the three collectives by which ranks exchange tensors, and the same over a torch process group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Reply:
-    """A collective that was started: a call waits for it, and returns its result.
+    """A collective that was started. Calling the object waits for it, and returns its result.
 
     Args:
-        wait: does so.
+        wait: waits for the collective, and returns its result.
         is_completed: returns, without waiting, whether the result is there; None if the wire cannot tell.
     """
 
@@ -31,8 +31,8 @@ class Reply:
 
 
 class Wire(Protocol):
-    """How the ranks that exchange gradients reach each other. All methods are collective; the result is there
-    once the reply is called.
+    """Collectives between the ranks that exchange tensors. Each method starts one, and returns the `Reply`
+    that waits for its result.
 
     Attributes:
         rank: index of this rank.
