@@ -36,8 +36,8 @@ class GradientReducer:
     """Hooks on parameters that start the reduction of a bucket as soon as its gradients are there.
 
     Args:
-        names: trainable parameter -> its name in errors; the same order on all ranks.
-        wire: to the ranks that hold copies; None for a single one.
+        names: trainable parameter -> its name, for errors and codecs; the same order on all ranks.
+        wire: connects the ranks that hold copies; None for a single rank.
         bucket_bytes: size of a bucket.
         find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
             error, as under DDP.
