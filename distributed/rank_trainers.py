@@ -127,7 +127,7 @@ class AdvancedDistributedTrainer(Trainer):
         script runs on every rank; where `fit` starts the ranks, they have the same from the start.
 
         Raises:
-            UserError: the ranks have not met.
+            UserError: torch.distributed is not initialized.
         """
         place = detect(os.environ)
         if place is None or place.size == 1:
@@ -138,7 +138,7 @@ class AdvancedDistributedTrainer(Trainer):
 
         if not dist.is_initialized():
             raise UserError(
-                "the ranks have not met",
+                "torch.distributed is not initialized on this rank",
                 field="synchronize_sketching_matrices",
                 remedy="Call setup_distributed() first",
             )

@@ -258,7 +258,7 @@ def test_trainers_that_know_their_rank_check_it(monkeypatch: pytest.MonkeyPatch)
             action()
     with pytest.raises(UserError, match=r"world_size: torchrun gave.*Got 3\. Allowed: 2"):
         DistributedTrainer(model, optimizer, 3)
-    with pytest.raises(UserError, match=r"the ranks have not met\. Call setup_distributed"):
+    with pytest.raises(UserError, match=r"is not initialized on this rank\. Call setup_distributed"):
         AdvancedDistributedTrainer(model).synchronize_sketching_matrices()
 
 

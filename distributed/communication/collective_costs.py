@@ -17,7 +17,7 @@ __all__ = [
     "OPERATIONS",
     "Algorithm",
     "Path",
-    "Traffic",
+    "RankTraffic",
     "chunk_bounds",
     "core_size",
     "ideal_bytes",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class Traffic(NamedTuple):
+class RankTraffic(NamedTuple):
     """What one rank sends.
 
     Attributes:
@@ -84,16 +84,16 @@ class Algorithm:
         path: number of ranks -> messages that follow each other.
     """
 
-    traffic: Callable[[int, int, int], Traffic]
+    traffic: Callable[[int, int, int], RankTraffic]
     path: Callable[[int], Path]
 
 
-def _sum_of(lengths: Iterator[int]) -> Traffic:
+def _sum_of(lengths: Iterator[int]) -> RankTraffic:
     sent = [length for length in lengths if length]
-    return Traffic(len(sent), sum(sent))
+    return RankTraffic(len(sent), sum(sent))
 
 
-def _ring_traffic(rank: int, size: int, numel: int) -> Traffic:
+def _ring_traffic(rank: int, size: int, numel: int) -> RankTraffic:
     lengths = [end - start for start, end in chunk_bounds(numel, size)]
     reduced = (lengths[(rank - step) % size] for step in range(size - 1))
     gathered = (lengths[(rank + 1 - step) % size] for step in range(size - 1))
@@ -104,7 +104,7 @@ def _ring_path(size: int) -> Path:
     return Path(2 * (size - 1), 2 * (size - 1) / size)
 
 
-def _tree_traffic(rank: int, size: int, numel: int) -> Traffic:
+def _tree_traffic(rank: int, size: int, numel: int) -> RankTraffic:
     links = len(tree_children(rank, size)) + (rank > 0)
     return _sum_of(numel for _ in range(links))
 
@@ -116,7 +116,7 @@ def _tree_path(size: int) -> Path:
     return Path(messages, float(messages))
 
 
-def _halving_traffic(rank: int, size: int, numel: int) -> Traffic:
+def _halving_traffic(rank: int, size: int, numel: int) -> RankTraffic:
     core = core_size(size)
     if rank >= core:
         return _sum_of(iter([numel]))

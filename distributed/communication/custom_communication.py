@@ -1,4 +1,4 @@
-"""CustomCommunication: an all-reduce on messages between ranks, by its name in hand-written loops."""
+"""CustomCommunication: an all-reduce on a ring of ranks, under the name that hand-written loops use."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["CustomCommunication"]
 
 
 class CustomCommunication:
-    """The written-out all-reduces for a loop of your own, whose ranks have met (`setup_distributed`).
+    """An all-reduce on a ring for a training loop of your own, after `setup_distributed`.
 
     Args:
         world_size: number of ranks, to check it; None does not.
         rank: of this process, to check it; None does not.
 
     Raises:
-        UserError: the ranks have not met, or `world_size` or `rank` is not theirs.
+        UserError: torch.distributed is not initialized, or `world_size` or `rank` is another.
     """
 
     def __init__(self, world_size: int | None = None, rank: int | None = None) -> None:
         if not dist.is_initialized():
             raise UserError(
-                "the ranks have not met",
+                "torch.distributed is not initialized on this rank",
                 field="CustomCommunication",
                 remedy="Call setup_distributed() first",
             )

@@ -14,7 +14,7 @@ from distributed.communication.broadcast import broadcast_values
 from distributed.system.tensors import assign_values
 from distributed.training.optimizers import build_model
 
-__all__ = ["build_without_data", "deal_out", "fill", "tensors_of"]
+__all__ = ["build_without_data", "fill", "fill_from_rank_zero", "tensors_of"]
 
 
 def build_without_data(factory: Any, seed: int) -> nn.Module:
@@ -55,7 +55,7 @@ def fill(tensor: Tensor, full: Tensor) -> None:
 
 
 @torch.no_grad()
-def deal_out(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
+def fill_from_rank_zero(model: nn.Module, built: dict[str, Tensor], device: str) -> None:
     """Fill every rank's share of `model` from rank 0's tensors, one at a time. Collective.
 
     Args:

@@ -5,70 +5,23 @@ torch's DistributedDataParallel does the same for plain parameters, and refuses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from distributed.checkpoint.dtensor import is_sharded, local_part
+from distributed.checkpoint.torch_state import canonical_name
+from distributed.communication.exchange import DenseSum, Exchange, PendingExchange
+from distributed.communication.wire import Wire
 from distributed.errors import UserError
 from distributed.interfaces.backend import CommunicationTimes
 from distributed.training.flight_clock import FlightClock
+from distributed.training.torch_backend import TorchBackend
 
-__all__ = ["Exchange", "GradientReducer", "PendingExchange", "align_gradient"]
-
-
-class PendingExchange(Protocol):
-    """Gradients on their way.
-
-    Attributes:
-        is_completed: whether they have arrived; None if that is not known.
-    """
-
-    is_completed: Callable[[], bool] | None
-
-    def finish(self) -> None:
-        """Wait, and leave the sums in the gradients. Collective."""
-
-
-class Exchange(Protocol):
-    """How the ranks of a group add up gradients."""
-
-    def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
-        """Start to add up gradients of one dtype, by name, in the same order on all ranks. Collective."""
-
-    def add(self, values: Tensor) -> Tensor:
-        """Add up a small tensor as it is, which may be overwritten. Collective."""
-
-
-class _PendingDense:
-    def __init__(self, work: Any, flat: Tensor, gradients: list[Tensor]) -> None:
-        self._work, self._flat, self._gradients = work, flat, gradients
-        self.is_completed: Callable[[], bool] | None = None if flat.is_cuda else work.is_completed
-
-    def finish(self) -> None:
-        self._work.wait()
-        torch._foreach_copy_(self._gradients, list(_unflatten_dense_tensors(self._flat, self._gradients)))
-
-
-class _DenseExchange:
-    """All-reduces gradients as they are."""
-
-    def __init__(self, group: Any, names: list[str]) -> None:
-        self._group = group
-
-    def begin(self, gradients: Mapping[str, Tensor]) -> PendingExchange:
-        parts = list(gradients.values())
-        flat = _flatten_dense_tensors(parts)
-        return _PendingDense(dist.all_reduce(flat, group=self._group, async_op=True), flat, parts)
-
-    def add(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._group)
-        return values
+__all__ = ["GradientReducer", "align_gradient", "build_reducer"]
 
 
 def align_gradient(parameter: Any) -> None:
@@ -83,13 +36,13 @@ class GradientReducer:
     """Hooks on parameters that start the reduction of a bucket as soon as its gradients are there.
 
     Args:
-        names: trainable parameter -> its name in errors; the same order on all ranks.
-        group: process group of the ranks that hold copies; None for a single one.
+        names: trainable parameter -> its name, for errors and codecs; the same order on all ranks.
+        wire: connects the ranks that hold copies; None for a single rank.
         bucket_bytes: size of a bucket.
         find_unused: parameters may take no part in some steps. Without it a gradient that is missing is an
             error, as under DDP.
-        groups: parameter -> its own group, where that is another than `group`.
-        coded: ``(group, names) ->`` the exchange of gradients in a group, if they are not sent as they are.
+        wires: parameter -> its own wire, where that is another than `wire`.
+        coded: ``(wire, names) ->`` the exchange of gradients over a wire, if they are not sent as they are.
         early: send a bucket from the hooks, and not in `finish`, after which gradients may still be scaled.
 
     Attributes:
@@ -99,28 +52,31 @@ class GradientReducer:
     def __init__(
         self,
         names: Mapping[nn.Parameter, str],
-        group: Any,
+        wire: Wire | None,
         bucket_bytes: float,
         find_unused: bool,
-        groups: Mapping[nn.Parameter, Any] | None = None,
-        coded: Callable[[Any, list[str]], Exchange] | None = None,
+        wires: Mapping[nn.Parameter, Wire | None] | None = None,
+        coded: Callable[[Wire, list[str]], Exchange] | None = None,
         early: bool = True,
     ) -> None:
-        self._names, self._group, self._find_unused = dict(names), group, find_unused
+        self._names, self._wire, self._find_unused = dict(names), wire, find_unused
         # What no rank has a gradient of must not be exchanged: it would send what was kept of earlier steps.
         self._use_first = find_unused and coded is not None
         self._early, self._timed = early and not self._use_first, coded is None
-        self._groups = {p: (groups or {}).get(p, group) for p in self._names}
-        self._buckets = _buckets(list(self._names), bucket_bytes, self._groups)
+        self._wires = {p: (wires or {}).get(p, wire) for p in self._names}
+        self._buckets = _buckets(list(self._names), bucket_bytes, self._wires)
         self._bucket_of: dict[Tensor, int] = {
             p: number for number, bucket in enumerate(self._buckets) for p in bucket
         }
         self._missing = [len(bucket) for bucket in self._buckets]
-        make = coded or _DenseExchange
-        members: dict[Any, list[str]] = {group: []}
-        for parameter, own in self._groups.items():
+        members: dict[Wire | None, list[str]] = {wire: []}
+        for parameter, own in self._wires.items():
             members.setdefault(own, []).append(self._names[parameter])
-        self._exchanges = {own: make(own, found) for own, found in members.items() if own is not None}
+        self._exchanges: dict[Wire, Exchange] = {
+            own: DenseSum(own) if coded is None else coded(own, found)
+            for own, found in members.items()
+            if own is not None
+        }
         self._sent: list[PendingExchange | None] = []
         self.active = False
         self._waited, self._steps, self._flights = 0.0, 0, FlightClock()
@@ -180,12 +136,12 @@ class GradientReducer:
     def _send(self, used: Mapping[nn.Parameter, float] | None) -> None:
         """Send the next bucket, without the parameters that no rank has used."""
         bucket = self._buckets[len(self._sent)]
-        group = self._groups[bucket[0]]
+        wire = self._wires[bucket[0]]
         gradients = {self._names[p]: local_part(p.grad) for p in bucket if not used or used[p]}
-        if group is None or not gradients:
+        if wire is None or not gradients:
             self._sent.append(None)
             return
-        pending = self._exchanges[group].begin(gradients)
+        pending = self._exchanges[wire].begin(gradients)
         if pending.is_completed is not None:
             self._flights.launch(pending.is_completed)
         self._sent.append(pending)
@@ -213,22 +169,49 @@ class GradientReducer:
         if not self._find_unused:
             return {}
         used = torch.tensor(present)
-        if self._group is not None:
-            used = self._exchanges[self._group].add(used)
+        if self._wire is not None:
+            used = self._exchanges[self._wire].add(used)
         return dict(zip(self._names, used.tolist(), strict=True))
 
 
+def build_reducer(
+    backend: TorchBackend,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    wire: Wire | None,
+    find_unused: bool,
+    wires: Mapping[nn.Parameter, Wire | None] | None = None,
+) -> GradientReducer:
+    """The reducer of a backend's gradients, with the codec of its run.
+
+    Args:
+        parameters: by name, in the same order on all ranks; those that are trained and have values on this
+            rank are reduced.
+        wire, find_unused, wires: as of `GradientReducer`.
+    """
+    codec = backend.compression
+    return GradientReducer(
+        {p: canonical_name(name) for name, p in parameters if p.requires_grad and not p.is_meta},
+        wire,
+        backend.config.bucket_cap_mb * 2**20,
+        find_unused,
+        wires,
+        coded=None if codec is None else codec.over,
+        # With a codec, gradients are scaled by the true count before they are sent: see `count_first`.
+        early=codec is None or not backend.objective.counted,
+    )
+
+
 def _buckets(
-    parameters: list[nn.Parameter], limit: float, groups: Mapping[nn.Parameter, Any]
+    parameters: list[nn.Parameter], limit: float, wires: Mapping[nn.Parameter, Wire | None]
 ) -> list[list[nn.Parameter]]:
     """Parameters in the order in which backward reaches them, as far as known: from the last to the first.
-    Those of a bucket have one dtype and one group."""
+    Those of a bucket have one dtype and one wire."""
     buckets: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in reversed(parameters):
         nbytes = local_part(parameter).nbytes
         last = buckets[-1][0] if buckets else parameter
-        fits = last.dtype == parameter.dtype and groups[last] is groups[parameter]
+        fits = last.dtype == parameter.dtype and wires[last] is wires[parameter]
         if not buckets or size + nbytes > limit or not fits:
             buckets.append([])
             size = 0.0

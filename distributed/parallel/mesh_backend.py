@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import cut_like, is_sharded, local_part
-from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.wire import GroupWire, Wire
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.task import Task
@@ -26,7 +26,7 @@ from distributed.parallel.context_check import check_objective, check_slices, ch
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.deferred_build import build_without_data, tensors_of
 from distributed.parallel.first_step import EqualOnTensorRanks
-from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.mesh_state import MeshState
 from distributed.parallel.original_model import OriginalModel
@@ -263,32 +263,15 @@ class MeshBackend(MeshState):
     def reducer_of(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> GradientReducer:
         """Adds the gradients of the trainable ones of `parameters` over the ranks that hold copies of them
         and have different samples."""
-        names = {p: canonical_name(name) for name, p in parameters if p.requires_grad and not p.is_meta}
+        parameters = list(parameters)
         # Tokens of all ranks that divide the experts have contributed to an expert's gradient already.
-        experts = [p for p in names if self.is_expert(p)]
-        groups = dict.fromkeys(experts, self.mesh.same_experts) if experts and self.mesh is not None else {}
+        experts = [p for _, p in parameters if self.is_expert(p)]
+        wires: dict[nn.Parameter, Wire | None] = {}
+        if experts and self.mesh is not None:
+            wires = dict.fromkeys(experts, _wire_to(self.mesh.same_experts))
         # All ranks, where each of them holds the whole model.
-        group = self.replica_group if self.shares_model else dist.group.WORLD
-        return self.reducer_in(group, names, self.config.find_unused_parameters, groups)
-
-    def reducer_in(
-        self,
-        group: Any,
-        names: Mapping[nn.Parameter, str],
-        find_unused: bool,
-        groups: Mapping[nn.Parameter, Any] | None = None,
-    ) -> GradientReducer:
-        """The same for parameters by name, with the codec of the run."""
-        codec = self.compression
-        return GradientReducer(
-            names,
-            group,
-            self.config.bucket_cap_mb * 2**20,
-            find_unused,
-            groups,
-            coded=None if codec is None else codec.in_group,
-            early=codec is None or not self.objective.counted,
-        )
+        wire = _wire_to(self.replica_group if self.shares_model else dist.group.WORLD)
+        return build_reducer(self, parameters, wire, self.config.find_unused_parameters, wires)
 
     def reduce_gradients(self) -> None:
         """Called at the end of a window: leave in ``.grad`` what the ranks with different samples add up to.
@@ -420,3 +403,7 @@ class MeshBackend(MeshState):
             self._context.release()
         self._settings.close()  # torch's, which this run had changed
         super().teardown()
+
+
+def _wire_to(group: Any) -> Wire | None:
+    return None if group is None else GroupWire(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
@@ -21,15 +19,16 @@ from distributed.interfaces.task import Task
 from distributed.parallel.context_axis import ContextAxis, draws_numbers
 from distributed.parallel.cut_check import CutCheck
 from distributed.parallel.mesh import Mesh
+from distributed.parallel.pipeline_checks import begins_to_draw, check_model, own_parameters_alone
+from distributed.parallel.pipeline_evaluation import StagedEvaluation
 from distributed.parallel.pipeline_layout import Layout, TensorForm, no_equal_layout, read_layouts
-from distributed.parallel.pipeline_pieces import check_inputs, cut_window, rows_of, tensors_of
+from distributed.parallel.pipeline_pieces import batch_tensors, check_inputs, cut_window, rows_of
 from distributed.parallel.sample_batch import forward_of, undisturbed
 from distributed.parallel.stage_tensors import StageTensors
 from distributed.parallel.staged_model import StagedModel
 from distributed.planner.pipeline import PipelineShape
 from distributed.system.output import print_line
 from distributed.training.forward_state import Buffers
-from distributed.training.model_traits import META, SPARSE, refuse
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.seeding import numbers_of_rank
 
@@ -82,6 +81,9 @@ class Pipeline:
         if slices is None:
             self._deal_output(shapes)
         self._staged = StagedModel(model, self._layout, self._device)
+        self._evaluation = StagedEvaluation(
+            backend, self._staged, shape, self._rank, self._group, self._layout.inputs
+        )
         self._schedule: Schedule | None = None
         self._window = Window((), 0)
         self._scale = 1.0
@@ -89,7 +91,6 @@ class Pipeline:
         self._total: Any = 0.0
         self._count: Any = 0
         self._forward_seconds = 0.0
-        self._sent: list[tuple[Any, Tensor]] = []
         self._states: dict[tuple[int, int], Any] = {}
         self._draws: bool | None = draws_numbers(model) or None
         self._compared = False
@@ -97,7 +98,7 @@ class Pipeline:
     def _read(self, model: nn.Module) -> tuple[Layout, list[torch.Size]]:
         """A division of `model` that leaves its output as it is, and the shapes of that output. Collective
         over slices of sequences."""
-        _check_model(model, self._shape, self._backend.config.backend)
+        check_model(model, self._shape, self._backend.config.backend)
         samples = partial(forward_of, self._task, model, field=_FIELD, slices=self._slices)
         # Different samples may call experts of their own.
         (one, sample), (two, _), (call, batch) = samples(1), samples(2, repeated=True), samples(2)
@@ -215,7 +216,7 @@ class Pipeline:
             self._draws = self._backend.all_reduce([float(drawn)])[0] > 0.0
             torch.set_rng_state(before)
         elif drawn:
-            raise _begins_to_draw()
+            raise begins_to_draw()
 
     def _share_averages(self) -> None:
         """Give all stages what the last has seen of the loss, which ranks compare. Collective."""
@@ -259,7 +260,7 @@ class Pipeline:
         backend, micro = self._backend, self._window.micro_batches[position]
         batch, rows = backend.to_device(micro.batch), rows_of(micro.batch)
         kept = None if micro.num_samples else Buffers(backend.module)
-        with backend.autocast(), _own_parameters_alone(stage):
+        with backend.autocast(), own_parameters_alone(stage):
             step = (batch, micro.num_samples, self._scale, self._known[position])
             given = self._cut(stage, received, rows)
             found = backend.through(
@@ -292,7 +293,7 @@ class Pipeline:
         """Raise a UserError if the ranks of the pipeline have different samples. Collective."""
         from distributed.parallel.first_step import differ
 
-        tensors = [tensor for batch in batches for tensor in tensors_of(batch)]
+        tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
         if tensors and differ(tensors, self._group):
             raise UserError(
                 "the ranks of a pipeline, which share each sample, have different samples. The step was not"
@@ -303,45 +304,9 @@ class Pipeline:
                 remedy="Let no sample depend on the rank (data.per_sample_rng=true for augmentation)",
             )
 
-    # -- evaluation -------------------------------------------------------------------
-
     def evaluate(self, batch: Any, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns, on the rank that has the last stage; None elsewhere. Collective along the
-        pipeline.
-
-        Args:
-            batch: what `forward` gives to the model.
-        """
-        check_inputs(batch, self._layout.inputs)
-        rows, found = rows_of(batch), None
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-        for stage in self.stages:
-            given = self._receive(stage, rows, found)
-            found = self._backend.through(
-                f"evaluation of stage {stage}", partial(self._staged.run, stage, given, rows, forward)
-            )
-            if stage == self._shape.num_stages - 1:
-                return found
-            self._send(stage, found)
-        return None
-
-    def _receive(self, stage: int, rows: int, own: Tensor | None) -> Tensor | None:
-        if stage == 0:
-            return None
-        source, form = self._shape.rank_of(stage - 1), self._staged.form_after(stage - 1)
-        if source == self._rank:
-            return own
-        buffer = torch.empty(form.sized(rows), dtype=form.dtype, device=self._device)
-        dist.recv(buffer, group=self._group, group_src=source)
-        return buffer
-
-    def _send(self, stage: int, output: Tensor) -> None:
-        target = self._shape.rank_of(stage + 1)
-        if target != self._rank:
-            wire = output.detach().contiguous()
-            self._sent.append((dist.isend(wire, group=self._group, group_dst=target), wire))
+        """What `forward` returns, on the rank that has the last stage; see `StagedEvaluation.evaluate`."""
+        return self._evaluation.evaluate(batch, forward)
 
 
 _ACTIONS = {
@@ -366,33 +331,15 @@ _ACTIONS = {
 }
 """Action of a schedule -> phase, and the action in words."""
 _FIELD = "parallel.pipeline"
-_CANNOT = {
-    META: "it has no values",
-    SPARSE: "a pipeline adds up dense gradients",
-}
-
-
-@contextmanager
-def _own_parameters_alone(stage: int) -> Iterator[None]:
-    """Explain torch's error about parameters without data, which other stages hold."""
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if not re.search(r"\bmeta\b", str(error)):
-            raise
-        raise UserError(
-            f"stage {stage} of the pipeline used a parameter that another stage holds: the forward pass calls"
-            f" other modules than for the first samples ({type(error).__name__}: {error})",
-            field="parallel.pipeline",
-            got=f"stage {stage}",
-            allowed="models that call the same modules for all samples",
-            remedy="Use parallel.tensor or parallel.data",
-        ) from error
 
 
 def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
     """What the stages of `layout` compute one after the other."""
-    staged, rows, found = StagedModel(model, layout, str(tensors_of(batch)[0].device)), rows_of(batch), None
+    staged, rows, found = (
+        StagedModel(model, layout, str(batch_tensors(batch)[0].device)),
+        rows_of(batch),
+        None,
+    )
     staged.install()
     try:
         for stage in range(layout.num_stages):
@@ -400,40 +347,6 @@ def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], bat
         return found
     finally:
         staged.remove()
-
-
-def _begins_to_draw() -> UserError:
-    return UserError(
-        "the model draws random numbers in this step and drew none in the first: the ranks of a pipeline"
-        " would continue with different ones. The step was not taken",
-        field="parallel.pipeline",
-        got="random numbers from torch's default generator",
-        allowed="models that draw in every step, or that have dropout, or a generator of their own",
-        remedy="Let the model draw from the first step on, for instance with a rate of 1e-9, or use"
-        " parallel.data",
-    )
-
-
-def _check_model(model: nn.Module, shape: PipelineShape, backend: str) -> None:
-    refuse(model, backend, _CANNOT)
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise UserError(
-            "the model recomputes activations by itself, in backward, when another stage may be computing",
-            field="parallel.pipeline",
-            got="model.gradient_checkpointing_enable()",
-            remedy="Call model.gradient_checkpointing_disable(), and set activation_checkpointing=full",
-        )
-    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm)), None)
-    if shape.pieces > 1 and norm is not None:
-        raise UserError(
-            f"'{norm}' normalizes over the samples of a micro-batch, of which a pipeline has"
-            f" {shape.pieces} pieces at a time",
-            field="parallel.num_microbatches",
-            got=shape.pieces,
-            allowed="1",
-            remedy="Set parallel.num_microbatches=1 and raise gradient_accumulation_steps, or use another"
-            " normalization",
-        )
 
 
 def _padded(tensor: Tensor, form: TensorForm, rows: int) -> Tensor:

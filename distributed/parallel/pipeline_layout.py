@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distributed.errors import UserError
 from distributed.parallel.pipeline_balance import balance
-from distributed.parallel.pipeline_pieces import tensors_of
+from distributed.parallel.pipeline_pieces import batch_tensors
 from distributed.parallel.pipeline_trace import Call, Key, chains, first_tensor, takes, trace
 
 __all__ = ["Block", "Layout", "TensorForm", "fill", "no_equal_layout", "read_layouts"]
@@ -153,7 +153,7 @@ def read_layouts(
     if [call.module for call in one] != [call.module for call in two]:
         raise _no_chain("calls other modules for two samples than for one", num_stages, 0)
     partner = dict(zip(one, two, strict=True))
-    inputs = tuple(tuple(t.shape[1:]) for t in tensors_of(batch))
+    inputs = tuple(tuple(t.shape[1:]) for t in batch_tensors(batch))
     for chain in _candidates(one, num_stages, [_module_named(model, name) for name in names]):
         yield _layout(model, chain, partner, inputs)
 

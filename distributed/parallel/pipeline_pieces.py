@@ -12,7 +12,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 from distributed.planner.pipeline import PipelineShape
 
-__all__ = ["check_inputs", "cut_window", "rows_of", "tensors_of"]
+__all__ = ["batch_tensors", "check_inputs", "cut_window", "rows_of"]
 
 
 def rows_of(batch: Any) -> int:
@@ -21,7 +21,7 @@ def rows_of(batch: Any) -> int:
     Raises:
         UserError: it holds no tensor with a dimension of samples.
     """
-    found = [t for t in tensors_of(batch) if t.dim()]
+    found = [t for t in batch_tensors(batch) if t.dim()]
     if not found:
         raise UserError(
             "a pipeline reads the number of samples from the tensors of a batch, and this one has none",
@@ -61,7 +61,7 @@ def cut_window(window: Window, shape: PipelineShape) -> Window:
 def check_inputs(batch: Any, expected: tuple[tuple[int, ...], ...]) -> None:
     """Raise a UserError if the tensors of `batch` have other shapes than those of the first samples. All
     stages of a pipeline find the same, so that none waits for another."""
-    found = tuple(tuple(t.shape[1:]) for t in tensors_of(batch))
+    found = tuple(tuple(t.shape[1:]) for t in batch_tensors(batch))
     if found != expected:
         pairs = zip(found, expected, strict=False)
         own, other = next(((a, b) for a, b in pairs if a != b), (found, expected))
@@ -92,7 +92,7 @@ def _check_cut(batch: Any, rows: int, pieces: int) -> None:
             )
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
+def batch_tensors(batch: Any) -> list[Tensor]:
     """The tensors in a batch, in order."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -40,19 +40,19 @@ class ThreadWire:
         found = parts[0].clone()
         for part in parts[1:]:
             found += part
-        return lambda: found
+        return Reply(lambda: found)
 
     def gather(self, payload: Tensor) -> Reply:
         """All ranks' payloads, as (ranks, bytes)."""
         self.sent += (self.size - 1) * payload.nbytes
         found = torch.stack(self._exchange(payload))
-        return lambda: found
+        return Reply(lambda: found)
 
     def scatter(self, parts: Tensor) -> Reply:
         """This rank's row of each rank's `parts`, as (ranks, bytes)."""
         self.sent += (self.size - 1) * parts[0].nbytes
         found = torch.stack([of_rank[self.rank] for of_rank in self._exchange(parts)])
-        return lambda: found
+        return Reply(lambda: found)
 
     def _exchange(self, value: Tensor) -> list[Tensor]:
         self._slots[self.rank] = value

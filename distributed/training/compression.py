@@ -1,4 +1,4 @@
-"""Compression: the rank's side of a gradient codec, with what a checkpoint holds of it."""
+"""Compression: the codec of a run on one rank, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distributed.checkpoint.rank_local import Replica, export_rank_local, read_r
 from distributed.checkpoint.staging_buffers import to_host
 from distributed.communication.codecs.base import Codec
 from distributed.communication.coded_sum import CodedSum
-from distributed.communication.wire import GroupWire, Wire
+from distributed.communication.wire import Wire
 from distributed.config import DistributedConfig
 from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.state import Chunk, StateReader
@@ -43,13 +43,13 @@ _STATE = re.compile(r"compression\.state\.([a-z_]{1,64})\.part\.(\d{1,9})\.of\.(
 
 
 class Held:
-    """A parameter whose gradient is exchanged, and where this rank is among those that hold it.
+    """A parameter whose gradient is exchanged, and the position of this rank among those that hold it.
 
     Args:
-        parameter: as this rank holds it.
-        replica: which replica of it.
-        part: index of the elements that this rank holds among the parts into which ranks cut the parameter.
-        parts: number of those parts.
+        parameter: the elements of the parameter that this rank holds.
+        replica: index of this rank's replica of these elements, and the number of replicas.
+        part: index of these elements among the parts into which ranks cut the parameter.
+        parts: number of these parts.
     """
 
     def __init__(self, parameter: Tensor, replica: Replica, part: int = 0, parts: int = 1) -> None:
@@ -68,9 +68,9 @@ class Compression:
     that the update that is pending stays the same.
 
     Attributes:
-        name: of the codec.
-        codec: one instance for all parameters.
-        exchange: class of the exchange between the ranks of one group.
+        name: name of the codec.
+        codec: the codec, one instance for all parameters.
+        exchange: class of the exchange over one wire.
         left: what an earlier `fit` in this process has left by `leave`; None without one.
     """
 
@@ -85,7 +85,7 @@ class Compression:
         self.left: list[CodedSum] | None = None
 
     def over(self, wire: Wire, names: Collection[str]) -> CodedSum:
-        """The exchange between the ranks of `wire` of the gradients of the parameters `names`."""
+        """The exchange over `wire` of the gradients of the parameters `names`."""
         made = self.exchange(self.codec, wire, self._seed, self._revocable, names)
         if self.left:
             before = self.left.pop(0)
@@ -93,17 +93,13 @@ class Compression:
         self._sums.append(made)
         return made
 
-    def in_group(self, group: Any, names: Collection[str]) -> CodedSum:
-        """The same between the ranks of a torch process group; None for all."""
-        return self.over(GroupWire(group), names)
-
     def settle(self, skipped: bool) -> None:
         """End a step; see `CodedSum.settle`."""
         for summed in self._sums:
             summed.settle(skipped)
 
     def leave(self) -> list[CodedSum]:
-        """What a later `fit` in this process continues with."""
+        """The exchanges, with whose state a later `fit` in this process continues."""
         return list(self._sums)
 
     def report_unreturned(self) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.checkpoint.dtensor import local_part
-from distributed.training.torch_backend import group_by_dtype
+from distributed.training.gradient_scaling import group_by_dtype
 
 __all__ = ["ShardedScaler"]
 

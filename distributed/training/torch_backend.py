@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -16,30 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.dtensor import is_sharded, own_copies
-from distributed.checkpoint.rank_local import Replica
-from distributed.checkpoint.torch_state import (
-    canonical_name,
-    export_replicated,
-    import_replicated,
-    named_tensors,
-)
-from distributed.checkpoint.weight_digests import weight_digests
-from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.backend import Backend, StepResult, Window
+from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
-from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
-from distributed.training.compression import CANNOT_SEND, Compression, Held, report_dropped
+from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, warn_of_changes
+from distributed.training.gradient_scaling import (
+    group_by_dtype,
+    inverse,
+    multiply_in_place,
+    on_host,
+    scale_factor,
+)
 from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
-from distributed.training.mixins.precision import PrecisionMixin
 from distributed.training.model_traits import (
     META,
     check_materialized,
@@ -48,6 +43,7 @@ from distributed.training.model_traits import (
     check_whole,
     refuse,
 )
+from distributed.training.module_modes import ModuleModes
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -57,6 +53,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
+from distributed.training.rank_state import RankState
 from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
 from distributed.training.whole_model import read_only
@@ -64,42 +61,31 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
+class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
-        module: the user's module, unwrapped.
         model: what is called: a `StepModule`, wrapped or not.
-        optimizer: the optimizer in use, whose groups hold the learning rates. The user's own
-            object when one was given, for a scheduler may drive it.
-        pieces: what the optimizer holds instead of whole parameters, as `export_replicated`
-            takes it; empty unless a subclass shards the optimizer.
         timers: where forward, backward and optimizer seconds go.
         follows_requires_grad: trains a parameter whose ``requires_grad`` changes after `prepare` as plain
             PyTorch does; False refuses such a change.
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
         sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
-        compression: the codec by which this rank sends gradients; None as they are.
     """
 
     follows_requires_grad = True
     counts_with_gradients = True
     sums_gradients = False
-    compression: Compression | None = None
-    config: DistributedConfig
-    module: nn.Module
     model: Any
-    optimizer: torch.optim.Optimizer
     objective: Objective
 
     def __init__(self) -> None:
         super().__init__()
         self.timers = PhaseTimers()
-        self.pieces: dict[Tensor, tuple[str, int]] = {}
         self._count: Any = None
         self._num_samples = 0
-        self._modes: dict[nn.Module, bool] | None = None
+        self._modes = ModuleModes()
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
@@ -126,15 +112,7 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         if self.compression is not None and task.run_state:
             self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
-        check_trainable(built)
-        check_materialized(built, self.config.backend, self.world.size)
-        check_whole(built)
-        check_slices_of_one(built, self.config, self.world.size)
-        check_same_model(self, built)
-        check_micro_batches(built, self.config.backend, self.world.size, self._batch, self.cut_into)
-        check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
-        if self.compression is not None:
-            refuse(built, f"{self.config.backend} with a codec", CANNOT_SEND)
+        self._check_model(built, task)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
         self.module = self.place(built)
@@ -166,6 +144,18 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
         self._watches_buffers = several and self.world.rank == 0
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
+
+    def _check_model(self, built: nn.Module, task: Task) -> None:
+        """Raise a UserError if these ranks cannot train the model exactly. Collective."""
+        check_trainable(built)
+        check_materialized(built, self.config.backend, self.world.size)
+        check_whole(built)
+        check_slices_of_one(built, self.config, self.world.size)
+        check_same_model(self, built)
+        check_micro_batches(built, self.config.backend, self.world.size, self._batch, self.cut_into)
+        check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
+        if self.compression is not None:
+            refuse(built, f"{self.config.backend} with a codec", CANNOT_SEND)
 
     def build(self, model: Any) -> nn.Module:
         """The user's module, or what the user's factory builds; the same weights on every rank,
@@ -356,43 +346,27 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
             return None
         total = self._total_count()
         if not isinstance(total, Tensor):
-            return None if total == self._num_samples else _inverse(total / self._num_samples)
-        return _inverse(total.to(self.world.device, torch.float64) / self._num_samples)
+            return None if total == self._num_samples else inverse(total / self._num_samples)
+        return inverse(total.to(self.world.device, torch.float64) / self._num_samples)
 
     def _total_count(self) -> Any:
         """The count of the whole global batch; a number if it is on the CPU."""
         if not self.step_module.reduced_count:
-            return _on_host(self._count)
-        total = _on_host(self.step_module.count.grad)
-        return total if self.scaler is None else total / _on_host(self.scaler._get_scale_async())
+            return on_host(self._count)
+        total = on_host(self.step_module.count.grad)
+        return total if self.scaler is None else total / on_host(self.scaler._get_scale_async())
 
     def _rescale(self, ratio: Tensor | float | None, norm: Tensor | None, max_norm: float | None) -> None:
         """Fold the count's ratio and the clipping into one pass over the gradients (C6)."""
-        factor = ratio
-        if max_norm is not None:
-            assert norm is not None
-            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            factor = clip if ratio is None else clip * ratio
+        factor = scale_factor(ratio, norm, max_norm)
         if factor is not None:
-            for part in group_by_dtype(self.gradients()):
-                torch._foreach_mul_(part, factor.to(part[0]) if isinstance(factor, Tensor) else factor)
+            multiply_in_place(self.gradients(), factor)
 
     # -- evaluation ------------------------------------------------------------------
 
     def set_training(self, training: bool) -> None:
-        """Enter evaluation mode, or return to the modes before it. Modules that the user has put into
-        evaluation mode, in a model in training mode, stay there, as do those that a class's own ``train``
-        puts there."""
-        modes = self._modes or {module: module.training for module in self.module.modules()}
-        if not training:
-            self._modes = modes
-            self.module.eval()
-            return
-        self._modes = None
-        self.module.train()
-        if modes.get(self.module):
-            for module in self.module.modules():
-                module.training = module.training and modes.get(module, True)
+        """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
+        self._modes.set_training(self.module, training)
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
@@ -433,114 +407,8 @@ class TorchBackend(LeversMixin, PrecisionMixin, AccumulationMixin, Backend):
     def barrier(self) -> None:
         return None
 
-    # -- state -----------------------------------------------------------------------
-
-    def held(self, name: str) -> bool:
-        """Whether this rank holds the tensor or module of that canonical name."""
-        return True
-
-    def exports(self, name: str) -> bool:
-        """Whether this rank holds the tensor of that canonical name, and `export_state` saves it."""
-        return name not in self.omitted and self.held(name)
-
-    @property
-    def parts(self) -> Mapping[Tensor, Any]:
-        """Ranges of parameters that this rank holds, as `export_replicated` takes them."""
-        return {}
-
-    @property
-    def holders(self) -> tuple[int, int]:
-        """Index of this rank among those that hold a tensor that is not sharded, and their number."""
-        return self.world.data_parallel_rank, self.world.data_parallel_size
-
-    def copies(self, name: str, tensor: Tensor) -> tuple[int, int]:
-        """The same of the tensor of a canonical name: among the ranks that hold the same elements of it."""
-        return own_copies(tensor) if is_sharded(tensor) else self.holders
-
-    def leads(self, name: str) -> bool:
-        """Whether this rank, of those that hold the tensor or module of a canonical name, saves what is not
-        cut."""
-        return self.holders[0] == 0
-
-    def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
-        tensors = {n: t for n, t in named_tensors(self.module)[0].items() if n in names and self.held(n)}
-        return weight_digests(tensors, *self.holders, self.parts, self.copies)
-
-    def place_of(self, name: str, parameter: Tensor) -> Held:
-        """Where this rank is among those that hold the parameter of a canonical name."""
-        return Held(parameter, Replica(self.world.data_parallel_rank, self.world.data_parallel_size))
-
-    def _exchanged(self) -> dict[str, Held]:
-        """The parameters whose gradients a codec sends, by canonical name."""
-        named = ((canonical_name(n), p) for n, p in self.module.named_parameters())
-        return {n: self.place_of(n, p) for n, p in named if p.requires_grad and not p.is_meta}
-
-    def export_state(self) -> BackendState:
-        state = self._export_model()
-        if self.compression is not None:
-            state.chunks += self.compression.export(self._exchanged(), self.world.rank == 0)
-        return state
-
-    def _export_model(self) -> BackendState:
-        return export_replicated(
-            self.module,
-            self.optimizer,
-            self.scaler_state(),
-            *self.holders,
-            pieces=self.pieces,
-            held=self.exports,
-            copies=self.copies,
-            leads=self.leads,
-        )
-
-    def import_state(self, reader: StateReader) -> None:
-        import_replicated(reader, self.module, self.optimizer, pieces=self.pieces, held=self.held)
-        if self.config.optimizer_bits != 32:
-            from distributed.training.low_bit import pack_state
-
-            pack_state(self.optimizer)
-        if self.scaler is not None and reader.scaler:
-            self.scaler.load_state_dict(reader.scaler)
-        if self.compression is not None:
-            self.compression.restore(reader, self._exchanged())
-        elif self.world.rank == 0:
-            report_dropped(reader)
-
-    def leftover_state(self) -> Any:
-        return None if self.compression is None else self.compression.leave()
-
-    def alone(self) -> Backend:
-        single = super().alone()
-        if self.compression is not None and isinstance(single, TorchBackend):
-            self.compression.report_unreturned()
-            single.compression = None
-        return single
-
-    def scaler_state(self) -> dict[str, Any] | None:
-        return self.scaler.state_dict() if self.scaler is not None else None
-
     def release(self) -> None:
         self.undo_levers()
 
     def teardown(self) -> None:
         self.undo_levers()  # a run that failed was not released
-
-
-def _on_host(number: Any) -> Any:
-    """A tensor on the CPU as a number, which costs no synchronisation; others as they are."""
-    return number.item() if isinstance(number, Tensor) and number.is_cpu else number
-
-
-def _inverse(count: Any) -> Any:
-    """1 / count; 0 where nothing counted, since the mean over nothing moves nothing."""
-    if not isinstance(count, Tensor):
-        return 1.0 / count if count > 0 else 0.0
-    return torch.where(count > 0, count.reciprocal(), 0.0)
-
-
-def group_by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of the tensors that have the same dtype and device."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())

@@ -61,7 +61,9 @@ def test_each_name_does_on_two_ranks_what_the_docs_say(tmp_path: Path) -> None:
 
 
 def test_names_without_ranks_are_errors_that_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"the ranks have not met\. Call setup_distributed\(\) first"):
+    with pytest.raises(
+        UserError, match=r"is not initialized on this rank\. Call setup_distributed\(\) first"
+    ):
         CustomCommunication(2, 0)
     for name in ("profile_communication", "profile_communication_overhead"):
         with pytest.raises(UserError, match="no launcher has started this process"):

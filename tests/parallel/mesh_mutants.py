@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +98,32 @@ class CountsTokensTwice(FSDPBackend):
     count_group = None  # type: ignore[assignment]
 
 
+class CopiesOfShardsAreNotAdded(FSDPBackend):
+    """With a codec, the gradients of the copies of a shard are not added up."""
+
+    def setup(self, plan: RunPlan) -> World:
+        world = super().setup(plan)
+        self._gradient_reduction.axes_after = ("context",)
+        return world
+
+
+class WholeParametersAreAveraged(FSDPBackend):
+    """Gradients of parameters that are not sharded stay the mean over all ranks, slices of sequences and
+    copies of shards included."""
+
+    def place_parts(self, model: nn.Module) -> nn.Module:
+        model = super().place_parts(model)
+        assert self._sharded is not None
+        self._sharded.average_replicated = partial(  # type: ignore[method-assign]
+            _with_scale_1, self._sharded.average_replicated
+        )
+        return model
+
+
+def _with_scale_1(average: Callable[[int], None], scale: int) -> None:
+    average(1)
+
+
 class ExpertsAreAveraged(DDPBackend):
     """Gradients of experts are divided by the ranks that divide the experts, as those of copies are."""
 
@@ -154,7 +182,7 @@ MUTANTS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(CopiesCountTwice, TiesComeApart, OneRankDrifts, OnePartDrifts, SlicesAreNotAdded),
-        *(LayoutIsNotTheParameters, CountsTokensTwice),
+        *(LayoutIsNotTheParameters, CountsTokensTwice, CopiesOfShardsAreNotAdded, WholeParametersAreAveraged),
         *(ExpertsAreAveraged, ExpertCopiesCountTwice, ExpertsOfSlicesAreNotAdded, TokensAreDropped),
     )
 }

@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {},
     "fp8": {},
     "top-k": {"ratio": 0.02},
-    "random-k": {"ratio": 0.02},
+    "random-k": {"ratio": 0.05},
     "powersgd": {"rank": 16},
 }
 WIDTH = 1024

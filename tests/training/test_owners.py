@@ -14,7 +14,8 @@ TRAINING = Path(distributed.training.__file__ or "").parent
 # Backends and what they change about a model are not parts of the loop; the others belong to one step or one
 # forward pass.
 OTHERS = {
-    *("objective", "torch_backend", "process_group_backend", "torch_framework", "phase_timers"),
+    *("objective", "torch_backend", "process_group_backend", "rank_state", "torch_framework"),
+    *("module_modes", "phase_timers"),
     *("activation_checkpointing", "compilation", "host_optimizer", "lever", "levers", "low_bit"),
 }
 PARTS = {

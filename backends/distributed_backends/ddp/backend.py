@@ -53,7 +53,7 @@ class DDPBackend(MeshBackend):
         if self.world.size == 1:
             return step
         step.model = self.module = self.with_shared_statistics(self.module)
-        if self.shares_model or self.compression is not None:
+        if self.sums_gradients:
             if self.original is None:  # what is cut or in stages was sent before
                 broadcast_values([*step.parameters(), *step.buffers()])
             counts = [("", step.count)] if step.reduced_count else []

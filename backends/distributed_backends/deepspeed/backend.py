@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.checkpoint.torch_state import canonical_name, export_replicated, import_replicated
+from distributed.checkpoint.torch_state import export_replicated, import_replicated
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
-from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.resilience.divergence import trained
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse, UsedParameters
@@ -191,11 +192,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         own = self.world.size == 1 or self.compression is not None
         self.engine.enable_backward_allreduce = self.stage > 0 or not own
         if self.compression is not None:
-            names = {p: canonical_name(name) for name, p in trainable.items()}
-            limit = self.config.bucket_cap_mb * 2**20
-            self._reducer = GradientReducer(
-                names, dist.group.WORLD, limit, find_unused=True, coded=self.compression.in_group
-            )
+            self._reducer = build_reducer(self, trainable.items(), GroupWire(), find_unused=True)
         if self.stage == 3 and self.world.size > 1:
             gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
             self._order = GatherOrder(self, gathering, self.config.hang_timeout)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distributed.checkpoint.dtensor import local_part
-from distributed.checkpoint.torch_state import canonical_name
+from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -19,13 +19,14 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
-from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
 from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
 from distributed.training.torch_backend import StepModule
+from distributed_backends.fsdp.reduction import CodecReduction, Reduction
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
 from distributed_backends.fsdp.units import find_units
@@ -66,18 +67,22 @@ class FSDPBackend(MeshBackend):
         super().__init__()
         self._sharded: ShardedModel | None = None
         self._units: list[nn.Module] = []
-        self._use: GradientUse | None = None
+        self._gradient_reduction = Reduction()
         self._order: GatherOrder | None = None
         self._experts: GradientReducer | None = None
         self._copies_reducer: GradientReducer | None = None
 
     def setup(self, plan: RunPlan) -> World:
         world = super().setup(plan)
+        if self.compression is not None:
+            self._gradient_reduction = CodecReduction()
         # Reductions beside that of FSDP2, and backward where it is split, know the parameters that were
         # trainable at the start.
         splits = self._shape is not None and self._shape.splits_backward
         axes = plan.dims.context * plan.dims.expert
-        self.follows_requires_grad = axes == 1 and not splits and self.compression is None
+        self.follows_requires_grad = (
+            axes == 1 and not splits and self._gradient_reduction.follows_requires_grad
+        )
         return world
 
     def needs_mesh(self, dims: ParallelDims) -> bool:
@@ -100,16 +105,15 @@ class FSDPBackend(MeshBackend):
             return super().place_parts(model)
         self.apply_levers(model)
         assert self.original is not None
-        # With a codec the copies of a shard exchange its gradient here, and FSDP2 knows of no copies.
-        section, axes = FSDPSection.of(self.config), ("shard",) if self.compression else ("data", "shard")
-        across = self.mesh.submesh(*axes)
+        section, across = FSDPSection.of(self.config), self.mesh.submesh(*self._gradient_reduction.axes)
         units, self._units, group = self._units, [], self.stage_group
         built = self.values if self.built_by_one and self.pipeline is None else None
         self._sharded = ShardedModel(
             model, units, section, self.world, across, self.original, built, group, self.is_expert
         )
         self.values = {}
-        self._use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
+        use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
+        self._gradient_reduction.watch(self._sharded, use)
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
         return model
 
@@ -129,33 +133,26 @@ class FSDPBackend(MeshBackend):
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
-        copies = None if self.mesh is None else self.mesh.group(*self._copies_of_shards)
+        copies = None if self.mesh is None else self.mesh.group(*self._gradient_reduction.axes_after)
         if copies is not None:
-            # FSDP2 reduces over the ranks with different samples; those of slices are added to them. Experts
-            # have a reduction of their own.
-            names = {
-                p: canonical_name(name)
+            # Experts and what is not sharded have reductions of their own.
+            held = (
+                (name, p)
                 for name, p in self.module.named_parameters()
-                if p.requires_grad and not p.is_meta and not self.is_expert(p) and not self._is_averaged(p)
-            }
-            self._copies_reducer = self.reducer_in(copies, names, find_unused=True)
-
-    @property
-    def _copies_of_shards(self) -> tuple[str, ...]:
-        """Axes over which gradients are added up after FSDP2 has reduced them."""
-        return ("context",) if self.compression is None else ("data", "context")
+                if not self.is_expert(p) and not self._is_replicated(p)
+            )
+            self._copies_reducer = build_reducer(self, held, GroupWire(copies), find_unused=True)
 
     @property
     def _gradient_share(self) -> int:
         """FSDP2 divides by the number of ranks over which it reduces."""
-        if self.compression is None or self.mesh is None:
+        if self.mesh is None:
             return super()._gradient_share
-        return self.mesh.dims.shard
+        return self.mesh.dims.size(*self._gradient_reduction.axes)
 
-    def _is_averaged(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is not sharded, and with a codec its gradient is averaged over all ranks."""
-        sharded = self._sharded
-        return self.compression is not None and sharded is not None and parameter in sharded.replicated
+    def _is_replicated(self, parameter: nn.Parameter) -> bool:
+        """Whether each rank holds all of a parameter of the sharded model."""
+        return self._sharded is not None and parameter in self._sharded.replicated
 
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         if self._sharded is None or self._order is None:
@@ -176,35 +173,19 @@ class FSDPBackend(MeshBackend):
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        if self.compression is not None:
-            self._forget_unused()  # a codec would send what it has kept of them
+        self._gradient_reduction.begin_exchange()
         if self._copies_reducer is not None:
             self._copies_reducer.finish()
 
-    def _forget_unused(self) -> None:
-        """Leave out the gradients of parameters that no rank has used. Collective."""
-        if self._sharded is None or self._use is None:
-            return
-        self._begin_use(self._sharded, self._use)
-        for name in self._use.finish():
-            self._sharded.parameters[name].grad = None
-
-    def _begin_use(self, sharded: ShardedModel, use: GradientUse) -> None:
-        """Start to compare which parameters the ranks have used; `add_shared` has noted those of stages.
-        Collective."""
-        if self.pipeline is None:
-            use.add(sharded.take_used())
-        use.begin()
-
     def _counted(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = step.forward(*args)
-        if self.compression is None:
+        if self._gradient_reduction.counts_in_forward:
             self.add_count(count)
         return loss, total, count
 
     def _forward(self, step: StepModule, *args: Any) -> Any:
         loss, total, count = self.through("training", partial(step.forward, *args))
-        if self.objective.counted and self.compression is None:
+        if self.objective.counted and self._gradient_reduction.counts_in_forward:
             self.add_count(count)
         return loss, total, count
 
@@ -219,18 +200,16 @@ class FSDPBackend(MeshBackend):
         return found
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        if self._sharded is None or self._use is None:
-            return super().run_window(window)
         seen = super().run_window(window)
-        if self.compression is None:
-            self._begin_use(self._sharded, self._use)
-        self._average_replicated(self._sharded)
-        if self._experts is not None:
-            self._average_experts(self._experts)
+        if self._sharded is not None and self.mesh is not None:
+            self._gradient_reduction.end_window()
+            self._sharded.average_replicated(self.mesh.dims.size(*self._gradient_reduction.axes_after))
+            if self._experts is not None:
+                self._average_experts(self._experts)
         return seen
 
     def add_shared(self, pipeline: Pipeline) -> None:
-        if self._sharded is None or self._use is None:
+        if self._sharded is None:
             super().add_shared(pipeline)
             return
         self._reshard()  # a stage whose output needs no gradient had no backward, which does
@@ -239,14 +218,7 @@ class FSDPBackend(MeshBackend):
         shared = pipeline.tensors.add_shared(
             lambda name, parameter: used.get(name, parameter.grad is not None)
         )
-        self._use.add([used[name] or name in shared for name in names])
-
-    def _average_replicated(self, sharded: ShardedModel) -> None:
-        sharded.average_replicated()
-        if self.compression is not None and self.mesh is not None:
-            for parameter in sharded.replicated:
-                if parameter.grad is not None:
-                    parameter.grad *= self.mesh.dims.size("data", "context")
+        self._gradient_reduction.add_use([used[name] or name in shared for name in names])
 
     def _average_experts(self, experts: GradientReducer) -> None:
         """Divide by the number of ranks as FSDP2 does, whose scale the loss has. Collective."""
@@ -258,9 +230,7 @@ class FSDPBackend(MeshBackend):
         experts.finish()
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
-        if self._sharded is not None and self._use is not None and self.compression is None:
-            for name in self._use.finish():
-                self._sharded.parameters[name].grad = None
+        self._gradient_reduction.begin_step()
         return super().optimizer_step(max_norm, want_norm)
 
     # -- evaluation ------------------------------------------------------------------
@@ -311,7 +281,8 @@ class FSDPBackend(MeshBackend):
         for reducer in (self._experts, self._copies_reducer):
             if reducer is not None:
                 reducer.remove()
-        self._sharded = self._use = self._order = self._experts = self._copies_reducer = None
+        self._sharded = self._order = self._experts = self._copies_reducer = None
+        self._gradient_reduction = Reduction()
         super().release()
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
-from distributed.parallel.deferred_build import deal_out, tensors_of
+from distributed.parallel.deferred_build import fill_from_rank_zero, tensors_of
 from distributed.parallel.original_model import OriginalModel
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -104,7 +104,7 @@ class ShardedModel:
                 self.root.to_empty(device="cpu" if section.cpu_offload else world.device)
                 # Memory makes other objects of those that fully_shard left alone.
                 self.replicated = _replicated(model)
-            deal_out(model, built, world.device)
+            fill_from_rank_zero(model, built, world.device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(world.device)
         left = self.replicated | kept
@@ -171,9 +171,9 @@ class ShardedModel:
         post_backward(*args)
 
     @torch.no_grad()
-    def average_replicated(self) -> None:
-        """Average the gradients of `replicated` parameters over the ranks. A parameter that no rank used
-        keeps None. Collective."""
+    def average_replicated(self, scale: int) -> None:
+        """Average the gradients of `replicated` parameters over the ranks, and multiply them by `scale`. A
+        parameter that no rank used keeps None. Collective."""
         found = [p for p in self.root.parameters() if p in self.replicated and p.requires_grad and p.numel()]
         if found:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
@@ -182,7 +182,7 @@ class ShardedModel:
             dist.all_reduce(flat, group=self._group)
             flat /= dist.get_world_size(self._group)
             for parameter, gradient, share in zip(found, *flat.chunk(2), strict=True):
-                parameter.grad = gradient.clone() if share else None
+                parameter.grad = gradient * scale if share else None
 
 
 def _offload(section: FSDPSection, device: str) -> OffloadPolicy:

@@ -13,14 +13,13 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from distributed.checkpoint.torch_state import canonical_name
 from distributed.communication.environment import detect
 from distributed.errors import UserError
 from distributed.interfaces.backend import CommunicationTimes, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
-from distributed.parallel.gradient_reducer import GradientReducer
+from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.resilience.divergence import trained
 from distributed.system.tensors import assign_values
 from distributed.training.model_traits import COMPLEX, refuse
@@ -101,14 +100,8 @@ class HorovodBackend(TorchBackend):
             every = {**trained, **dict.fromkeys(counts, "the count of tokens")}
             self._gradients = GradientSum(every, find_unused=find_unused)
         else:
-            self._gradients = GradientReducer(
-                {p: canonical_name(name) for p, name in trained.items() if p.requires_grad},
-                HorovodWire(),
-                self.config.bucket_cap_mb * 2**20,
-                find_unused,
-                coded=self.compression.over,
-                early=not self.objective.counted,
-            )
+            named = ((name, parameter) for parameter, name in trained.items())
+            self._gradients = build_reducer(self, named, HorovodWire(), find_unused)
         self._broadcast([*self.module.parameters(), *self.module.buffers()])
         return step
 

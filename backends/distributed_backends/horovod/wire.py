@@ -27,7 +27,7 @@ class HorovodWire:
 
     def gather(self, payload: Tensor) -> Reply:
         handle = hvd.allgather_async(payload, name=self._name())
-        return lambda: wait(handle).view(self.size, -1)
+        return Reply(lambda: wait(handle).view(self.size, -1))
 
     def scatter(self, parts: Tensor) -> Reply:
         handle: Any = hvd.alltoall_async(parts.view(-1), name=self._name())
@@ -37,7 +37,7 @@ class HorovodWire:
             flat: Tensor = found[0] if isinstance(found, tuple) else found
             return flat.view(self.size, -1)
 
-        return received
+        return Reply(received)
 
     def _name(self) -> str:
         return f"codec.{next(self._numbers)}"
@@ -48,4 +48,4 @@ def _reply(handle: int, result: Tensor) -> Reply:
         wait(handle)
         return result
 
-    return received
+    return Reply(received)

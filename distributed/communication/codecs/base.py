@@ -65,12 +65,12 @@ Request = Sum | Gather | Scatter | Share
 
 
 class Result(NamedTuple):
-    """What came of an exchange.
+    """The result of an exchange.
 
     Attributes:
-        total: what is used as the sum over the ranks; the same bits on all.
-        contribution: this rank's part of `total`. Over the ranks they add up to it, so that values less
-            contribution is what this rank has still to send.
+        total: the sum over the ranks that is used from here on; the same bits on all ranks.
+        contribution: this rank's part of `total`. The contributions of all ranks add up to it, so that the
+            values less the contribution are what this rank has still to send.
     """
 
     total: Tensor
@@ -79,15 +79,15 @@ class Result(NamedTuple):
 
 @dataclass
 class Message:
-    """Which tensor is exchanged, and between whom.
+    """The tensor that is exchanged, and the ranks that exchange it.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         step: number of exchanges before this one, since the run began.
-        seed: of the run.
+        seed: seed of the run.
         rank: index of this rank among those that exchange.
-        size: number of those.
-        first_row: which of the ranks owns the first row of a `Scatter`: this number modulo `size`.
+        size: number of ranks that exchange.
+        first_row: number that, modulo `size`, is the rank that owns the first row of a `Scatter`.
         state: tensors that the codec keeps between steps, the same on all ranks, by a name of its own. They
             are saved in checkpoints.
     """

@@ -27,7 +27,7 @@ _SCALE = 4
 
 
 def number_sent(numel: int, ratio: float) -> int:
-    """How many of `numel` elements a sparse codec sends: at least one."""
+    """Number of elements, of `numel`, that a sparse codec sends: at least one."""
     return min(numel, max(1, ceil(numel * ratio)))
 
 
@@ -40,29 +40,29 @@ def factor_rank(shape: Shape, rank: int) -> int:
 
 
 def cast_traffic(shape: Shape, itemsize: int, options: CompressionSection) -> Traffic:
-    """Of two bytes for each element."""
+    """Traffic of `fp16` and `bf16`: two bytes for each element."""
     return Traffic(scattered=2.0 * CAST_ROW * ceil(prod(shape) / CAST_ROW))
 
 
 def eight_bit_traffic(shape: Shape, itemsize: int, options: CompressionSection) -> Traffic:
-    """Of a byte for each element, and four for each block."""
+    """Traffic of `int8` and `fp8`: a byte for each element, and four for each block."""
     return Traffic(scattered=float(BLOCK + _SCALE) * ceil(prod(shape) / BLOCK))
 
 
 def top_k_traffic(shape: Shape, itemsize: int, options: CompressionSection) -> Traffic:
-    """Of the values that are sent, and an index for each."""
+    """Traffic of `top-k`: the elements that are sent, and an index for each."""
     numel = prod(shape)
     index = 4 if numel < 2**31 else 8
     return Traffic(gathered=float(number_sent(numel, options.ratio) * (itemsize + index)))
 
 
 def random_k_traffic(shape: Shape, itemsize: int, options: CompressionSection) -> Traffic:
-    """Of the values that are sent."""
+    """Traffic of `random-k`: the elements that are sent, without indices."""
     return Traffic(summed=float(number_sent(prod(shape), options.ratio) * itemsize))
 
 
 def power_sgd_traffic(shape: Shape, itemsize: int, options: CompressionSection) -> Traffic:
-    """Of two factors of a matrix, or of the gradient itself."""
+    """Traffic of `powersgd`: two factors of a matrix, or the gradient itself where they would be as large."""
     rank = factor_rank(shape, options.rank)
     elements = rank * (shape[0] + prod(shape[1:])) if rank else prod(shape)
     return Traffic(summed=float(elements * itemsize))

@@ -15,7 +15,7 @@ class ArrivalRecord:
     """Counts the updates that a parameter server applies.
 
     Args:
-        path: file to which each is appended; None writes none.
+        path: file to which a line for each update is appended; None writes no file.
     """
 
     def __init__(self, path: str | None = None) -> None:

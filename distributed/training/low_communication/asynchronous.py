@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum
 from distributed.communication.wire import Wire
 from distributed.system.tensors import assign_values
 from distributed.training.low_communication.arrivals import ArrivalRecord
@@ -29,10 +30,9 @@ from distributed.training.low_communication.channels import (
     Packed,
     QueueChannel,
 )
-from distributed.training.low_communication.merging import Merging, Numbers
+from distributed.training.low_communication.merging import AddNumbers, Merging
 from distributed.training.low_communication.outer_step import OuterRule, wide
 from distributed.training.low_communication.parameter_server import ParameterServer, ServerEnd
-from distributed.training.low_communication.sums import Dense
 
 __all__ = ["AsynchronousMerging"]
 
@@ -60,10 +60,10 @@ class AsynchronousMerging(Merging):
         arrivals: ArrivalRecord | None,
         parameters: Mapping[str, Tensor],
         buffers: Iterable[Tensor],
-        total: Numbers,
+        total: AddNumbers,
         wire: Wire | None,
     ) -> None:
-        super().__init__(OuterRule(period=1), parameters, buffers, total, Dense(wire), wire)
+        super().__init__(OuterRule(period=1), parameters, buffers, total, DenseSum(wire), wire)
         self._limit, self._timeout, self._arrivals = limit, timedelta(seconds=timeout), arrivals
         self._values, self._deltas = self._packed()
         self._server: ParameterServer | None = None
@@ -127,7 +127,7 @@ class AsynchronousMerging(Merging):
         for name, anchor in self.anchors.items():
             assign_values(self.parameters[name], anchor)
         if self.step:
-            self._all_are_equal()
+            self._begin_period()
 
     def take_metrics(self) -> dict[str, float]:
         """Number of ``updates``, and their staleness, on the first rank."""

@@ -1,4 +1,4 @@
-"""LowCommunicationBackend: a replica per rank, which takes optimizer steps on its own samples."""
+"""LowCommunicationBackend: a replica per rank, which takes optimizer steps with its own samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distributed.checkpoint.rank_local import Replica
 from distributed.checkpoint.torch_state import canonical_name, export_replicated
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, CommunicationTimes, StepResult, Window
@@ -25,7 +26,7 @@ from distributed.training.low_communication.asynchronous import AsynchronousMerg
 from distributed.training.low_communication.merging import Merging
 from distributed.training.low_communication.outer_step import OuterRule
 from distributed.training.low_communication.saved_state import add_own_state, restore_own_state
-from distributed.training.low_communication.sums import ByCodec, Dense, NamedSum
+from distributed.training.low_communication.sums import ByCodec, NamedSum
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.step_module import StepModule
 
@@ -33,11 +34,12 @@ __all__ = ["LowCommunicationBackend"]
 
 
 class LowCommunicationBackend(ProcessGroupBackend):
-    """Each rank steps with its own optimizer on the mean over its own samples of a global batch. `Merging`
-    exchanges parameters after some of the steps; a rank without samples in a step does not step.
+    """Each rank steps with its own optimizer and the mean loss over its own samples of a global batch.
+    `Merging` exchanges parameters after some of the steps. A rank without samples in a global batch does not
+    step.
 
     Attributes:
-        merging: after `prepare`: when what is exchanged, and what is kept of it.
+        merging: schedule and state of the exchanges, from `prepare` on.
     """
 
     follows_requires_grad = False
@@ -92,7 +94,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
     def _summed(self, wire: GroupWire | None, trained: Mapping[str, Tensor]) -> NamedSum:
         spec = self._plan.codec
         if wire is None or spec is None or self._codec is None:
-            return Dense(wire)
+            return DenseSum(wire)
         return ByCodec(self._codec.over(wire, trained), spec, self.config.compression, wire.size)
 
     # -- one step --------------------------------------------------------------------
@@ -137,7 +139,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
         self.merging.merge()
 
     def replicated(self) -> Mapping[str, Any]:
-        """The parameters after the last outer step, which all ranks know."""
+        """The parameters after the last outer step, which are equal on all ranks."""
         return self.merging.anchors
 
     def interval_metrics(self) -> Mapping[str, float]:
@@ -159,7 +161,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
 
     @contextmanager
     def _anchors_in_place(self) -> Iterator[None]:
-        """Within the block, the model's trained parameters are those that all ranks know."""
+        """Within the block, the model has the values of the anchors."""
         own = {name: parameter.data for name, parameter in self.merging.parameters.items()}
         for name, anchor in self.merging.anchors.items():
             self.merging.parameters[name].data = anchor

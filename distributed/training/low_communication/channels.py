@@ -1,6 +1,7 @@
-"""How a worker of asynchronous SGD and the parameter server exchange parameters and updates.
+"""Channels between the workers of asynchronous SGD and the parameter server.
 
-A worker asks for parameters (`READ`), sends an update (`UPDATE`), and says that it sends no more (`END`).
+A worker sends three kinds of requests: `READ` for parameters, `UPDATE` with an update, and `END` as the
+last one.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Channel(Protocol):
     """One end of the connection between a worker and the server.
 
     Attributes:
-        values: parameters, from the server.
-        deltas: an update, to the server.
+        values: buffer for parameters, which the server sends.
+        deltas: buffer for an update, which the worker sends.
     """
 
     values: Packed
@@ -104,7 +105,7 @@ class GroupWorkerEnd(Channel):
     """A worker's end of a connection by messages of gloo.
 
     Args:
-        timeout: for which it waits for parameters.
+        timeout: limit of the wait for parameters.
     """
 
     def __init__(self, values: Packed, deltas: Packed, timeout: timedelta) -> None:

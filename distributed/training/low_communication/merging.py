@@ -1,4 +1,4 @@
-"""Merging: when the ranks exchange what part of the model, and what each of them keeps until then."""
+"""Merging: the exchanges of local SGD, DiLoCo and streaming DiLoCo, and the state between them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import torch
 from torch import Tensor
 
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.exchange import DenseSum, PendingExchange
 from distributed.communication.wire import Wire
 from distributed.system.tensors import assign_values
-from distributed.training.low_communication.outer_step import OuterRule, divide, is_due, take_outer_step, wide
-from distributed.training.low_communication.sums import Dense, NamedSum, Pending
+from distributed.training.low_communication.outer_step import (
+    OuterRule,
+    divide,
+    is_due,
+    share_of,
+    take_outer_step,
+    wide,
+)
+from distributed.training.low_communication.sums import NamedSum
 
-__all__ = ["Fragment", "Merging"]
+__all__ = ["AddNumbers", "Fragment", "Merging"]
 
-Numbers = Callable[[Sequence[float]], list[float]]
+AddNumbers = Callable[[Sequence[float]], list[float]]
+"""Adds up numbers, element by element, over the ranks. Collective."""
 
 
 class Fragment:
-    """A part of the model that is exchanged at once.
+    """Parameters that are exchanged at once.
 
     Attributes:
-        names: of its parameters.
+        names: names of the parameters.
         weight: samples, or unmasked tokens, that this rank has consumed since the last exchange began;
             possibly on the device.
-        apart: whether ranks may have different values.
-        begun: step at which the exchange under way began; None without.
-        deltas: what is exchanged: by how much the anchors are above the parameters, by name.
+        apart: whether the parameters may differ between ranks.
+        begun: step at which the exchange under way began; None if none is.
+        deltas: tensors of the exchange under way, by name: anchors less parameters, times this rank's share.
+        pending: the exchange under way; None once its sums are in `deltas`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -37,7 +47,7 @@ class Fragment:
         self.apart = False
         self.begun: int | None = None
         self.deltas: dict[str, Tensor] = {}
-        self.pending: Pending | None = None
+        self.pending: PendingExchange | None = None
 
     def wait(self) -> None:
         """Wait until the deltas are those of all ranks. Collective."""
@@ -50,19 +60,21 @@ class Merging:
     """One rank's side of local SGD, DiLoCo or streaming DiLoCo.
 
     Args:
-        rule: the numbers of the algorithm.
-        parameters: the trained ones by name, equal on all ranks.
-        buffers: of the model, equal on all ranks.
-        total: adds numbers up over the ranks.
-        summed: adds changes of parameters up over the ranks.
-        wire: to the other ranks; None for a single one.
+        rule: hyperparameters of the algorithm.
+        parameters: trained parameters by name, equal on all ranks.
+        buffers: buffers of the model, equal on all ranks.
+        total: adds up numbers over the ranks.
+        summed: adds up differences of parameters over the ranks.
+        wire: connects this rank to the others; None for a single rank.
 
     Attributes:
-        anchors: the parameters that all ranks know, those after the last outer step, by name.
-        velocities: momentum of the outer optimizer, equal on all ranks; empty without.
+        anchors: parameters after the last outer step, by name, equal on all ranks.
+        velocities: momentum buffers of the outer optimizer, by name, equal on all ranks; empty without
+            momentum.
         step: number of optimizer steps since all ranks had the same weights.
         weight: samples, or unmasked tokens, that this rank has consumed since then.
-        outer_steps, sent_bytes: since `take_metrics`.
+        outer_steps: number of outer steps of fragments since the last `take_metrics`.
+        sent_bytes: bytes that this rank has sent in exchanges since the last `take_metrics`.
     """
 
     def __init__(
@@ -70,7 +82,7 @@ class Merging:
         rule: OuterRule,
         parameters: Mapping[str, Tensor],
         buffers: Iterable[Tensor],
-        total: Numbers,
+        total: AddNumbers,
         summed: NamedSum,
         wire: Wire | None,
     ) -> None:
@@ -111,12 +123,12 @@ class Merging:
             if fragment.begun is not None and self.step >= fragment.begun + self.rule.overlap:
                 self._end(fragment, self.rule.mixing)
         if self.rule.merges_all and not self.fragments[0].apart:
-            self._all_are_equal()
+            self._begin_period()
 
     def merge(self) -> None:
-        """Give all ranks the same weights: end the exchanges under way, and exchange what is different then
-        by one more outer step, which replaces a rank's own parameters. Collective; nothing without a step
-        since the last time."""
+        """Give all ranks the same weights: end the exchanges under way, then take one more outer step with
+        the fragments that differ between ranks, whose parameters become the anchors. Collective. Does nothing
+        without an optimizer step since all ranks had the same weights."""
         if not any(fragment.apart for fragment in self.fragments):
             return
         for fragment in self.fragments:
@@ -126,23 +138,23 @@ class Merging:
         self._begin(apart)
         for fragment in apart:
             self._end(fragment, 0.0)
-        self._all_are_equal()
+        self._begin_period()
 
     def settle(self) -> None:
-        """Make the anchors what a checkpoint holds as the model. Collective."""
+        """Bring the anchors, which a checkpoint holds as the model, up to date. Collective."""
 
     def close(self) -> None:
-        """End what runs beside training. Collective."""
+        """End threads and connections. Collective."""
 
     def restart(self) -> None:
-        """All ranks have the same parameters: these are the anchors, and a period begins."""
+        """Begin a period with parameters that are equal on all ranks, and take them as anchors."""
         with torch.no_grad():
             for name, anchor in self.anchors.items():
                 anchor.copy_(self.parameters[name])
         self._reset()
 
     def take_metrics(self) -> dict[str, float]:
-        """``outer_steps`` of fragments and ``outer_bytes_sent`` by this rank, since the last call."""
+        """``outer_steps``, of fragments, and ``outer_bytes_sent``, by this rank, since the last call."""
         found = {"outer_steps": float(self.outer_steps), "outer_bytes_sent": self.sent_bytes}
         self.outer_steps, self.sent_bytes = 0, 0.0
         return found
@@ -164,10 +176,14 @@ class Merging:
         return self.anchors[name].to(dtype) - parameter.detach().to(dtype)
 
     def _shares(self, weights: Sequence[Any]) -> list[float]:
-        """This rank's shares of what all ranks have consumed; equal shares where that is nothing."""
+        """This rank's shares in what all ranks have consumed. Collective.
+
+        Args:
+            weights: what this rank has consumed of each fragment.
+        """
         own = [float(weight) for weight in weights]
         *totals, ranks = self._total([*own, 1.0])
-        return [w / total if total else 1.0 / ranks for w, total in zip(own, totals, strict=True)]
+        return [share_of(w, total, round(ranks)) for w, total in zip(own, totals, strict=True)]
 
     @torch.no_grad()
     def _end(self, fragment: Fragment, mixing: float) -> None:
@@ -182,7 +198,8 @@ class Merging:
         fragment.begun, fragment.deltas, fragment.apart = None, {}, mixing != 0.0
         self.outer_steps += 1
 
-    def _all_are_equal(self) -> None:
+    def _begin_period(self) -> None:
+        """Begin a period when all parameters are equal on all ranks. Collective."""
         self._merge_buffers()
         self._reset()
 
@@ -193,11 +210,11 @@ class Merging:
 
     @torch.no_grad()
     def _merge_buffers(self) -> None:
-        """Average buffers of numbers with a fraction, such as BatchNorm statistics, over the ranks; of others
-        all take rank 0's."""
+        """Average floating-point buffers, such as BatchNorm statistics, over the ranks; all ranks take rank
+        0's values of the others. Collective."""
         if self._wire is None or not self.buffers:
             return
-        exact = Dense(self._wire)
+        exact = DenseSum(self._wire)
         (share,) = self._shares([self.weight])
         floating = {str(i): b for i, b in enumerate(self.buffers) if b.is_floating_point()}
         sums = {key: b.to(wide(b.dtype), copy=True).mul_(share) for key, b in floating.items()}

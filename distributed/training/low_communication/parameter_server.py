@@ -34,7 +34,7 @@ class Arrival(NamedTuple):
     Attributes:
         update: number of updates applied before, since the server was started.
         worker: the rank that sent it.
-        step: of that rank.
+        step: optimizer step of that rank.
         staleness: number of updates applied after that rank had read the parameters.
     """
 
@@ -45,8 +45,8 @@ class Arrival(NamedTuple):
 
 
 class ParameterServer:
-    """Gives parameters to workers, and subtracts their updates in the order in which they arrive, each from
-    the parameters as they are then. A thread per worker serves its requests in turn.
+    """Sends parameters to workers, and subtracts their updates in the order of arrival, each from the
+    parameters as they are at that time. A thread per worker serves its requests in turn.
 
     Args:
         parameters: by name, on the host; changed in place.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of ranks that train on their own, and how a run continues from it.
+"""State of low-communication training in checkpoints: what each replica saves, and how a run resumes from it.
 
 Under the keys of every checkpoint are the anchors, as the model, and the optimizer state of rank 0: a whole
 state that any other run can read where all ranks have the same weights. Beside it, each replica has:
@@ -30,7 +30,7 @@ from distributed.checkpoint.torch_state import import_replicated, named_tensors
 from distributed.interfaces.state import BackendState, Chunk, StateReader
 from distributed.system.tensors import assign_values
 from distributed.training.low_communication.merging import Merging
-from distributed.training.low_communication.outer_step import divide, take_outer_step, wide
+from distributed.training.low_communication.outer_step import divide, share_of, take_outer_step, wide
 
 __all__ = ["add_own_state", "is_apart", "restore_own_state"]
 
@@ -116,7 +116,7 @@ def restore_own_state(
     optimizer: torch.optim.Optimizer,
     place: Replica,
 ) -> None:
-    """Load what such ranks, or those of any other run, have saved.
+    """Load a state that low-communication training, or any other run, has saved.
 
     As many replicas resume with the same bits, if the model is divided into the same fragments. Otherwise all
     ranks are made equal, as by `Merging.merge` on the ranks that saved: each begins with their parameters
@@ -140,7 +140,7 @@ def restore_own_state(
 
 
 def _read_counters(reader: StateReader) -> list[dict[str, Any]]:
-    """What each replica has counted; empty if no such ranks saved the state."""
+    """The counters of each replica; empty if the state is not of low-communication training."""
     keys = [key for key, name in reader.tensors() if name == _RANK and _COUNTERS_KEY.fullmatch(key)]
     packed = (reader.read(key, _RANK).view(torch.uint8) for key in sorted(keys, key=_index))
     return [decode_json(data.numpy().tobytes()) for data in packed]
@@ -236,7 +236,7 @@ def _of_replica(
 
 def _shares(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
-    return [w / total if total else 1.0 / len(weights) for w in weights]
+    return [share_of(weight, total, len(weights)) for weight in weights]
 
 
 class _OwnOptimizer(StateReader):
@@ -284,5 +284,5 @@ class _OwnOptimizer(StateReader):
 
 
 def is_apart(reader: StateReader) -> bool:
-    """Whether the ranks that saved a state had parameters of their own."""
+    """Whether parameters differed between the ranks that saved a state."""
     return PARAMETER in saved_kinds(reader)
