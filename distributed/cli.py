@@ -82,7 +82,7 @@ def _dispatch(words: list[str]) -> int:
     verb = own.index(args.verb)
     args.unknown, args.rest, args.words = unknown, rest, [*own[:verb], *own[verb + 1 :]]
     if (unknown or dashes) and not getattr(args, "passes_arguments_on", False):
-        refuse_unknown(unknown or rest or ["--"], getattr(args, "parser", parser))
+        refuse_unknown(unknown or rest or ["--"], args.parser)
     return int(args.run(args) or 0)
 
 

@@ -67,5 +67,5 @@ def add_verbs(subparsers: argparse._SubParsersAction[Any], verbs: Iterable[Verb]
         parser = subparsers.add_parser(verb.name, help=verb.summary, description=verb.summary)
         if verb.name == getattr(subparsers, "asked", None):
             module = import_module(verb.module)
-            parser.set_defaults(run=module.run, parser=parser)
+            parser.set_defaults(run=module.run)
             module.add_arguments(parser)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(title="targets", metavar="TARGET", dest="target", required=True)
     for name, target in TARGETS.items():
         own = targets.add_parser(name, help=target.summary, description=target.summary, epilog=_EPILOG)
-        own.set_defaults(parser=own, passes_arguments_on=True)
+        own.set_defaults(passes_arguments_on=True)
         own.add_argument(
             "--output", metavar="DIR", required=True, help="Output directory; created if missing."
         )

@@ -16,12 +16,17 @@ PROG = "python -m distributed.cli"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError, and never completes an abbreviated flag."""
+    """An ArgumentParser that raises UserError, and never completes an abbreviated flag.
+
+    Parsed arguments have it as ``parser``: that of the innermost action, such as ``bench comm``, whose flags
+    an error about unknown ones refers to.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would swallow a script's own flag that happens to be our prefix.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with `message` instead of printing the whole usage."""

@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from distributed.launch.fork_server import status_of
 from distributed.launch.forked import ADDRESS, ForkRequest, search_path
-from distributed.launch.warm_start import WarmServer
+
+if TYPE_CHECKING:  # at run time it would import the configuration, also where a process only asks for a fork
+    from distributed.launch.warm_start import WarmServer
 
 
 class ChildProcess(Protocol):

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -50,7 +51,8 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 class RankPool(Launcher):
     """A launcher whose ranks outlive a run. A failed run ends them, and the next starts afresh,
-    unless every rank refused it with the same message: then all are in the same state.
+    unless every rank refused it with the same message, but for its own number: then all are in
+    the same state.
 
     They are started by the launcher of the first plan's backend, and shared by the backends
     of its framework that name the same one.
@@ -96,7 +98,7 @@ class _Ranks:
     ends a task without heartbeats.
 
     Attributes:
-        refused: whether all ranks ended the last run with the same `UserError`.
+        refused: whether all ranks ended the last run with the same `UserError`, but for their own numbers.
     """
 
     refused = False
@@ -236,8 +238,16 @@ def _explains(report: FailureReport | None) -> bool:
 
 
 def _is_one_refusal(reports: list[FailureReport | None]) -> bool:
-    refusals = [report and report.user_error for report in reports]
+    refusals = [report and _without_rank(report) for report in reports]
     return refusals[0] is not None and all(refusal == refusals[0] for refusal in refusals)
+
+
+def _without_rank(report: FailureReport) -> dict[str, Any] | None:
+    """What a rank refused, as any rank would have written it."""
+    if report.user_error is None:
+        return None
+    own = f"rank {report.rank}:"
+    return {**report.user_error, "message": str(report.user_error["message"]).replace(own, "rank:")}
 
 
 def serve(home: Path) -> int:

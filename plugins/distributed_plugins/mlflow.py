@@ -8,6 +8,7 @@ and many at once. A killed run loses the last few seconds of its metrics at most
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 import time
@@ -26,6 +27,15 @@ FLUSH_SECONDS = 5.0
 METRICS_PER_BATCH = 1000  # the limits are MLflow's
 PARAMS_PER_BATCH = 100
 LOCAL_STORE = "sqlite:///mlflow.db"
+DRAW_NUMBERS = (
+    "mlflow.store.tracking.sqlalchemy_store",  # pauses before retries
+    "mlflow.telemetry.client",  # whether to report usage, in a thread
+    "mlflow.utils.name_utils",  # names of runs
+    "mlflow.utils.request_utils",  # pauses before retries, in the thread that writes records
+    "mlflow.utils.rest_utils",
+    "urllib3.util.retry",
+)
+"""Modules that draw from Python's generator, and what for."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -58,7 +68,8 @@ class MLflowTracker(Tracker):
     one; a child of the same name, which an earlier attempt left, is resumed. With ``own_run_id`` it
     resumes that run as its own.
 
-    MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set.
+    MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set. What MLflow draws,
+    such as the name of a run, it does not take from the random numbers of training.
 
     Attributes:
         run_id: known after `start`.
@@ -79,6 +90,8 @@ class MLflowTracker(Tracker):
     def capture(cls) -> dict[str, Any]:
         """``run_id``, ``tracking_uri`` and ``experiment_id`` of the caller's active run, if any."""
         mlflow = sys.modules.get("mlflow")
+        # Before the run is seeded: a thread of the caller's MLflow may draw at any time.
+        _keep_random_numbers()
         run = mlflow.active_run() if mlflow is not None else None
         if mlflow is None or run is None:
             return {}
@@ -97,6 +110,7 @@ class MLflowTracker(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
+        _keep_random_numbers()
         self._uri = uri = self._tracking_uri()
         parent = self.context.get("parent_run_id")
         joined = (
@@ -105,6 +119,7 @@ class MLflowTracker(Tracker):
         joined = None if parent else joined
         _prepare_local(uri)
         self._client = MlflowClient(uri)
+        _keep_random_numbers()  # of the store, too, which is imported by now
         self._owned = joined is None
         earlier = joined or self.context.get("own_run_id") or (self._find_child(parent) if parent else None)
         self._is_new = earlier is None
@@ -217,6 +232,14 @@ class MLflowTracker(Tracker):
     def _send(self, metrics: list[Any]) -> None:
         for start in range(0, len(metrics), METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+
+
+def _keep_random_numbers() -> None:
+    """Give MLflow random numbers of its own: a run that is tracked trains with the same ones as any other."""
+    for name in DRAW_NUMBERS:
+        module: Any = sys.modules.get(name)
+        if getattr(module, "random", None) is random:
+            module.random = random.Random()
 
 
 def _key(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
@@ -47,8 +48,10 @@ class ProgressBar(Callback):
 
     def on_run_start(self, context: Context) -> None:
         """Draw the empty bar, when there is something to draw on."""
+        drawn = random.getstate()
         from rich.console import Console
 
+        random.setstate(drawn)  # rich draws a number when it is imported, which training would draw elsewhere
         self._console = Console(
             stderr=True, force_terminal=True if self.mode == "on" else None, highlight=False, soft_wrap=True
         )

@@ -103,6 +103,26 @@ def test_a_mistake_is_one_paragraph_and_exit_code_2(
 # Flags from the schema
 
 
+@pytest.mark.parametrize(
+    ("words", "verb", "near"),
+    [
+        (["bench", "comm", "--iteration", "3"], "bench comm", "--iterations"),
+        (["bench", "pipeline", "--microbatch", "3"], "bench pipeline", "--microbatches"),
+        (["bench", "scaling", "--repeat", "3"], "bench scaling", "--repeats"),
+        (["checkpoint", "show", "saved", "--jsonn"], "checkpoint show", "--json"),
+        (["deploy", "slurm", "--output", "jobs", "--forced"], "deploy slurm", "--force"),
+    ],
+)
+def test_an_unknown_flag_of_an_action_points_to_the_help_of_the_action(
+    words: list[str], verb: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not to that of the verb around it, which lists other flags."""
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"Did you mean '{near}'?" in error
+    assert f"`python -m distributed.cli {verb} --help` lists the flags" in error
+
+
 @pytest.mark.parametrize("verb", ["train", "config"])
 def test_every_flat_field_is_a_flag_with_its_description(verb: str) -> None:
     parser = parse(verb, "show").parser if verb == "config" else parse(verb).parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,11 +61,13 @@ def rounded(quantize: Callable[[Tensor], Tensor], row: int) -> Callable[..., Out
     return reduce
 
 
-def top_k(values: Sequence[Tensor], name: str, step: int, first_row: int = 0) -> Outcome:
+def top_k(
+    values: Sequence[Tensor], name: str, step: int, first_row: int = 0, ratio: float = RATIO
+) -> Outcome:
     """Each rank sends its largest elements."""
     own = []
     for v in values:
-        count = max(1, math.ceil(RATIO * v.numel()))
+        count = max(1, math.ceil(ratio * v.numel()))
         kept = v.flatten().abs().topk(count).indices
         sent = torch.zeros_like(v.flatten())
         sent[kept] = v.flatten()[kept]
@@ -72,12 +75,14 @@ def top_k(values: Sequence[Tensor], name: str, step: int, first_row: int = 0) ->
     return sum(own[1:], start=own[0]), own
 
 
-def random_k(values: Sequence[Tensor], name: str, step: int, first_row: int = 0) -> Outcome:
+def random_k(
+    values: Sequence[Tensor], name: str, step: int, first_row: int = 0, ratio: float = RATIO
+) -> Outcome:
     """All ranks send the same random elements."""
     numel = values[0].numel()
     order = KeyedPermutation(numel, mix("random-k", SEED, name, step))
     mask = torch.zeros(numel, dtype=torch.bool)
-    mask[order[: max(1, math.ceil(RATIO * numel))]] = True
+    mask[order[: max(1, math.ceil(ratio * numel))]] = True
     own = [torch.where(mask.view(v.shape), v, torch.zeros_like(v)) for v in values]
     return sum(own[1:], start=own[0]), own
 
@@ -112,8 +117,8 @@ def first_rows(names: Iterable[str]) -> dict[str, int]:
     return {name: index for index, name in enumerate(sorted(names))}
 
 
-def make(codec: str) -> Callable[..., Outcome]:
-    """The oracle of a codec, without memory of earlier steps."""
+def make(codec: str, ratio: float = RATIO) -> Callable[..., Outcome]:
+    """The oracle of a codec, without memory of earlier steps; `ratio` is that of top-k and random-k."""
     if codec == "powersgd":
         return PowerSGD()
     return {
@@ -121,8 +126,8 @@ def make(codec: str) -> Callable[..., Outcome]:
         "bf16": rounded(cast(torch.bfloat16), 64),
         "int8": rounded(int8, 256),
         "fp8": rounded(fp8, 256),
-        "top-k": top_k,
-        "random-k": random_k,
+        "top-k": partial(top_k, ratio=ratio),
+        "random-k": partial(random_k, ratio=ratio),
     }[codec]
 
 
@@ -132,10 +137,13 @@ class ErrorFeedback:
     Args:
         rows: first row of each parameter, by name, for the codecs that share out rows.
         feeds_back: keep what was not sent.
+        ratio: share of the elements that top-k and random-k send.
     """
 
-    def __init__(self, codec: str, rows: dict[str, int] | None = None, feeds_back: bool = True) -> None:
-        self.reduce, self.rows, self.feeds_back = make(codec), rows or {}, feeds_back
+    def __init__(
+        self, codec: str, rows: dict[str, int] | None = None, feeds_back: bool = True, ratio: float = RATIO
+    ) -> None:
+        self.reduce, self.rows, self.feeds_back = make(codec, ratio), rows or {}, feeds_back
         self.residuals: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, values: Sequence[Tensor], name: str, step: int) -> Tensor:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import random
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from textwrap import dedent
+from threading import Thread
+from typing import Any
 
 import mlflow
 import pytest
 from distributed_plugins.mlflow import MLflowTracker
 from mlflow.tracking import MlflowClient
+from urllib3.util.retry import RequestHistory
 
+from distributed import Callback
 from distributed.config import DistributedConfig
+from distributed.testing.conformance import problem, small_model
+from tests.support.training import make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +231,75 @@ def test_a_local_store_is_private_and_nothing_reaches_the_network(tmp_path):
     assert stat.S_IMODE((tmp_path / "mlflow.db").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "mlruns").stat().st_mode) == 0o700
     assert [path.name for path in Path(tmp_path, "mlruns").rglob("note.txt")] == ["note.txt"]
+
+
+# -- random numbers ----------------------------------------------------------------------
+
+
+class Draws(Callback):
+    """Records a random number of each step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_step_end(self, context: Any) -> None:
+        self.drawn.append(random.random())
+
+
+def test_a_tracked_run_draws_the_same_random_numbers(store: str) -> None:
+    """MLflow draws the name of a run, and would give runs of one seed the same name."""
+    drawn = []
+    tracked = {"mlflow_tracking": True, "tracking": {"mlflow_tracking_uri": store, "progress": "off"}}
+    for fields in ({}, tracked, tracked):
+        draws = Draws()
+        make_trainer(small_model(), backend="serial", batch_size=4, callbacks=[draws], **fields).fit(
+            problem(12)
+        )
+        drawn.append(draws.drawn)
+    assert len(drawn[0]) == 3
+    assert drawn[0] == drawn[1] == drawn[2]
+    first, second = MlflowClient(store).search_runs(["0"], max_results=2)
+    assert first.info.run_name != second.info.run_name
+
+
+def test_telemetry_leaves_the_random_numbers_of_training_alone(
+    monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """Where a user wants it: MLflow's thread draws when it has fetched its configuration."""
+    from mlflow.telemetry import client
+
+    class Configuration(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = {"mlflow_version": mlflow.__version__, "ingestion_url": "http://127.0.0.1:9"}
+            body = json.dumps({**found, "rollout_percentage": 100}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return None
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Configuration) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        monkeypatch.setattr(client, "_get_config_url", lambda version: url)
+        monkeypatch.setattr(client, "get_or_create_installation_id", lambda: None)
+        made = client.TelemetryClient()
+        before = random.getstate()
+        made._fetch_config()
+        made._config_thread.join(30)
+        server.shutdown()
+    assert made.config is not None
+    assert random.getstate() == before
+
+
+def test_a_retry_leaves_the_random_numbers_of_training_alone(store: str) -> None:
+    """A client pauses for a random time before it retries, in the thread that writes records."""
+    from urllib3.util.retry import Retry
+
+    before = random.getstate()
+    failed = (RequestHistory("GET", "/", None, 503, None),) * 3
+    retry = Retry(backoff_factor=0.1, backoff_jitter=1.0, history=failed)
+    assert retry.get_backoff_time() != retry.get_backoff_time()
+    assert random.getstate() == before

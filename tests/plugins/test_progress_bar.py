@@ -17,7 +17,7 @@ from tests.support import commands
 pytestmark = pytest.mark.starts_processes
 
 RUN = """
-    import sys
+    import random, sys
     from distributed.config import DistributedConfig
     from distributed.interfaces.placement import World
     from distributed.interfaces.callback import Context
@@ -32,7 +32,11 @@ RUN = """
 
     run = Run()
     (bar,) = register_callbacks(DistributedConfig(tracking={"progress": sys.argv[1]}))
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        del sys.modules[name]  # imported before the fork, if this process is one
+    before = random.getstate()
     bar.on_run_start(run)
+    assert random.getstate() == before, "the bar draws random numbers of training"
     for epoch in range(2):
         run.progress.epoch = epoch
         for _ in range(4):

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from distributed.communication.broadcast import broadcast_values
+from distributed.communication.coded_sum import CodedSum
 from distributed.interfaces.backend import StepResult
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import StateReader
 from distributed.registry.catalog import get_catalog
 from distributed.training.low_communication.backend import LowCommunicationBackend
 from distributed.training.low_communication.merging import Fragment, Merging
 from distributed.training.step_module import StepModule
 
-__all__ = ["MUTANTS", "OF_RESUMING", "OF_STREAMING", "registered"]
+__all__ = ["MUTANTS", "OF_CODECS", "OF_RESUMING", "OF_STREAMING", "registered"]
 
 
 class _Broken(LowCommunicationBackend):
@@ -118,6 +120,40 @@ class DividesByTheWholeBatch(LowCommunicationBackend):
         return result
 
 
+class _ForgetfulSum(CodedSum):
+    def _keep(self, name: str, residual: Tensor | None, state: dict[str, Tensor]) -> None:
+        super()._keep(name, None, state)
+
+
+class ForgetsTheResidual(LowCommunicationBackend):
+    """What a codec has not sent at an outer step is dropped."""
+
+    def adopt(self, plan: RunPlan) -> None:
+        super().adopt(plan)
+        assert self._codec is not None
+        self._codec.exchange = _ForgetfulSum
+
+
+class ForgetsTheResidualWhereAllAreEqual(LowCommunicationBackend):
+    """What a codec has not sent is dropped at the end of an epoch, with the rest of the period."""
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        assert self._codec is not None
+        for summed in self._codec.leave():
+            summed.residuals.clear()
+
+
+class DrawsByTheStepOfTheRun(LowCommunicationBackend):
+    """The codec's random numbers are those of the optimizer step, and not of the outer step."""
+
+    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        assert self._codec is not None
+        for summed in self._codec.leave():
+            summed.step += self.merging.step > 0
+        return super().optimizer_step(max_norm, want_norm)
+
+
 class ResumesWithRankZerosMoments(LowCommunicationBackend):
     """A resumed rank has the inner optimizer state of rank 0."""
 
@@ -172,6 +208,12 @@ _CLASSES = [
     DividesByTheWholeBatch,
 ]
 MUTANTS = [kind.__name__ for kind in _CLASSES]
+OF_CODECS = {
+    ForgetsTheResidual.__name__: "int8",
+    ForgetsTheResidualWhereAllAreEqual.__name__: "top-k",
+    DrawsByTheStepOfTheRun.__name__: "random-k",
+}
+"""Broken forms of compressed outer steps, and a codec under which each shows."""
 OF_STREAMING = [TakesInLate.__name__]
 
 

@@ -64,10 +64,10 @@ class Oracle:
         self.overlap, self.mixing, self.loss_fn, self.count = overlap, mixing, loss_fn, count
         self.max_norm = max_norm
 
-    def train(self, x: Tensor, y: Tensor, global_batch: int, epochs: int) -> None:
+    def train(self, x: Tensor, y: Tensor, global_batch: int, epochs: int, shuffle: bool = True) -> None:
         """Epochs of global batches; all workers are equal at the end of each."""
         for epoch in range(epochs):
-            order = sample_order(len(x), 0, epoch)
+            order = sample_order(len(x), 0, epoch, shuffle)
             for batch in order.split(global_batch):
                 self.take_step(x, y, batch)
             self.merge()
@@ -129,15 +129,16 @@ class Oracle:
 
     def _send(self, part: int) -> None:
         weights = _shares(self.consumed[part])
-        delta = [
-            sum(
-                w * (self.shared[i] - _parameters(worker)[i])
-                for w, worker in zip(weights, self.workers, strict=True)
-            )
-            for i in self.parts[part]
-        ]
+        delta = []
+        for i in self.parts[part]:
+            own = [self.shared[i] - _parameters(worker)[i] for worker in self.workers]
+            delta.append(self._added_up(i, [w * change for w, change in zip(weights, own, strict=True)]))
         self.sent[part] = _Sent(self.step, delta)
         self.consumed[part] = [0] * len(self.workers)
+
+    def _added_up(self, i: int, changes: Sequence[Tensor]) -> Tensor:
+        """The sum of the workers' weighted changes of parameter `i`, as it arrives at all of them."""
+        return sum(changes[1:], start=changes[0])
 
     def _take_in(self, part: int, mixing: float) -> None:
         """The outer step; each worker keeps `mixing` of its own parameters."""
