@@ -366,6 +366,12 @@ def test_broken_forms_of_the_bound_are_noticed(broken: type[StalenessBound]) -> 
     assert not keeps_bound(broken)
 
 
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"arrival_log.*cannot be opened.*Choose another path"):
+        train(None, 1, tmp_path / "file" / "log")
+
+
 def test_a_record_without_updates_states_no_staleness(tmp_path: Path) -> None:
     record = ArrivalRecord(str(tmp_path / "new" / "log.csv"))
     assert record.take() == {"updates": 0.0}

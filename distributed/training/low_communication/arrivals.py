@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TextIO
 
+from distributed.errors import UserError
 from distributed.training.low_communication.parameter_server import Arrival
 
 __all__ = ["ArrivalRecord"]
@@ -16,6 +17,9 @@ class ArrivalRecord:
 
     Args:
         path: file to which a line for each update is appended; None writes no file.
+
+    Raises:
+        UserError: the file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -50,9 +54,17 @@ class ArrivalRecord:
 
 
 def _opened(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    begins = not path.exists() or not path.stat().st_size
-    file = path.open("a", encoding="utf-8")
-    if begins:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be opened: {error.strerror}",
+            field="low_communication.arrival_log",
+            got=str(path),
+            allowed="a file that rank 0 can write",
+            remedy="Choose another path, or leave it out",
+        ) from error
+    if not file.tell():
         file.write(",".join(Arrival._fields) + "\n")
     return file
