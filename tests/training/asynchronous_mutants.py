@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from distributed.registry.catalog import get_catalog
 from distributed.training.low_communication.asynchronous import AsynchronousMerging
-from distributed.training.low_communication.backend import LowCommunicationBackend
 from distributed.training.low_communication.parameter_server import ParameterServer
 from distributed.training.low_communication.staleness import StalenessBound
-from distributed.training.step_module import StepModule
+from tests.training.low_communication_mutants import BrokenMerging
 
-__all__ = ["MUTANTS", "OF_THE_BOUND", "registered"]
-
-
-class _Broken(LowCommunicationBackend):
-    """The sound backend with another class of `AsynchronousMerging`."""
-
-    merging_class: type[AsynchronousMerging] = AsynchronousMerging
-
-    def wrap(self, step: StepModule) -> StepModule:
-        wrapped = super().wrap(step)
-        self.merging.__class__ = self.merging_class
-        return wrapped
+__all__ = ["MUTANTS", "OF_THE_BOUND"]
 
 
-class LosesUpdates(_Broken):
+class LosesUpdates(BrokenMerging):
     """The server takes a worker's parameters over, and with them loses what others have updated meanwhile."""
 
     class merging_class(AsynchronousMerging):
@@ -43,7 +27,7 @@ class LosesUpdates(_Broken):
                 super()._apply(rank, step)
 
 
-class ReadsOnce(_Broken):
+class ReadsOnce(BrokenMerging):
     """A worker reads the parameters before its first step alone, and goes on from its own ones."""
 
     class merging_class(AsynchronousMerging):
@@ -55,7 +39,7 @@ class ReadsOnce(_Broken):
                     parameter.data.copy_(own[name])
 
 
-class SendsGradientsTwice(_Broken):
+class SendsGradientsTwice(BrokenMerging):
     """An update is added twice."""
 
     class merging_class(AsynchronousMerging):
@@ -66,7 +50,7 @@ class SendsGradientsTwice(_Broken):
             super().after_step(count)
 
 
-class EndsEarly(_Broken):
+class EndsEarly(BrokenMerging):
     """Where an epoch ends, the parameters are those that rank 0 has computed last."""
 
     class merging_class(AsynchronousMerging):
@@ -74,7 +58,7 @@ class EndsEarly(_Broken):
             super()._take_anchors(self.parameters)
 
 
-class MiscountsStaleness(_Broken):
+class MiscountsStaleness(BrokenMerging):
     """The log says that an update is staler than it is."""
 
     class merging_class(AsynchronousMerging):
@@ -117,15 +101,3 @@ class CountsReadersAsOne(StalenessBound):
 OF_THE_BOUND = [ReadsWhileAnyNumberDoes, AppliesAtOnce, AppliesTheOldestAlone, CountsReadersAsOne]
 _CLASSES = [LosesUpdates, ReadsOnce, SendsGradientsTwice, EndsEarly, MiscountsStaleness]
 MUTANTS = [kind.__name__ for kind in _CLASSES]
-
-
-@contextmanager
-def registered(name: str) -> Iterator[None]:
-    """Within the block, a mutant is a backend, called as its class."""
-    backends = get_catalog().backends
-    target = f"{__name__}:{name}"
-    backends[name] = replace(backends["pytorch-ddp"], name=name, low_communication=target)
-    try:
-        yield
-    finally:
-        del backends[name]

@@ -20,10 +20,10 @@ from distributed.training.low_communication.backend import LowCommunicationBacke
 from distributed.training.low_communication.merging import Fragment, Merging
 from distributed.training.step_module import StepModule
 
-__all__ = ["MUTANTS", "OF_CODECS", "OF_RESUMING", "OF_STREAMING", "registered"]
+__all__ = ["BrokenMerging", "MUTANTS", "OF_CODECS", "OF_RESUMING", "OF_STREAMING", "registered"]
 
 
-class _Broken(LowCommunicationBackend):
+class BrokenMerging(LowCommunicationBackend):
     """The sound backend with another class of `Merging`."""
 
     merging_class: type[Merging] = Merging
@@ -34,7 +34,7 @@ class _Broken(LowCommunicationBackend):
         return wrapped
 
 
-class ForgetsOuterMomentum(_Broken):
+class ForgetsOuterMomentum(BrokenMerging):
     """The outer momentum begins at zero at each outer step."""
 
     class merging_class(Merging):
@@ -44,7 +44,7 @@ class ForgetsOuterMomentum(_Broken):
             super()._end(fragment, mixing)
 
 
-class AveragesUnweighted(_Broken):
+class AveragesUnweighted(BrokenMerging):
     """Each rank counts the same, whatever it has consumed."""
 
     class merging_class(Merging):
@@ -52,7 +52,7 @@ class AveragesUnweighted(_Broken):
             return super()._shares([1.0] * len(weights))
 
 
-class WrongSign(_Broken):
+class WrongSign(BrokenMerging):
     """The outer optimizer climbs."""
 
     class merging_class(Merging):
@@ -60,7 +60,7 @@ class WrongSign(_Broken):
             return -super()._delta(name)
 
 
-class OldAnchor(_Broken):
+class OldAnchor(BrokenMerging):
     """Changes are measured from the parameters with which training began."""
 
     class merging_class(Merging):
@@ -71,7 +71,7 @@ class OldAnchor(_Broken):
             return self.first[name] - self.parameters[name].detach()
 
 
-class TakesInLate(_Broken):
+class TakesInLate(BrokenMerging):
     """A part takes effect one step after it is due."""
 
     class merging_class(Merging):
@@ -218,10 +218,10 @@ OF_STREAMING = [TakesInLate.__name__]
 
 
 @contextmanager
-def registered(name: str) -> Iterator[None]:
-    """Within the block, a mutant is a backend, called as its class."""
+def registered(name: str, module: str = __name__) -> Iterator[None]:
+    """Within the block, a mutant of `module` is a backend, called as its class."""
     backends = get_catalog().backends
-    target = f"{__name__}:{name}"
+    target = f"{module}:{name}"
     backends[name] = replace(backends["pytorch-ddp"], name=name, low_communication=target)
     try:
         yield

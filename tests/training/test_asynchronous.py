@@ -30,6 +30,7 @@ from distributed.training.low_communication.staleness import StalenessBound
 from tests.support.training import OnStep, make_trainer
 from tests.training import asynchronous_mutants
 from tests.training.asynchronous_oracle import read_log, replay
+from tests.training.low_communication_mutants import registered
 from tests.training.test_low_communication import (
     BATCH,
     EPOCHS,
@@ -390,7 +391,7 @@ def test_a_record_without_updates_states_no_staleness(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutant", asynchronous_mutants.MUTANTS)
 def test_broken_forms_are_noticed(mutant: str, rank_pool: RankPool, tmp_path: Path) -> None:
     data = problem(30)
-    with asynchronous_mutants.registered(mutant):
+    with registered(mutant, asynchronous_mutants.__name__):
         model, _ = train(
             rank_pool, 3, tmp_path / "log", data=[data], backend=mutant, loss_fn=MeetsInForward()
         )
