@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
 from distributed.checkpoint.filesystem import FileLayer, Ranges, check_json_size
 from distributed.errors import UserError
+from distributed.system.random_numbers import draw_apart
 
 __all__ = ["ObjectLayer", "located"]
 
@@ -73,17 +72,9 @@ def _file_system(scheme: str, url: str) -> Any:
             got=url,
             allowed="a directory, or a URL that fsspec opens, such as s3://bucket/folder or gs://bucket/folder",
         ) from error
-    _keep_random_numbers()
+    # Clients draw the pause before a retry in threads beside training, and the network decides how often.
+    draw_apart(_DRAW_PAUSES)
     return found
-
-
-def _keep_random_numbers() -> None:
-    """Give the clients of stores random numbers of their own. They draw the pause before a retry, in threads
-    that run beside training, whose numbers would depend on the network."""
-    for name in _DRAW_PAUSES:
-        client: Any = sys.modules.get(name)
-        if client is not None and client.random is random:
-            client.random = random.Random()
 
 
 def _as_os_error(method: Method) -> Method:

@@ -8,7 +8,6 @@ and many at once. A killed run loses the last few seconds of its metrics at most
 from __future__ import annotations
 
 import os
-import random
 import re
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from distributed.config import DistributedConfig
 from distributed.interfaces.tracker import Tracker, TrackerSpec
 from distributed.registry.hookspecs import hookimpl
+from distributed.system.random_numbers import draw_apart
 
 __all__ = ["MLflowTracker", "register_trackers"]
 
@@ -91,7 +91,7 @@ class MLflowTracker(Tracker):
         """``run_id``, ``tracking_uri`` and ``experiment_id`` of the caller's active run, if any."""
         mlflow = sys.modules.get("mlflow")
         # Before the run is seeded: a thread of the caller's MLflow may draw at any time.
-        _keep_random_numbers()
+        draw_apart(DRAW_NUMBERS)
         run = mlflow.active_run() if mlflow is not None else None
         if mlflow is None or run is None:
             return {}
@@ -110,7 +110,7 @@ class MLflowTracker(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
-        _keep_random_numbers()
+        draw_apart(DRAW_NUMBERS)
         self._uri = uri = self._tracking_uri()
         parent = self.context.get("parent_run_id")
         joined = (
@@ -119,7 +119,7 @@ class MLflowTracker(Tracker):
         joined = None if parent else joined
         _prepare_local(uri)
         self._client = MlflowClient(uri)
-        _keep_random_numbers()  # of the store, too, which is imported by now
+        draw_apart(DRAW_NUMBERS)  # of the store, too, which is imported by now
         self._owned = joined is None
         earlier = joined or self.context.get("own_run_id") or (self._find_child(parent) if parent else None)
         self._is_new = earlier is None
@@ -232,14 +232,6 @@ class MLflowTracker(Tracker):
     def _send(self, metrics: list[Any]) -> None:
         for start in range(0, len(metrics), METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
-
-
-def _keep_random_numbers() -> None:
-    """Give MLflow random numbers of its own: a run that is tracked trains with the same ones as any other."""
-    for name in DRAW_NUMBERS:
-        module: Any = sys.modules.get(name)
-        if getattr(module, "random", None) is random:
-            module.random = random.Random()
 
 
 def _key(name: str) -> str:
