@@ -54,7 +54,7 @@ class TimeParts:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def interval(self, spread: float) -> tuple[float, float]:
         """Lower and upper end of ``total`` with the relative half-width `spread`."""
