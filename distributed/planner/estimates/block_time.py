@@ -80,7 +80,7 @@ def _exchange_time(
     width = values * numbers.hidden
     seconds = 2.0 * link_of(profile, dims, "tensor").seconds("all-reduce", width)
     if dims.expert > 1:
-        experts = link_of(profile, dims, "shard" if dims.shard > 1 else "data", size=dims.expert)
+        experts = link_of(profile, dims, "data", "shard", size=dims.expert)
         seconds += 2.0 * experts.seconds("all-to-all", width * numbers.experts_per_token)
     return seconds
 

@@ -46,15 +46,18 @@ class Link:
         return rounds * self.latency + BUS_FACTORS[operation](self.size) * nbytes / self.bandwidth
 
 
-def link_of(profile: HardwareProfile, dims: ParallelDims, *axes: str, size: int | None = None) -> Link:
+def link_of(
+    profile: HardwareProfile, dims: ParallelDims, *axes: str, size: int | None = None, step: int = 1
+) -> Link:
     """The link of the ranks that differ along `axes` alone.
 
     Args:
         axes: neighbouring axes of the mesh, outermost first.
         size: number of ranks of a group, if not all along `axes`: ``expert`` ranks within the data ranks.
+        step: distance of the ranks of a group along the last of `axes`.
     """
     inner = AXES[AXES.index(axes[-1]) + 1 :]
-    stride = dims.size(*inner)
+    stride = dims.size(*inner) * step
     ranks = dims.size(*axes) if size is None else size
     reached = profile.achievable
     inside = max(1, min(ranks, profile.devices_per_node // stride))

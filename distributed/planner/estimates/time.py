@@ -21,10 +21,11 @@ from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import Link, link_of
 from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
 from distributed.planner.estimates.split import Split
 from distributed.planner.pipeline import MEASURABLE, ZERO_BUBBLE
 
-__all__ = ["StepTimer", "TimeParts", "rank_parameters"]
+__all__ = ["StepTimer", "TimeParts"]
 
 _OPTIMIZER_BYTES = {"adamw": 28, "adam": 28, "sgd": 12}
 """Optimizer -> bytes that a step reads and writes for an element, state in float32."""
@@ -61,25 +62,6 @@ class TimeParts:
         return self.total / (1.0 + spread), self.total * (1.0 + spread)
 
 
-def rank_parameters(numbers: ModelNumbers, split: Split) -> tuple[float, float]:
-    """Parameters of the largest stage on one of its ``tensor`` ranks: those of experts, and all others.
-
-    Shards are not counted off: this is what a rank computes with.
-    """
-    dims = split.dims
-    blocks = -(-numbers.layers // dims.pipeline)
-    experts = blocks * numbers.expert_parameters / dims.tensor
-    ends = numbers.embedding_parameters + numbers.output_parameters
-    if dims.pipeline > 1:
-        ends = max(numbers.embedding_parameters, numbers.output_parameters)
-    others = (blocks * numbers.shared_parameters + ends) / dims.tensor
-    # A number of parameters that was given beside the sizes scales both.
-    scale = numbers.parameters / numbers.counted
-    if numbers.experts > 1:
-        return scale * experts / dims.expert, scale * others
-    return 0.0, scale * (experts + others)
-
-
 @dataclass(frozen=True)
 class StepTimer:
     """Predicts steps of one model on one kind of hardware.
@@ -101,18 +83,14 @@ class StepTimer:
         """Time of a step under `split`."""
         block = block_time(self.numbers, split, self.profile, self.engine)
         output = output_time(self.numbers, split, self.profile)
-        micro, bubble = self._pipeline(split, block, output)
-        count = split.num_micro_batches
-        compute, backward = count * micro.compute, micro.backward
         sends = self.engine.sends_exposed * send_time(self.numbers, split, self.profile)
-        sends *= self._chunks(split) * count
-        exposed = count * micro.exposed + sends
-        exposed += max(0.0, self._gathers(split) - self.engine.overlap * compute)
-        exposed += max(0.0, self._gradients(split) - self.engine.overlap * backward)
-        exposed += self._updates(split)
+        micro, bubble = self._pipeline(split, block, output, sends)
+        count = split.num_micro_batches
+        exposed = count * (micro.exposed + self._chunks(split) * sends)
+        exposed += self._beside(split, micro) + self._updates(split)
         tokens = count * split.micro_batch * self.numbers.sequence / split.dims.context
         data = tokens * _TOKEN_BYTES / self.profile.host_link
-        return TimeParts(compute, exposed, bubble, data, self._optimizer(split))
+        return TimeParts(count * micro.compute, exposed, bubble, data, self._optimizer(split))
 
     def mfu(self, split: Split, seconds: float) -> float:
         """Model FLOP/s of a step of `seconds` as a share of the peak of all devices.
@@ -122,9 +100,19 @@ class StepTimer:
         peak = self.profile.flops(split.precision) * split.dims.world_size
         return self.numbers.step_flops / (seconds * peak)
 
-    def _pipeline(self, split: Split, block: PassTime, output: PassTime) -> tuple[PassTime, float]:
+    def _beside(self, split: Split, micro: PassTime) -> float:
+        """Exposed part of gathers, which run beside all computation, and of reductions, beside backward."""
+        rounds, overlap = self._rounds(split), self.engine.overlap
+        reductions = rounds * self._gradients(split)
+        both = reductions + self._gathers(split)
+        backward, compute = rounds * micro.backward, split.num_micro_batches * micro.compute
+        return max(0.0, reductions - overlap * backward, both - overlap * compute)
+
+    def _pipeline(
+        self, split: Split, block: PassTime, output: PassTime, sends: float
+    ) -> tuple[PassTime, float]:
         """Mean time of a stage for a micro-batch, and seconds of a step in which ranks wait."""
-        stages, layers = split.dims.pipeline, self.numbers.layers
+        stages, layers, count = split.dims.pipeline, self.numbers.layers, split.num_micro_batches
         mean = layers / stages
         micro = PassTime(
             mean * block.forward + output.forward / stages,
@@ -139,11 +127,12 @@ class StepTimer:
         last = (most - (most * stages > layers)) * block_seconds + output.compute
         slowest = max(most * block_seconds, last)
         average = micro.compute + micro.exposed
-        sends = self.engine.sends_exposed * send_time(self.numbers, split, self.profile)
-        chunks = self._chunks(split) * (3 if split.schedule in ZERO_BUBBLE else 1)
-        ends = (stages - 1) * (average / chunks + sends)
-        waits = split.num_micro_batches * (slowest - average)
-        return micro, ends + waits
+        # A micro-batch passes all stages in both directions; gradients of weights are off that path if split.
+        splits = split.schedule in ZERO_BUBBLE
+        path = stages * average * (2 / 3 if splits else 1.0)
+        ends = (stages - 1) * average / (self._chunks(split) * (3 if splits else 1))
+        ends = max(ends, path - count * average) + (stages - 1) * sends
+        return micro, ends + count * (slowest - average)
 
     def _chunks(self, split: Split) -> int:
         return 1 if split.schedule in MEASURABLE else self.engine.stages_per_rank
@@ -158,34 +147,30 @@ class StepTimer:
         link = link_of(self.profile, dims, axis)
         return 2.0 * split.num_micro_batches * link.seconds("all-gather", nbytes)
 
-    def _gradients(self, split: Split) -> float:
-        """Reductions of gradients in a step."""
-        experts, others = rank_parameters(self.numbers, split)
-        return self._reduction(split, others, split.dims.expert if experts else 1, experts)
+    def _rounds(self, split: Split) -> int:
+        """How often gradients are reduced in a step: ZeRO 2 and 3 keep none for the next micro-batch."""
+        return split.num_micro_batches if split.zero_stage > 1 else 1
 
-    def _reduction(self, split: Split, others: float, expert: int, experts: float) -> float:
+    def _gradients(self, split: Split) -> float:
+        """One reduction of the gradients."""
         dims, size = split.dims, self.engine.gradient_bytes
-        nbytes = (others + experts) * size
+        experts, others = rank_parameters(self.numbers, split)
+        nbytes = (experts + others) * size
+        if split.zero_stage:
+            return link_of(self.profile, dims, "data").seconds("reduce-scatter", nbytes)
+        context = link_of(self.profile, dims, "context").seconds("all-reduce", nbytes / dims.shard)
         if dims.shard > 1:
             scattered = link_of(self.profile, dims, "shard").seconds("reduce-scatter", nbytes)
             copies = link_of(self.profile, dims, "data")
-            return scattered + self._summed(split, copies, nbytes / dims.shard) + self._context(split, nbytes)
-        if split.zero_stage:
-            link = link_of(self.profile, dims, "data")
-            rounds = split.num_micro_batches if split.zero_stage > 1 else 1
-            return rounds * link.seconds("reduce-scatter", nbytes)
-        seconds = self._summed(split, link_of(self.profile, dims, "data", "shard"), others * size)
+            return scattered + self._summed(split, copies, nbytes / dims.shard) + context
+        seconds = context + self._summed(split, link_of(self.profile, dims, "data"), others * size)
         if experts:
-            copies = link_of(self.profile, dims, "data", "shard", size=max(1, dims.expert_data))
+            copies = link_of(self.profile, dims, "data", size=dims.expert_data, step=dims.expert)
             seconds += self._summed(split, copies, experts * size)
-        return seconds + self._context(split, nbytes)
+        return seconds
 
     def _summed(self, split: Split, link: Link, nbytes: float) -> float:
         return link.seconds("all-reduce", nbytes * self.codec_share(split.codec, link.size))
-
-    def _context(self, split: Split, nbytes: float) -> float:
-        dims = split.dims
-        return link_of(self.profile, dims, "context").seconds("all-reduce", nbytes / dims.shard)
 
     def _updates(self, split: Split) -> float:
         """Collectives behind the optimizer, and of weights that two stages share."""
@@ -200,9 +185,7 @@ class StepTimer:
         return seconds
 
     def _optimizer(self, split: Split) -> float:
-        dims = split.dims
-        shards = dims.shard if dims.shard > 1 else (dims.data if split.zero_stage else 1)
-        elements = sum(rank_parameters(self.numbers, split)) / shards
+        elements = held_parameters(self.numbers, split, 1)
         traffic = _OPTIMIZER_BYTES[split.optimizer]
         if split.offload:
             copies = self.engine.gradient_bytes + self.engine.weight_bytes

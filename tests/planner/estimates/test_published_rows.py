@@ -1,0 +1,54 @@
+"""Errors of the shipped parameters on published runs. They follow from files alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from tests.benchmarks.planner_time import FITTED, FREE, Parameters, errors, fit, regrets
+from tests.benchmarks.planner_time_rows import published, vtrain
+
+SHIPPED = Parameters.of((), ())
+
+
+def test_the_shipped_parameters_are_those_of_the_fit() -> None:
+    """Rounded to three digits in the profile."""
+    fitted = fit([row for name in FITTED for row in vtrain(name)])
+    for name in FREE:
+        of = [p.latency if name == "latency" else getattr(p.achievable, name) for p in (fitted, SHIPPED)]
+        assert of[0] == pytest.approx(of[1], rel=0.01), name
+
+
+@pytest.mark.parametrize(("name", "limit"), [("vtrain_multi_fit", 0.08), ("vtrain_single_fit", 0.08)])
+def test_rows_that_were_fitted(name: str, limit: float) -> None:
+    rows = vtrain(name)
+    assert mean(errors(rows, SHIPPED.ratio)) < limit
+    assert mean(regrets(rows, SHIPPED.ratio)) < 0.03
+
+
+@pytest.mark.parametrize("source", ["megatron-2021", "recompute-2022"])
+def test_tables_that_were_not_fitted(source: str) -> None:
+    rows = [row for row in published() if row.source == source]
+    assert len(rows) >= 4
+    assert mean(errors(rows, SHIPPED.ratio)) < 0.10
+
+
+def test_errors_and_regrets_by_hand() -> None:
+    rows = [
+        replace(row, group=(1,), seconds=s)
+        for row, s in zip(vtrain(FITTED[0]), (1.0, 2.0, 4.0), strict=False)
+    ]
+    ratios = dict(zip(map(id, rows), (1.5, 0.5, 1.0), strict=True))
+    assert errors(rows, lambda row: ratios[id(row)]) == [0.5, 0.5, 0.0]
+    # Predicted 1.5, 1.0 and 4.0 s: the second is chosen, and takes twice as long as the best.
+    assert regrets(rows, lambda row: ratios[id(row)]) == [1.0]
+
+
+def test_a_worse_parameter_has_a_larger_error() -> None:
+    rows = vtrain("vtrain_multi_fit")
+    worse = Parameters.of((SHIPPED.achievable.matmul / 2,), ("matmul",))
+    assert mean(errors(rows, worse.ratio)) > 2 * mean(errors(rows, SHIPPED.ratio))
+    assert math.isfinite(worse.ratio(rows[0]))

@@ -1,0 +1,215 @@
+"""The search finds what an exhaustive one finds, and lists what a run accepts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distributed import UserError
+from distributed.interfaces.backend_spec import SCHEDULES
+from distributed.planner.estimates import search as searching
+from distributed.planner.estimates.candidates import (
+    Group,
+    SearchSpace,
+    distinct_backends,
+    groups,
+    leaves,
+    micro_batches,
+    schedule_refusal,
+    sized,
+)
+from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.hardware import load_profile
+from distributed.planner.estimates.memory_by_numbers import rank_memory
+from distributed.planner.estimates.numbers import model_numbers
+from distributed.planner.estimates.search import Ranked, search
+from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.table import plan_table
+from distributed.planner.estimates.time import StepTimer
+from distributed.registry.catalog import get_catalog
+from tests.planner.estimates.random_splits import random_numbers, random_profile
+
+BACKENDS = ("pytorch-ddp", "fsdp", "deepspeed")
+LLAMA_3 = {"kv_heads": 8, "vocabulary": 128256, "sequence": 8192}
+
+
+def random_space(draw: random.Random) -> SearchSpace:
+    """A few dozen to a few hundred candidates."""
+    catalog = get_catalog()
+    names = draw.sample(BACKENDS, draw.choice([1, 2]))
+    return SearchSpace(
+        random_numbers(draw),
+        draw.choice([1, 2, 4, 6, 8]),
+        tuple(catalog.backends[name] for name in names),
+        precision=draw.choice(["fp32", "bf16"]),
+        schedules=tuple(draw.sample(sorted(SCHEDULES), 2)),
+        checkpointing=draw.choice([(False,), (True,), (False, True)]),
+        offload=draw.choice([(False,), (False, True)]),
+        largest={"context": 2},
+    )
+
+
+def exhaustive(
+    space: SearchSpace, timer: StepTimer, memory: Callable[[Split], float], limit: float, plans: int
+) -> list[Ranked]:
+    """Every candidate, timed; those that fit, sorted."""
+    found = []
+    for group, refused in groups(space):
+        if refused is not None:
+            continue
+        for leaf, reason in leaves(space, group):
+            for split in sized(space, leaf, micro_batches(space, group)) if reason is None else ():
+                late = schedule_refusal(
+                    split.schedule, split.dims.pipeline, split.num_micro_batches, space.numbers.layers
+                )
+                if late is None and memory(split) <= limit:
+                    found.append(Ranked(split, timer.parts(split), memory(split), 0.0))
+    return sorted(found, key=lambda plan: plan.key)[:plans]
+
+
+def check_nothing_better_is_missed(spaces: int) -> int:
+    """Compare `spaces` searches with exhaustive ones; returns how many left a group out."""
+    draw, pruned = random.Random(2000), 0
+    for _ in range(spaces):
+        space, profile = random_space(draw), random_profile(draw)
+        timer, plans = StepTimer(space.numbers, profile), draw.choice([1, 3])
+        taken: dict[Split, float] = {}
+
+        def memory(split: Split, space: Any = space, taken: Any = taken, profile: Any = profile) -> float:
+            if split not in taken:
+                taken[split] = rank_memory(space.numbers, split, profile).total
+            return float(taken[split])
+
+        try:
+            everything = exhaustive(space, timer, memory, float("inf"), 10**9)
+            limit = draw.choice(everything).memory if everything else 0.0
+            found = search(space, timer, memory, limit, plans)
+        except UserError:
+            assert not everything
+            continue
+        best = [plan for plan in everything if plan.memory <= limit][:plans]
+        assert [p.split for p in found.plans] == [p.split for p in best], space
+        pruned += "a lower bound of its time is above the slowest listed plan" in found.reasons()
+    return pruned
+
+
+@pytest.mark.slow
+def test_the_best_of_2000_random_spaces_is_always_found() -> None:
+    assert check_nothing_better_is_missed(2000) > 500
+
+
+def _bound_above(space: SearchSpace, timer: StepTimer, group: Group) -> float:
+    """Mutant: a bound that some candidates go below."""
+    return 1.3 * searching_bound(space, timer, group)
+
+
+def _bound_without_blocks(space: SearchSpace, timer: StepTimer, group: Group) -> float:
+    """Mutant: groups with fewer ranks for the model look better, whatever they take."""
+    return searching_bound(space, timer, group) * group.dims.model_parallel_size
+
+
+searching_bound = searching.lower_bound
+
+
+@pytest.mark.parametrize("mutant", [_bound_above, _bound_without_blocks])
+def test_an_unsound_bound_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "lower_bound", mutant)
+    with pytest.raises(AssertionError):
+        check_nothing_better_is_missed(300)
+
+
+def test_a_bound_is_below_every_candidate_of_its_group() -> None:
+    draw = random.Random(7)
+    for _ in range(60):
+        space, profile = random_space(draw), random_profile(draw)
+        timer = StepTimer(space.numbers, profile)
+        for group, refused in groups(space):
+            if refused is not None:
+                continue
+            bound = searching.lower_bound(space, timer, group)
+            for leaf, _reason in leaves(space, group):
+                for split in sized(space, leaf, micro_batches(space, group)):
+                    assert timer.parts(split).total >= bound
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_accepts_every_plan_of_a_table(device: str) -> None:
+    """The planner of runs is asked about each of them: axes, batch, schedule, settings, hooks of plugins."""
+    draw, catalog, checked = random.Random(3), get_catalog(), 0
+    for _ in range(12):
+        space, profile = random_space(draw), random_profile(draw)
+        timer = StepTimer(space.numbers, profile)
+        try:
+            table = search(space, timer, lambda split: 0.0, 1.0, 12)
+        except UserError:
+            continue
+        for plan in table.plans:
+            assert refusal_of(plan.split, catalog, device) is None, plan.split
+            checked += 1
+    assert checked > 60
+
+
+def test_llama_405b_on_16384_ranks() -> None:
+    """Few of some 40,000 candidates are timed, and the fastest plan is in the range of the published 400."""
+    numbers = model_numbers(layers=126, hidden=16384, heads=128, ffn=53248, global_batch=2048, **LLAMA_3)
+    table = plan_table(numbers, "H100", 16384)
+    assert len(table.plans) == 10
+    assert sum(table.reasons().values()) > 20_000
+    assert table.timed < 5_000
+    best = table.plans[0]
+    assert best.split.dims.world_size == 16384
+    assert best.memory <= load_profile("H100").memory
+    assert 5.0 < best.time.total < 12.0
+
+
+def test_every_candidate_that_is_not_listed_has_a_reason() -> None:
+    numbers = model_numbers(layers=4, hidden=256, heads=4, vocabulary=1000, global_batch=8)
+    space = SearchSpace(numbers, 4, distinct_backends(get_catalog().backends.values()), precision="bf16")
+    table = search(space, StepTimer(numbers, load_profile("A100")), lambda split: 0.0, 1.0, 5, pruned=False)
+    candidates = 0
+    for group, refused in groups(space):
+        count = len(micro_batches(space, group)) if refused is None else 0
+        candidates += sum(count for _ in leaves(space, group)) if refused is None else 1
+    assert len(table.plans) + sum(table.reasons().values()) == candidates
+    assert all(entry.reason and entry.subject for entry in table.rejected)
+
+
+def test_backends_that_divide_in_the_same_way_are_listed_once() -> None:
+    names = [spec.name for spec in distinct_backends(get_catalog().backends.values())]
+    assert "fsdp" in names
+    assert "pytorch-ddp" in names
+    assert not {"serial", "horovod", "ray", "tensorflow"} & set(names)
+
+
+def test_a_batch_that_nothing_divides_is_refused() -> None:
+    numbers = model_numbers(layers=3, hidden=192, heads=3, vocabulary=1000, sequence=125, global_batch=3)
+    with pytest.raises(UserError) as caught:
+        plan_table(numbers, "A100", 7)
+    assert caught.value.field == "global_batch"
+    assert "7" in str(caught.value.allowed)
+
+
+def test_a_model_larger_than_the_cluster_names_one_that_is_enough() -> None:
+    numbers = model_numbers(layers=80, hidden=8192, heads=64, ffn=28672, global_batch=16, **LLAMA_3)
+    with pytest.raises(UserError, match=r"GB more than a device has") as caught:
+        plan_table(numbers, "H100", 8)
+    enough = int(str(caught.value.allowed).split()[0])
+    assert enough in (16, 32)
+    assert plan_table(numbers, "H100", enough, plans=1).plans
+
+
+def test_codecs_are_tried_when_they_are_asked_for() -> None:
+    """On a slow network fp16 gradients take half of the time, and only backends with codecs are listed."""
+    numbers = model_numbers(layers=12, hidden=768, heads=12, global_batch=16)
+    slow = load_profile("A100").model_copy(update={"link_between_nodes": 1e8, "devices_per_node": 1})
+    dense = plan_table(numbers, slow, 16, largest={"tensor": 1, "pipeline": 1, "context": 1})
+    coded = plan_table(
+        numbers, slow, 16, codecs=("none", "fp16"), largest={"tensor": 1, "pipeline": 1, "context": 1}
+    )
+    assert coded.plans[0].split.codec == "fp16"
+    ddp = next(p for p in dense.plans if p.split.backend == "pytorch-ddp")
+    fp16 = next(p for p in coded.plans if p.split.backend == "pytorch-ddp")
+    assert fp16.time.exposed_communication < 0.6 * ddp.time.exposed_communication
