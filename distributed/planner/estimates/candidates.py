@@ -164,6 +164,7 @@ def refusal(space: SearchSpace, group: Group) -> str | None:
         ("tensor", "heads", numbers.heads),
         ("tensor", "kv_heads", numbers.kv_heads),
         ("tensor", "ffn", numbers.ffn),
+        ("tensor", "vocabulary", numbers.vocabulary),
         ("context", "sequence", numbers.sequence),
     )
     for axis, name, size in pairs:
