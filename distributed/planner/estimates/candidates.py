@@ -111,9 +111,21 @@ def groups(space: SearchSpace) -> Iterator[tuple[Group, str | None]]:
     for spec in space.backends:
         for dims in _dims(space, spec):
             for stage in _stages(spec, dims):
-                if space.admits(dims, stage):
+                if space.admits(dims, stage) and not _is_repeated(space, spec, dims, stage):
                     group = Group(spec, stage, dims)
                     yield group, refusal(space, group)
+
+
+def _is_repeated(space: SearchSpace, spec: BackendSpec, dims: ParallelDims, stage: int) -> bool:
+    """Whether a backend that never shards offers the same."""
+    axes = {axis for axis in (*_AXES, "expert") if dims.size(axis) > 1}
+    if stage or "shard" in axes or not _shards(spec):
+        return False
+    return any(not _shards(other) and axes <= set(other.capabilities.axes) for other in space.backends)
+
+
+def _shards(spec: BackendSpec) -> bool:
+    return bool(spec.capabilities.zero_stages) or "shard" in spec.capabilities.axes
 
 
 def _dims(space: SearchSpace, spec: BackendSpec) -> Iterator[ParallelDims]:

