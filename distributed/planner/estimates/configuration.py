@@ -9,6 +9,7 @@ from distributed.errors import UserError
 from distributed.interfaces.codec import DENSE
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.estimates.split import Split
+from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog
 
@@ -62,4 +63,8 @@ def refusal_of(split: Split, catalog: Catalog, device: str = "cuda") -> str | No
         return error.message
     if plan.dims != split.dims:
         return f"a run would divide the ranks as {plan.dims}"
+    if plan.dims.pipeline > 1:
+        shape = pipeline_shape(plan.config, plan.dims, plan.batch)
+        if shape.pieces > 1:
+            return f"a run would cut each micro-batch into {shape.pieces} pieces"
     return None

@@ -35,6 +35,8 @@ from distributed.planner.estimates.time import StepTimer, TimeParts
 
 __all__ = ["Ranked", "Rejected", "Table", "lower_bound", "search"]
 
+_SLOWER = "slower than the listed plans"
+
 _ROUNDING = 1e-9
 """Relative difference that the order of additions can make between a bound and a time."""
 
@@ -120,6 +122,7 @@ def search(
     limit: float,
     plans: int = 10,
     pruned: bool = True,
+    refuses: Callable[[Split], str | None] = lambda split: None,
 ) -> Table:
     """The fastest plans of `space` that fit.
 
@@ -129,11 +132,13 @@ def search(
         limit: bytes that a rank may take.
         plans: number of plans in the table.
         pruned: whether groups are left out by their bounds; false computes every candidate.
+        refuses: why a run cannot train a split, for reasons that capabilities do not show; None if it can.
+            Called for the splits that would enter the table.
 
     Raises:
         UserError: no way to divide the ranks can train the model.
     """
-    run = _Search(space, timer, memory, limit, plans)
+    run = _Search(space, timer, memory, limit, plans, refuses)
     for bound, name, group in run.open_groups():
         if pruned and bound > run.slowest:
             run.reject(name, "a lower bound of its time is above the slowest listed plan")
@@ -158,9 +163,10 @@ class _Search:
         memory: Callable[[Split], float],
         limit: float,
         plans: int,
+        refuses: Callable[[Split], str | None],
     ) -> None:
         self.space, self.timer, self.memory = space, timer, memory
-        self.limit, self.plans = limit, plans
+        self.limit, self.plans, self.refuses = limit, plans, refuses
         self.table, self.kept = Table(), list[_Slowest]()
 
     @property
@@ -207,13 +213,15 @@ class _Search:
             self._keep(Ranked(split, time, taken, self.timer.mfu(split, time.total)))
 
     def _keep(self, plan: Ranked) -> None:
-        if len(self.kept) < self.plans:
+        full = len(self.kept) >= self.plans
+        if full and self.kept[0].plan.key < plan.key:
+            self.reject(_text(plan.split), _SLOWER, 1)
+        elif (reason := self.refuses(plan.split)) is not None:
+            self.reject(_text(plan.split), reason, 1)
+        elif full:
+            self.reject(_text(heapreplace(self.kept, _Slowest(plan)).plan.split), _SLOWER, 1)
+        else:
             heappush(self.kept, _Slowest(plan))
-            return
-        slower = plan
-        if plan.key < self.kept[0].plan.key:
-            slower = heapreplace(self.kept, _Slowest(plan)).plan
-        self.reject(_text(slower.split), "slower than the listed plans", 1)
 
 
 def lower_bound(space: SearchSpace, timer: StepTimer, group: Group) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -17,6 +17,7 @@ from distributed.planner.estimates.candidates import (
     micro_batches,
     sized,
 )
+from distributed.planner.estimates.configuration import refusal_of
 from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.memory_by_numbers import rank_memory
 from distributed.planner.estimates.numbers import ModelNumbers
@@ -56,13 +57,18 @@ def plan_table(
         **choices,
     }
     space = SearchSpace(numbers, num_devices, precision=precision, **given)  # type: ignore[arg-type]
-    table = search_numbers(space, profile, plans)
+    table = search_numbers(space, profile, plans, lambda split: refusal_of(split, catalog))
     if not table.plans:
         raise does_not_fit(space, profile)
     return table
 
 
-def search_numbers(space: SearchSpace, profile: HardwareProfile, plans: int) -> Table:
+def search_numbers(
+    space: SearchSpace,
+    profile: HardwareProfile,
+    plans: int,
+    refuses: Callable[[Split], str | None] = lambda split: None,
+) -> Table:
     """The fastest plans of `space` that fit, if there are any, by the predictions from numbers alone."""
     numbers = space.numbers
     return search(
@@ -71,6 +77,7 @@ def search_numbers(space: SearchSpace, profile: HardwareProfile, plans: int) -> 
         lambda split: rank_memory(numbers, split, profile).total,
         profile.memory,
         plans,
+        refuses=refuses,
     )
 
 

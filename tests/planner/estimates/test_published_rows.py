@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from tests.benchmarks.planner_time import FITTED, FREE, Parameters, errors, fit, regrets
+from tests.benchmarks.planner_time import ASIDE, FITTED, FREE, Parameters, errors, fit, regrets
 from tests.benchmarks.planner_time_rows import published, vtrain
 
 SHIPPED = Parameters.of((), ())
@@ -34,6 +34,28 @@ def test_tables_that_were_not_fitted(source: str) -> None:
     rows = [row for row in published() if row.source == source]
     assert len(rows) >= 4
     assert mean(errors(rows, SHIPPED.ratio)) < 0.10
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_rows_that_were_kept_aside(name: str) -> None:
+    rows = vtrain(name)
+    assert mean(errors(rows, SHIPPED.ratio)) < 0.10
+    assert mean(regrets(rows, SHIPPED.ratio)) < 0.08
+
+
+def test_the_h100_has_the_fitted_share_of_its_peak() -> None:
+    shipped = Parameters.of((), (), "H100")
+    (fitted,) = [row for row in published() if row.source == "llama3-8192"]
+    assert shipped.ratio(fitted) == pytest.approx(1.0, abs=0.005)
+    others = [row for row in published() if row.source == "llama3-16384"]
+    assert mean(errors(others, shipped.ratio)) < 0.10
+
+
+def test_the_interval_holds_four_of_five_rows() -> None:
+    factor = 1.0 + SHIPPED.achievable.spread
+    for names in (FITTED, ASIDE):
+        ratios = [SHIPPED.ratio(row) for name in names for row in vtrain(name)]
+        assert mean(1 / factor <= ratio <= factor for ratio in ratios) > 0.78
 
 
 def test_errors_and_regrets_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,17 +38,17 @@ LLAMA_3 = {"kv_heads": 8, "vocabulary": 128256, "sequence": 8192}
 
 
 def random_space(draw: random.Random) -> SearchSpace:
-    """A few dozen to a few hundred candidates."""
+    """A few to a few hundred candidates."""
     catalog = get_catalog()
-    names = draw.sample(BACKENDS, draw.choice([1, 2]))
+    names = draw.sample(BACKENDS, draw.choice([1, 1, 2]))
     return SearchSpace(
         random_numbers(draw),
-        draw.choice([1, 2, 4, 6, 8]),
+        draw.choice([1, 2, 4, 4, 6, 8]),
         tuple(catalog.backends[name] for name in names),
         precision=draw.choice(["fp32", "bf16"]),
-        schedules=tuple(draw.sample(sorted(SCHEDULES), 2)),
+        schedules=tuple(draw.sample(sorted(SCHEDULES), draw.choice([1, 1, 2]))),
         checkpointing=draw.choice([(False,), (True,), (False, True)]),
-        offload=draw.choice([(False,), (False, True)]),
+        offload=draw.choice([(False,), (False,), (False, True)]),
         largest={"context": 2},
     )
 
@@ -135,21 +136,61 @@ def test_a_bound_is_below_every_candidate_of_its_group() -> None:
                     assert timer.parts(split).total >= bound
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_run_accepts_every_plan_of_a_table(device: str) -> None:
-    """The planner of runs is asked about each of them: axes, batch, schedule, settings, hooks of plugins."""
+def check_a_run_accepts_what_is_listed(device: str, asks: bool) -> int:
+    """Ask the planner of runs about each plan: axes, batch, schedule, settings, hooks of plugins.
+
+    Args:
+        asks: whether the search asks it, too; otherwise it has the rules of capabilities alone, without
+            offloading, which a hook of one backend refuses.
+    """
     draw, catalog, checked = random.Random(3), get_catalog(), 0
-    for _ in range(12):
+
+    def refuses(split: Split) -> str | None:
+        return refusal_of(split, catalog, device) if asks else None
+
+    for _ in range(25):
         space, profile = random_space(draw), random_profile(draw)
+        space = space if asks else replace(space, offload=(False,))
         timer = StepTimer(space.numbers, profile)
         try:
-            table = search(space, timer, lambda split: 0.0, 1.0, 12)
+            table = searching.search(space, timer, lambda split: 0.0, 1.0, 40, refuses=refuses)
         except UserError:
             continue
         for plan in table.plans:
             assert refusal_of(plan.split, catalog, device) is None, plan.split
             checked += 1
-    assert checked > 60
+    return checked
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_accepts_every_plan_of_a_table(device: str, asks: bool) -> None:
+    assert check_a_run_accepts_what_is_listed(device, asks) > 100
+
+
+@pytest.mark.parametrize("forgotten", ["candidates._setting_refusal", "search.schedule_refusal"])
+def test_a_listed_plan_that_a_run_refuses_is_noticed(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: a search without the rules of settings, and one without those of schedules."""
+    monkeypatch.setattr(f"distributed.planner.estimates.{forgotten}", lambda *args: None)
+    with pytest.raises(AssertionError):
+        check_a_run_accepts_what_is_listed("cuda", asks=False)
+
+
+def test_a_search_that_does_not_ask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: plans enter the table unasked."""
+    asking = searching.search
+    monkeypatch.setattr(searching, "search", lambda *args, refuses, **kwargs: asking(*args, **kwargs))
+    with pytest.raises(AssertionError):
+        check_a_run_accepts_what_is_listed("cuda", asks=True)
+
+
+@pytest.mark.parametrize("offload", [(True,), (False, True)])
+def test_offloading_that_a_backend_refuses_is_not_listed(offload: tuple[bool, ...]) -> None:
+    """FSDP2 has a field of its own for it, as a hook of its plan states."""
+    numbers = model_numbers(layers=4, hidden=256, heads=4, vocabulary=1000, global_batch=8)
+    table = plan_table(numbers, "H100", 4, plans=100, offload=offload)
+    assert {p.split.backend for p in table.plans if p.split.offload} == {"pytorch-ddp", "deepspeed"}
+    assert any("FSDP2" in reason for reason in table.reasons())
 
 
 def test_llama_405b_on_16384_ranks() -> None:
