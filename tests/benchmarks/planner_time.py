@@ -6,8 +6,8 @@
 
 The parameters of `distributed.planner.estimates.hardware.Achievable` are fitted on ``vtrain_multi_fit`` and
 ``vtrain_single_fit`` alone, and are those of ``A100.yaml``. For two clusters of H100, one of which is limited
-to 500 W, the share of the peak that matrix products reach is fitted on one or two rows. Nothing is measured:
-the same command prints the same result on every machine.
+to 500 W, the share of the peak that matrix products reach is fitted on one or two rows; the two rows of
+torchtitan also gave `OURS.elementwise`. Nothing is measured: the command prints the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Parameters", "errors", "fit", "regrets"]
 
 FITTED = ("vtrain_multi_fit", "vtrain_single_fit")
 ASIDE = ("vtrain_multi_aside", "vtrain_single_aside")
-H100 = {"torchtitan-8": "torchtitan-many", "llama3-8192": "llama3-16384"}
+H100 = {"torchtitan-8": ["torchtitan-many"], "llama3-8192": ["llama3-16384"]}
 """Rows of two clusters of H100 on which one parameter is fitted -> other rows of the cluster."""
 FREE = {
     "matmul": 0.8,
@@ -169,13 +169,13 @@ def _score_others(parameters: Parameters) -> None:
     for row in published():
         rows[row.source].append(row)
     print("\nother tables of the A100, not fitted")
-    for name in ("megatron-2021", "recompute-2022"):
+    for name in ("megatron-2021", "recompute-2022", "torchtitan-a100"):
         _print(f"  {name}", rows[name], parameters.ratio)
         _print_each(rows[name], parameters.ratio)
     for fitted, others in H100.items():
         of_h100 = fit(rows[fitted], ["matmul"], "H100")
         print(f"\nH100: matmul={of_h100.achievable.matmul:.3f} fitted on {fitted}, the rest as of the A100")
-        for name in (fitted, others):
+        for name in (fitted, *others):
             _print(f"  {name}", rows[name], of_h100.ratio)
             _print_each(rows[name], of_h100.ratio)
 

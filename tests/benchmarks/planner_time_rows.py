@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed.interfaces.parallel_dims import ParallelDims
-from distributed.planner.estimates.engine import Engine
+from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import Achievable, HardwareProfile, load_profile
 from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
 from distributed.planner.estimates.split import Split
@@ -24,8 +24,10 @@ ENGINES = {
     # Selective recomputation computes attention again, which the paper gives as 2.7 % of the operations.
     "megatron-selective": replace(_MEGATRON, sequence_parallel=True, recomputed=0.05),
     # Its selective policy stores every second matrix product.
-    "torchtitan": Engine(sequence_parallel=True, recomputed=0.5),
-    "torchtitan-full": Engine(sequence_parallel=True),
+    "torchtitan": Engine(sequence_parallel=True, recomputed=0.5, elementwise=OURS.elementwise),
+    "torchtitan-full": Engine(sequence_parallel=True, elementwise=OURS.elementwise),
+    "torchtitan-compile": Engine(sequence_parallel=True, recomputed=0.5),
+    "torchtitan-full-compile": Engine(sequence_parallel=True),
     # Its stages have one block each; nothing is computed again.
     "llama3": Engine(weight_bytes=2, sequence_parallel=True, recomputed=0.0, stages_per_rank=8),
 }

@@ -58,7 +58,7 @@ def block_time(numbers: ModelNumbers, split: Split, profile: HardwareProfile, en
     local = -(-numbers.experts // dims.expert)
     weights = (numbers.attention_weights + local * numbers.expert_weights) / dims.tensor * item
     stored = tokens * numbers.activation_bytes(dims.tensor, engine.sequence_parallel, item)
-    moved = weights + reached.activation_passes * stored
+    moved = weights + reached.activation_passes * engine.elementwise * stored
     device = tokens * numbers.block_flops / dims.tensor / rate + attention
     device += moved / (profile.memory_bandwidth * reached.memory)
     forward = hypot(device, reached.block_seconds)

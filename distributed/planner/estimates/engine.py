@@ -19,6 +19,7 @@ class Engine:
         sequence_parallel: whether ``tensor`` ranks hold slices of the sequence between their layers.
         recomputed: share of the forward pass that activation checkpointing computes again.
         stages_per_rank: stages of a rank under schedules that have several.
+        elementwise: memory traffic of elementwise operations, relative to the fused kernels of Megatron-LM.
     """
 
     weight_bytes: int = 4
@@ -28,7 +29,10 @@ class Engine:
     sequence_parallel: bool = False
     recomputed: float = 1.0
     stages_per_rank: int = 2
+    elementwise: float = 1.0
 
 
-OURS = Engine()
-"""The torch backends of this project: float32 weights, of which autocast takes 16-bit copies."""
+OURS = Engine(elementwise=2.1)
+"""The torch backends of this project without ``compile``: float32 weights, of which autocast takes 16-bit
+copies, and operations one by one. ``elementwise`` is fitted on two runs of torchtitan, with and without
+compilation (``python -m tests.benchmarks.planner_time``)."""

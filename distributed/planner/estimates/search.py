@@ -138,6 +138,7 @@ def search(
     Raises:
         UserError: no way to divide the ranks can train the model.
     """
+    _check_precision(space)
     run = _Search(space, timer, memory, limit, plans, refuses)
     for bound, name, group in run.open_groups():
         if pruned and bound > run.slowest:
@@ -250,6 +251,18 @@ def _text(split: Split) -> str:
     parts += [name for name in ("activation_checkpointing", "offload") if getattr(split, name)]
     parts += [f"zero_stage {split.zero_stage}"] if split.zero_stage else []
     return ", ".join(parts)
+
+
+def _check_precision(space: SearchSpace) -> None:
+    able = sorted({name for spec in space.backends for name in spec.capabilities.precisions})
+    if space.precision not in able:
+        raise UserError(
+            "no backend trains in this precision",
+            field="precision",
+            got=space.precision,
+            allowed=", ".join(able),
+            remedy="Choose one of these",
+        )
 
 
 def _nothing_divides(space: SearchSpace, table: Table) -> UserError:

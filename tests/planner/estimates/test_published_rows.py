@@ -51,6 +51,13 @@ def test_the_h100_has_the_fitted_share_of_its_peak() -> None:
     assert mean(errors(others, shipped.ratio)) < 0.10
 
 
+def test_the_elementwise_traffic_is_that_of_the_fit() -> None:
+    """With one rate of the H100, it explains a run with and a run without compilation."""
+    rows = [row for row in published() if row.source == "torchtitan-8"]
+    fitted = fit(rows, ["matmul"], "H100")
+    assert [fitted.ratio(row) for row in rows] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
 def test_the_interval_holds_four_of_five_rows() -> None:
     factor = 1.0 + SHIPPED.achievable.spread
     for names in (FITTED, ASIDE):

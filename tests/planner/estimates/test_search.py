@@ -233,6 +233,12 @@ def test_a_batch_that_nothing_divides_is_refused() -> None:
     assert "7" in str(caught.value.allowed)
 
 
+def test_a_precision_that_no_backend_has_is_refused() -> None:
+    with pytest.raises(UserError, match="bf16, fp16, fp32") as caught:
+        plan_table(model_numbers(parameters=1e8, global_batch=8), "H100", 8, precision="fp8")
+    assert caught.value.field == "precision"
+
+
 def test_a_model_larger_than_the_cluster_names_one_that_is_enough() -> None:
     numbers = model_numbers(layers=80, hidden=8192, heads=64, ffn=28672, global_batch=16, **LLAMA_3)
     with pytest.raises(UserError, match=r"GB more than a device has") as caught:

@@ -38,7 +38,7 @@ def test_one_device_by_hand() -> None:
     moved = 12 * 1024 * 1024 * 2 + 2.18 * tokens * 34 * 1024
     block = hypot(tokens * products / rate + moved / memory, 0.000763)
     logits = tokens * 2 * 32000 * 1024 / rate + 4 * tokens * 32000 * 2 / memory
-    parts = StepTimer(NUMBERS, A100).parts(split)
+    parts = StepTimer(NUMBERS, A100, Engine()).parts(split)
     assert parts.compute == pytest.approx(16 * 3 * (8 * block + logits))
     assert parts.optimizer == pytest.approx(NUMBERS.counted * 28 / memory)
     assert parts.data == pytest.approx(32 * 1024 * 16 / 32e9)
