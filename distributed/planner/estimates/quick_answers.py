@@ -1,0 +1,164 @@
+"""Answers to three common questions: how much memory, which kind of parallelism, how efficient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.planner.estimates.block_time import ITEM_SIZES
+from distributed.planner.estimates.candidates import SearchSpace, distinct_backends
+from distributed.planner.estimates.hardware import HardwareProfile, load_profile
+from distributed.planner.estimates.memory_by_numbers import rank_memory
+from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
+from distributed.planner.estimates.search import Table
+from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.table import does_not_fit, plan_table, search_numbers
+from distributed.registry.catalog import get_catalog
+
+__all__ = [
+    "choose_parallelism_strategy",
+    "estimate_memory",
+    "predict_scaling_efficiency",
+    "scaling_efficiency",
+]
+
+_LARGEST_SMALL_UNIT = 1e5
+"""Values below are read as billions of parameters, or as gigabytes."""
+
+_SAMPLES_PER_RANK = 4
+
+_STRATEGIES = (
+    "data_parallel",
+    "sharded_data_parallel",
+    "tensor_parallel",
+    "model_parallel",
+    "hybrid_parallel",
+)
+
+
+def estimate_memory(params_b: float, precision: str = "bf16") -> float:
+    """Gigabytes (1e9 bytes) that training takes on one device with AdamW.
+
+    Weights, gradients and both moments are float32, which makes 16 bytes a parameter, and 2 more for the
+    copies of autocast. Activations are those of one sample of 2048 tokens in a transformer of common
+    proportions.
+
+    Args:
+        params_b: number of parameters in billions.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+
+    Raises:
+        UserError: a value is not positive, or the precision is unknown.
+    """
+    if precision not in ITEM_SIZES:
+        raise UserError(
+            "unknown precision",
+            field="precision",
+            got=precision,
+            allowed=", ".join(ITEM_SIZES),
+            remedy="Choose one of these",
+        )
+    _check_above_zero("params_b", params_b)
+    split = Split(ParallelDims(), "serial", precision=precision)
+    return rank_memory(model_numbers(parameters=params_b * 1e9), split, load_profile("H100")).total / 1e9
+
+
+def _check_above_zero(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise UserError(
+            "it has to be a positive number",
+            field=name,
+            got=value,
+            allowed="above 0",
+            remedy="Give a finite number",
+        )
+
+
+def _strategy(dims: ParallelDims, zero_stage: int) -> str:
+    model = [axis for axis in ("tensor", "pipeline", "context") if dims.size(axis) > 1]
+    if not model:
+        return "sharded_data_parallel" if dims.shard > 1 or zero_stage else "data_parallel"
+    if len(model) > 1 or dims.data_parallel_size > 1:
+        return "hybrid_parallel"
+    return {"tensor": "tensor_parallel", "pipeline": "model_parallel"}.get(model[0], "hybrid_parallel")
+
+
+def choose_parallelism_strategy(
+    model_size: float, num_gpus: int, memory_per_gpu: float, hardware: str = "H100"
+) -> list[str]:
+    """Strategies with which the model fits, the fastest first.
+
+    ``data_parallel``: a whole model on each device; ``sharded_data_parallel``: FSDP or ZeRO;
+    ``tensor_parallel``: every layer divided over all devices; ``model_parallel``: a pipeline over all of
+    them; ``hybrid_parallel``: several of these. Predicted for four samples of 2048 tokens a device, in bf16.
+
+    Args:
+        model_size: number of parameters, in billions below 100,000.
+        num_gpus: number of devices.
+        memory_per_gpu: bytes of a device, in gigabytes below 100,000.
+        hardware: profile with the rates of the device.
+
+    Raises:
+        UserError: a value is not positive, or nothing fits, with the smallest cluster that does.
+    """
+    for name, value in (
+        ("model_size", model_size),
+        ("num_gpus", num_gpus),
+        ("memory_per_gpu", memory_per_gpu),
+    ):
+        _check_above_zero(name, value)
+    parameters = model_size * 1e9 if model_size < _LARGEST_SMALL_UNIT else model_size
+    memory = memory_per_gpu * 1e9 if memory_per_gpu < _LARGEST_SMALL_UNIT else memory_per_gpu
+    profile = load_profile(hardware).model_copy(update={"memory": memory})
+    numbers = model_numbers(parameters=parameters, global_batch=_SAMPLES_PER_RANK * num_gpus)
+    space = SearchSpace(numbers, num_gpus, distinct_backends(get_catalog().backends.values()))
+    fastest: dict[str, float] = {}
+    for strategy in _STRATEGIES:
+        table = _of_strategy(space, profile, strategy)
+        if table is not None and table.plans:
+            fastest[strategy] = table.plans[0].time.total
+    if not fastest:
+        raise does_not_fit(space, profile)
+    return sorted(fastest, key=lambda strategy: fastest[strategy])
+
+
+def _of_strategy(space: SearchSpace, profile: HardwareProfile, strategy: str) -> Table | None:
+    """The fastest plan of `strategy`; None if there is no such way to divide the ranks."""
+
+    def admits(dims: ParallelDims, zero_stage: int) -> bool:
+        return _strategy(dims, zero_stage) == strategy
+
+    try:
+        return search_numbers(replace(space, admits=admits), profile, 1)
+    except UserError:
+        return None
+
+
+def scaling_efficiency(time_1gpu: float, time_ngpu: float, num_gpus: int) -> float:
+    """Speed-up over one device as a share of the number of devices, for the same work: ``T1 / TN / N``.
+
+    Args:
+        time_1gpu: seconds on one device.
+        time_ngpu: seconds on `num_gpus` devices.
+
+    Raises:
+        UserError: a value is not positive.
+    """
+    for name, value in (("time_1gpu", time_1gpu), ("time_ngpu", time_ngpu), ("num_gpus", num_gpus)):
+        _check_above_zero(name, value)
+    return time_1gpu / time_ngpu / num_gpus
+
+
+def predict_scaling_efficiency(
+    numbers: ModelNumbers, hardware: str | HardwareProfile, num_gpus: int
+) -> float:
+    """Predicted `scaling_efficiency` of the fastest plan on `num_gpus` devices.
+
+    One device is taken to have as much memory as the model needs.
+    """
+    profile = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware)
+    roomy = profile.model_copy(update={"memory": float("inf")})
+    one = plan_table(numbers, roomy, 1, plans=1).plans[0].time.total
+    many = plan_table(numbers, profile, num_gpus, plans=1).plans[0].time.total
+    return scaling_efficiency(one, many, num_gpus)

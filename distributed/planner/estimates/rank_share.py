@@ -1,0 +1,39 @@
+"""Parameters of one rank: those of the stage that it computes with, and those that it holds."""
+
+from __future__ import annotations
+
+from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.planner.estimates.split import Split
+
+__all__ = ["held_parameters", "rank_parameters"]
+
+
+def rank_parameters(numbers: ModelNumbers, split: Split) -> tuple[float, float]:
+    """Parameters with which a rank of the largest stage computes: of experts, and all others.
+
+    Shards are not counted off. Without a mixture of experts, the first is 0.
+    """
+    dims = split.dims
+    blocks = -(-numbers.layers // dims.pipeline)
+    experts = blocks * numbers.expert_parameters / dims.tensor
+    ends = float(numbers.embedding_parameters + numbers.output_parameters)
+    if dims.pipeline > 1:
+        ends = float(max(numbers.embedding_parameters, numbers.output_parameters))
+    others = (blocks * numbers.shared_parameters + ends) / dims.tensor
+    # A number of parameters that was given beside the sizes scales both.
+    scale = numbers.parameters / numbers.counted
+    if numbers.experts > 1:
+        return scale * experts / dims.expert, scale * others
+    return 0.0, scale * (experts + others)
+
+
+def held_parameters(numbers: ModelNumbers, split: Split, stage: int) -> float:
+    """Parameters of which a rank holds what is divided from ZeRO `stage` on.
+
+    Args:
+        stage: 1 for the optimizer's state, 2 for gradients, 3 for weights; ranks along ``shard`` divide all.
+    """
+    experts, others = rank_parameters(numbers, split)
+    shards = split.dims.shard * (split.dims.data if split.zero_stage >= stage else 1)
+    # The ranks that hold different experts are among the shards, and have divided experts already.
+    return others / shards + experts / max(1, shards // split.dims.expert)

@@ -1,0 +1,82 @@
+"""The three functions of the seeds, in the forms in which these call them."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed import UserError
+from distributed.planner.estimates.numbers import model_numbers
+from distributed.planner.estimates.quick_answers import (
+    choose_parallelism_strategy,
+    estimate_memory,
+    predict_scaling_efficiency,
+    scaling_efficiency,
+)
+
+
+def test_estimate_memory() -> None:
+    """16 bytes a parameter, 18 in bf16, and some gigabytes of activations and libraries."""
+    assert 7 * 18 < estimate_memory(7) < 7 * 18 + 20
+    assert estimate_memory(7, precision="bf16") == estimate_memory(7)
+    assert 7 * 16 < estimate_memory(7, "fp32") < 7 * 16 + 30
+    sizes = [estimate_memory(size) for size in (0.1, 1, 7, 70)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("model_size", "num_gpus", "memory_per_gpu", "first", "absent"),
+    [
+        (1e8, 8, 80e9, None, None),
+        (7e9, 8, 80e9, None, "data_parallel"),
+        (7, 8, 80, None, "data_parallel"),
+        (70, 64, 80, None, "data_parallel"),
+    ],
+)
+def test_choose_parallelism_strategy(
+    model_size: float, num_gpus: int, memory_per_gpu: float, first: str | None, absent: str | None
+) -> None:
+    strategies = choose_parallelism_strategy(model_size, num_gpus, memory_per_gpu)
+    assert strategies
+    assert absent not in strategies
+    known = {"data_parallel", "sharded_data_parallel", "tensor_parallel", "model_parallel", "hybrid_parallel"}
+    assert set(strategies) <= known
+    assert len(set(strategies)) == len(strategies)
+
+
+def test_a_small_model_is_fastest_as_copies() -> None:
+    assert choose_parallelism_strategy(1e8, 8, 80e9)[0] in ("data_parallel", "sharded_data_parallel")
+    assert "data_parallel" in choose_parallelism_strategy(1e8, 8, 80e9)
+    assert choose_parallelism_strategy(1e8, 1, 80e9) == ["data_parallel"]
+
+
+def test_units_may_be_billions_and_gigabytes() -> None:
+    assert choose_parallelism_strategy(7e9, 8, 80e9) == choose_parallelism_strategy(7, 8, 80)
+
+
+def test_a_model_that_fits_nowhere_names_a_cluster() -> None:
+    with pytest.raises(UserError, match="devices of this kind"):
+        choose_parallelism_strategy(70e9, 2, 80e9)
+
+
+def test_scaling_efficiency() -> None:
+    """The guide's formula: (Time_1GPU / Time_NGPU) / N."""
+    assert scaling_efficiency(100.0, 12.5, 8) == 1.0
+    assert scaling_efficiency(100.0, 25.0, 8) == 0.5
+
+
+def test_predicted_scaling_efficiency() -> None:
+    numbers = model_numbers(layers=24, hidden=2048, heads=16, global_batch=64)
+    few, many = (predict_scaling_efficiency(numbers, "A100", n) for n in (2, 64))
+    assert 0.0 < many < few <= 1.05
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_values_that_cannot_be_are_refused(value: float) -> None:
+    with pytest.raises(UserError):
+        estimate_memory(value)
+    with pytest.raises(UserError):
+        choose_parallelism_strategy(7, 8, value)
+    with pytest.raises(UserError):
+        scaling_efficiency(1.0, value, 8)
+    with pytest.raises(UserError, match="bf16"):
+        estimate_memory(7, "int3")
