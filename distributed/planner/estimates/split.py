@@ -1,0 +1,41 @@
+"""Split: how a model and its global batch are divided over ranks, as far as predictions depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distributed.interfaces.parallel_dims import ParallelDims
+
+__all__ = ["Split"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One row of the table of plans.
+
+    Attributes:
+        dims: number of ranks along each axis of the mesh.
+        backend: name of the backend.
+        zero_stage: what DeepSpeed shards over the ranks along ``data``: 1 the optimizer's state, 2 gradients
+            too, 3 parameters too; 0 nothing.
+        micro_batch: samples of one forward pass of a rank.
+        num_micro_batches: forward passes of a rank in one optimizer step.
+        schedule: order of forward and backward of a pipeline.
+        activation_checkpointing: whether backward computes the activations of each block again.
+        codec: name of the gradient codec.
+        offload: whether the optimizer's state is in host memory.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        optimizer: name of the optimizer.
+    """
+
+    dims: ParallelDims
+    backend: str
+    zero_stage: int = 0
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    activation_checkpointing: bool = False
+    codec: str = "none"
+    offload: bool = False
+    precision: str = "fp32"
+    optimizer: str = "adamw"
