@@ -1,4 +1,4 @@
-"""Three models of transformers with a few million parameters, and batches for them."""
+"""Models of transformers with a few million parameters, and batches for them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def _llama() -> nn.Module:
     )
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=_VOCABULARY, n_positions=256, n_embd=256, n_layer=4, n_head=4)
+    )
+
+
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -82,6 +90,7 @@ def _vit() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "llama": (_llama, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
+    "gpt2": (_gpt2, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "bert": (_bert, lambda n: {"input_ids": _tokens(n), "labels": _classes(n)}),
     "vit": (_vit, lambda n: {"pixel_values": torch.randn(n, 3, 64, 64), "labels": _classes(n)}),
 }

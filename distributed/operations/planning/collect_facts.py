@@ -36,9 +36,9 @@ from distributed.training.objective import Objective
 
 __all__ = ["collect_facts"]
 
-_SAMPLES = (4, 8)
-"""Sizes of micro-batch at which timelines are recorded; sizes of tensors in between and beyond lie on a
-line."""
+_SAMPLES = (11, 23)
+"""Sizes of micro-batch at which timelines are recorded; sizes of tensors for others lie on a line. Primes,
+which are rarely a number of classes: square scores are checked for in-batch losses, by their values."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
@@ -151,6 +151,7 @@ class _Recorder:
         self._dtype = _AUTOCAST.get(precision)
         self._flops: dict[int, Size] = {}
         self._outputs: dict[int, Size] = {}
+        self._calls: dict[int, int] = {}
 
     def pair(self) -> tuple[Timeline, Timeline]:
         """The first and a later micro-batch of an optimizer step."""
@@ -158,6 +159,7 @@ class _Recorder:
         batch = [t for t in tree_leaves(self._batch) if isinstance(t, Tensor)]
         rows = _rows(self._batch)
         inputs = tuple(Size(0, t.numel() // rows * t.element_size()) for t in batch)
+        self._calls = self._calls or small[0].calls
         if not self._flops:
             for name, target in (("flops", self._flops), ("outputs", self._outputs)):
                 a, b = getattr(small[0], name), getattr(large[0], name)
@@ -245,6 +247,7 @@ class _Recorder:
                     saved=saved,
                     output=self._outputs.get(index, Size(0)),
                     workspace=workspace,
+                    calls=self._calls.get(index, 0),
                 )
             )
         return tuple(facts)
@@ -253,7 +256,7 @@ class _Recorder:
 def _forward_sizes(timeline: Timeline) -> dict[int, tuple[Size, Size]]:
     """Block -> what its forward leaves, and what it has at most beyond that at once."""
     found: dict[int, tuple[Size, Size]] = {}
-    inside, owner = [0], {}
+    inside, owner = [0], dict[int, int]()
     now: dict[int, tuple[float, float]] = {}
     most: dict[int, tuple[float, float]] = {}
     for kind, index in timeline.events:

@@ -14,7 +14,7 @@ __all__ = ["Decoder", "facts_from_numbers"]
 
 
 class Decoder(nn.Module):
-    """Tokens to logits: attention with rotary positions and grouped keys, gated feed-forward layers, RMS norms.
+    """Tokens to logits: attention with rotary positions and grouped keys, gated feed-forward, RMS norms.
 
     Source: Touvron et al., 2023 (arXiv:2302.13971); Ainslie et al., 2023 (arXiv:2305.13245).
 
@@ -28,6 +28,8 @@ class Decoder(nn.Module):
         sequence: tokens of a sample.
         tied: whether the embedding is the output layer, too.
     """
+
+    angles: Tensor
 
     def __init__(
         self,

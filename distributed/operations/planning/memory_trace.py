@@ -31,6 +31,7 @@ class RawTimeline:
         gradients: index of a parameter -> index of the tensor that is its gradient.
         flops: index of a block -> floating-point operations of its forward.
         outputs: index of a block -> bytes of what it returns.
+        calls: index of a block -> number of its calls in forward.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class RawTimeline:
         self.gradients: dict[int, int] = {}
         self.flops: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
+        self.calls: dict[int, int] = {}
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -127,6 +129,8 @@ class MemoryTrace(TorchDispatchMode):
     def _watch_block(self, index: int, block: nn.Module) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._inside.append(index)
+            if not self._backward:
+                self._line.calls[index] = self._line.calls.get(index, 0) + 1
             if self._backward or index in self._left:
                 return
             self.mark(Kind.ENTER_FORWARD, index)

@@ -24,12 +24,14 @@ class Layout:
     Attributes:
         axes: axes of the mesh along which the backend may have several ranks.
         zero_stages: values of `Split.zero_stage` that it knows.
+        gathers_once: whether a block is expected to be called once in a forward pass.
         adds_gradients: whether a later micro-batch of a step adds to gradients that are there; otherwise they
             are new in each.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
     zero_stages: ClassVar[tuple[int, ...]] = (0,)
+    gathers_once: ClassVar[bool] = False
     adds_gradients = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:

@@ -99,6 +99,15 @@ def _check(facts: ModelFacts, split: Split) -> None:
                 remedy="Leave it out, or measure a run",
             )
     _check_layout(split, LAYOUTS[split.backend])
+    repeated = next((block for block in facts.blocks[1:] if block.calls > 1), None)
+    if repeated is not None and LAYOUTS[split.backend].gathers_once:
+        raise UserError(
+            "the memory of blocks that a forward pass calls several times is not predicted for the backend",
+            field="backend",
+            got=f"{repeated.calls} calls of '{repeated.name}'",
+            allowed="serial, pytorch-ddp, deepspeed",
+            remedy="Choose one of these, or measure a run",
+        )
 
 
 def _check_layout(split: Split, layout: type[Layout]) -> None:

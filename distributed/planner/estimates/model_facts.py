@@ -136,6 +136,7 @@ class BlockFacts:
         saved: bytes that its forward leaves for backward, its output included.
         output: bytes of what it returns.
         workspace: most bytes that its forward has at once beyond what it leaves.
+        calls: in one forward pass of the model.
     """
 
     name: str
@@ -146,6 +147,7 @@ class BlockFacts:
     saved: Size
     output: Size
     workspace: Size
+    calls: int = 1
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class ShardedUnits(Layout):
     """
 
     axes = ("shard",)
+    gathers_once = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)

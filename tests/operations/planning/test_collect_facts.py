@@ -136,6 +136,28 @@ def test_half_precision_saves_half_of_a_layer() -> None:
     assert half.precision == "bf16"
 
 
+class Twice(nn.Module):
+    """Calls its blocks two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return x
+
+
+def test_blocks_that_are_called_again_are_refused_under_fsdp() -> None:
+    samples = (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    facts = collect_facts(Twice(), samples, loss_fn=nn.MSELoss())
+    assert [block.calls for block in facts.blocks] == [1, 2, 2]
+    assert predict_memory(facts, Split(ParallelDims(data=2), "pytorch-ddp")).total
+    with pytest.raises(UserError, match="several times"):
+        predict_memory(facts, Split(ParallelDims(shard=2), "fsdp"))
+
+
 def test_a_training_step_is_recorded() -> None:
     def step(model: nn.Module, samples: Any) -> Tensor:
         x, y = samples
@@ -189,13 +211,21 @@ class DependsOnSamples(nn.Module):
         self.linear = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * 2 if len(x) > 5 else x)
+        return self.linear(x * 2 if len(x) > 15 else x)
 
 
 def test_operations_that_depend_on_the_number_of_samples_are_an_error() -> None:
     with pytest.raises(UserError, match="depends on the number of samples") as caught:
         facts_of(DependsOnSamples())
     assert caught.value.field == "batch_size"
+
+
+@pytest.mark.parametrize("classes", [4, 8])
+def test_as_many_classes_as_samples_are_no_pairs(classes: int) -> None:
+    """Scores of as many samples as classes are checked for in-batch losses by their values."""
+    model, samples = nn.Linear(8, classes), (torch.randn(classes, 8), torch.arange(classes))
+    facts = collect_facts(model, samples)
+    assert facts.blocks[0].output == Size(0, 4 * classes)
 
 
 def test_a_batch_without_samples_is_an_error() -> None:
