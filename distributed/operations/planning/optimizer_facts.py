@@ -1,0 +1,60 @@
+"""Measure what a named optimizer keeps and needs, on one small parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distributed.config import DistributedConfig
+from distributed.operations.planning.memory_trace import MemoryTrace
+from distributed.planner.estimates.model_facts import Kind, OptimizerFacts
+from distributed.training.optimizers import build_optimizer
+
+__all__ = ["optimizer_facts"]
+
+_ROWS = 256
+_SMALL = 8
+"""A tensor of state with less than a part of so many of the parameter does not grow with it, such as the
+step."""
+
+
+def optimizer_facts(name: str, *, momentum: float = 0.0, foreach: bool = False) -> OptimizerFacts:
+    """State and temporary memory per byte of a parameter.
+
+    Args:
+        name: of the optimizer, as the configuration has it.
+        momentum: of SGD.
+        foreach: whether parameters are updated together, as torch does by default on GPUs.
+    """
+    model = nn.Linear(_ROWS, _ROWS, bias=False)
+    config = DistributedConfig(optimizer=name, momentum=momentum)
+    optimizer = build_optimizer(None, model, config, 1e-3)
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = foreach
+    (parameter,) = model.parameters()
+    trace = MemoryTrace([model], [parameter])
+    for _ in range(2):  # state exists after the first step
+        parameter.grad = torch.zeros_like(parameter)
+        trace.take()
+        trace.ignore([parameter.grad, *_state(optimizer)])
+        with trace:
+            optimizer.step()
+    line = trace.take()
+    trace.remove()
+    now = most = 0
+    for kind, index in line.events:
+        now += line.sizes[index] * (1 if kind == Kind.ALLOCATE else -1)
+        most = max(most, now)
+    whole = parameter.numel() * parameter.element_size()
+    state = [t.numel() * t.element_size() for t in _state(optimizer)]
+    return OptimizerFacts(
+        state=sum(nbytes for nbytes in state if nbytes >= whole // _SMALL) / whole,
+        workspace=round(most / whole, 2),
+        per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
+        at_once=foreach,
+    )
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]

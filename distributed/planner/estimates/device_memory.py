@@ -1,0 +1,47 @@
+"""DeviceMemory: how a device and its libraries turn tensors into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CUDA", "EXACT", "MAPPED_CPU", "DeviceMemory"]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Allocator and communication library of a device.
+
+    Attributes:
+        granule: sizes are rounded up to multiples of it, in bytes.
+        overhead: bytes that the allocator adds before rounding.
+        smallest: tensors with fewer bytes are not counted.
+        copies_in_collectives: whether an all-gather receives into memory of its own, and a reduce-scatter
+            adds in a copy of its input, as under gloo.
+        framework_bytes: what libraries take whatever the model, in bytes.
+    """
+
+    granule: int = 1
+    overhead: int = 0
+    smallest: int = 0
+    copies_in_collectives: bool = False
+    framework_bytes: int = 0
+
+    def taken(self, nbytes: int) -> int:
+        """Bytes of the device for a tensor of `nbytes`."""
+        if nbytes < max(1, self.smallest):
+            return 0
+        return -(-(nbytes + self.overhead) // self.granule) * self.granule
+
+
+EXACT = DeviceMemory()
+"""Bytes of tensors as they are, without copies in collectives."""
+
+CUDA = DeviceMemory(granule=512)
+"""Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it
+reserves in segments beyond them depends on the order of all earlier sizes, and is not included."""
+
+MAPPED_CPU = DeviceMemory(granule=4096, overhead=112, smallest=16384, copies_in_collectives=True)
+"""gloo, and glibc with a mapping for each tensor of 16 KiB or more: torch's alignment to 64 bytes and glibc's
+record of 48 bytes, in whole pages (malloc/malloc.c of glibc, ``_int_memalign`` and ``sysmalloc_mmap``;
+ProcessGroupGloo.cpp of torch 2.13, ``allgather_into_tensor_coalesced`` and
+``reduce_scatter_tensor_coalesced``)."""

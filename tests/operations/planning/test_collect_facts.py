@@ -1,0 +1,246 @@
+"""Facts that are collected from a model: counted by hand, without data, and refused where they would be
+wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.operations.planning.collect_facts import collect_facts
+from distributed.operations.planning.optimizer_facts import optimizer_facts
+from distributed.planner.estimates.memory import predict_memory
+from distributed.planner.estimates.model_facts import Kind, ModelFacts, Size
+from distributed.planner.estimates.split import Split
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A layer whose ReLU saves its result for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Tower(nn.Module):
+    """Two blocks between two layers, the first of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.register_buffer("offset", torch.ones(WIDTH))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def batch(number: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(number, 8), torch.randn(number, 1)
+
+
+def facts_of(model: nn.Module, **given: Any) -> ModelFacts:
+    return collect_facts(model, batch(), loss_fn=nn.MSELoss(), **given)
+
+
+def test_counts_are_those_done_by_hand() -> None:
+    facts = facts_of(Tower())
+    assert facts.num_parameters == 8 * 16 + 16 + 2 * (16 * 16 + 16) + 16 + 1
+    model, first, second = facts.blocks
+    assert (model.name, first.name, second.name) == ("", "blocks.0", "blocks.1")
+    assert (model.trained_elements, model.frozen_elements, model.buffer_bytes) == (17, 144, 64)
+    assert (first.trained_elements, first.frozen_elements, first.buffer_bytes) == (272, 0, 0)
+    # A multiplication and an addition for each weight and sample.
+    assert first.forward_flops == Size(0, 2 * 16 * 16)
+    assert model.forward_flops == Size(0, 2 * 16 * 8 + 2 * 16)
+    # The output is what ReLU saves; the result of the layer is gone.
+    assert first.output == first.saved == Size(0, 16 * 4)
+    assert first.workspace == Size(0, 16 * 4)
+    assert facts.buffers == (64,)
+    assert [p.name for p in facts.parameters if not p.trained] == ["first.weight", "first.bias"]
+    assert sorted(facts.first.gradients) == [2, 3, 4, 5, 6, 7]
+
+
+def test_events_lie_in_their_blocks() -> None:
+    events = [(e.kind, e.number) for e in facts_of(Tower()).first.events if e.kind > Kind.GRADIENT]
+    assert events == [
+        (Kind.ENTER_FORWARD, 0),
+        (Kind.ENTER_FORWARD, 1),
+        (Kind.LEAVE_FORWARD, 1),
+        (Kind.ENTER_FORWARD, 2),
+        (Kind.LEAVE_FORWARD, 2),
+        (Kind.LEAVE_FORWARD, 0),
+        (Kind.BACKWARD, 0),
+        (Kind.ENTER_BACKWARD, 0),
+        (Kind.ENTER_BACKWARD, 2),
+        (Kind.LEAVE_BACKWARD, 2),
+        (Kind.ENTER_BACKWARD, 1),
+    ]
+
+
+def test_a_model_without_data_has_the_same_facts() -> None:
+    with torch.device("meta"):
+        hollow = Tower()
+    assert facts_of(hollow) == facts_of(Tower())
+
+
+def test_the_size_of_the_sample_batch_does_not_matter() -> None:
+    model = Tower()
+    small, large = (collect_facts(model, batch(n), loss_fn=nn.MSELoss()) for n in (1, 50))
+    assert small == large
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Tower().eval()
+    before = copy.deepcopy(model.state_dict())
+    facts_of(model)
+    assert not model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+
+
+def test_activation_checkpointing_trades_what_is_saved() -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(6)]
+    facts = facts_of(nn.Sequential(*blocks, nn.Linear(8, 1)))
+    plain, again = (
+        predict_memory(facts, Split(ParallelDims(), "serial", micro_batch=100, activation_checkpointing=on))
+        for on in (False, True)
+    )
+    assert again.activations < plain.activations
+    assert again.parameters == plain.parameters
+
+
+def test_half_precision_saves_half_of_a_layer() -> None:
+    """Autocast adds casts of weights and inputs; what the blocks save is half."""
+    full, half = facts_of(Tower()), facts_of(Tower(), precision="bf16")
+    assert half.blocks[2].saved.per_sample == full.blocks[2].saved.per_sample / 2
+    assert half.precision == "bf16"
+
+
+class Twice(nn.Module):
+    """Calls its blocks two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return x
+
+
+def test_blocks_that_are_called_again_are_refused_under_fsdp() -> None:
+    samples = (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    facts = collect_facts(Twice(), samples, loss_fn=nn.MSELoss())
+    assert [block.calls for block in facts.blocks] == [1, 2, 2]
+    assert predict_memory(facts, Split(ParallelDims(data=2), "pytorch-ddp")).total
+    with pytest.raises(UserError, match="several times"):
+        predict_memory(facts, Split(ParallelDims(shard=2), "fsdp"))
+
+
+def test_a_training_step_is_recorded() -> None:
+    def step(model: nn.Module, samples: Any) -> Tensor:
+        x, y = samples
+        return mse_loss(model(x), y)
+
+    facts = collect_facts(Tower(), batch(), training_step=step)
+    assert sorted(facts.first.gradients) == [2, 3, 4, 5, 6, 7]
+
+
+def test_batch_norm_is_not_recomputed() -> None:
+    """The statistics would see every batch twice: such a plan is refused, and facts are there without it."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
+    facts = facts_of(nn.Sequential(*blocks, nn.Linear(8, 1)))
+    assert facts.first_recomputed is None
+    with pytest.raises(UserError) as caught:
+        predict_memory(facts, Split(ParallelDims(), "serial", activation_checkpointing=True))
+    assert caught.value.field == "activation_checkpointing"
+
+
+class DependsOnValues(nn.Module):
+    """Control flow that fake tensors cannot follow."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "branch" and x.sum() > 0:
+            x = x + 1
+        if self.way == "number":
+            x = x * x.max().item()
+        if self.way == "shape":
+            x = x[x[:, 0] > 0]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("way", ["branch", "number", "shape"])
+def test_values_that_decide_are_an_error(way: str) -> None:
+    with pytest.raises(UserError, match="depends on values") as caught:
+        facts_of(DependsOnValues(way))
+    assert caught.value.field == "model"
+    assert "facts_from_numbers" in caught.value.remedy
+
+
+class DependsOnSamples(nn.Module):
+    """One more operation for larger batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * 2 if len(x) > 15 else x)
+
+
+def test_operations_that_depend_on_the_number_of_samples_are_an_error() -> None:
+    with pytest.raises(UserError, match="depends on the number of samples") as caught:
+        facts_of(DependsOnSamples())
+    assert caught.value.field == "batch_size"
+
+
+@pytest.mark.parametrize("classes", [4, 8])
+def test_as_many_classes_as_samples_are_no_pairs(classes: int) -> None:
+    """Scores of as many samples as classes are checked for in-batch losses by their values."""
+    model, samples = nn.Linear(8, classes), (torch.randn(classes, 8), torch.arange(classes))
+    facts = collect_facts(model, samples)
+    assert facts.blocks[0].output == Size(0, 4 * classes)
+
+
+def test_a_batch_without_samples_is_an_error() -> None:
+    with pytest.raises(UserError, match="first dimension") as caught:
+        collect_facts(Tower(), [torch.tensor(1.0)], loss_fn=nn.MSELoss())
+    assert caught.value.field == "batch"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("name", "momentum", "state"),
+    [("adamw", 0.0, 2.0), ("adam", 0.0, 2.0), ("sgd", 0.9, 1.0), ("sgd", 0.0, 0.0)],
+)
+def test_optimizers_are_measured(name: str, momentum: float, state: float, foreach: bool) -> None:
+    """Two tensors of the size of the parameter, or one of momentum."""
+    facts = optimizer_facts(name, momentum=momentum, foreach=foreach)
+    assert facts.state == state
+    assert facts.at_once == foreach

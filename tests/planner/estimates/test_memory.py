@@ -1,0 +1,238 @@
+"""Predictions of memory: sums that are done by hand, errors, and what must hold for all models."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
+from distributed.planner.estimates.layout import Layout
+from distributed.planner.estimates.layouts import LAYOUTS
+from distributed.planner.estimates.memory import MemoryParts, predict_memory
+from distributed.planner.estimates.model_facts import (
+    BlockFacts,
+    Event,
+    Kind,
+    ModelFacts,
+    OptimizerFacts,
+    ParameterFacts,
+    Size,
+    Timeline,
+)
+from distributed.planner.estimates.split import Split
+from tests.planner.estimates.memory_mutants import MUTANTS
+
+GLOO = DeviceMemory(copies_in_collectives=True)
+PLAIN = OptimizerFacts(state=0.0, workspace=0.0, per_parameter=0)
+ADAM = OptimizerFacts(state=2.0, workspace=2.0, per_parameter=0)
+
+
+def chain(
+    rows: list[int], saved: list[int], optimizer: OptimizerFacts = PLAIN, workspace: int = 0
+) -> ModelFacts:
+    """Blocks in a row, each with one weight of so many rows of 4 bytes, whose forward saves so many bytes of
+    each sample, and whose backward makes the gradient of the weight and then drops what was saved."""
+    sizes, first, later = [], [], []
+    gradients = {}
+    for block, nbytes in enumerate(saved, 1):
+        sizes.append(Size(0, nbytes))
+        first.append(Event(Kind.ENTER_FORWARD, block))
+        first.append(Event(Kind.ALLOCATE, len(sizes) - 1))
+        sizes.append(Size(workspace))
+        first += [Event(Kind.ALLOCATE, len(sizes) - 1), Event(Kind.FREE, len(sizes) - 1)]
+        first.append(Event(Kind.LEAVE_FORWARD, block))
+    first.append(Event(Kind.BACKWARD, 0))
+    later = list(first)
+    for block in range(len(rows), 0, -1):
+        sizes.append(Size(4 * rows[block - 1]))
+        new, old = len(sizes) - 1, 2 * (block - 1)
+        gradients[block - 1] = new
+        begin = [Event(Kind.ENTER_BACKWARD, block), Event(Kind.ALLOCATE, new)]
+        end = [Event(Kind.GRADIENT, block - 1), Event(Kind.FREE, old), Event(Kind.LEAVE_BACKWARD, block)]
+        first += [*begin, *end]
+        later += [*begin, Event(Kind.FREE, new), *end]
+    parameters = tuple(ParameterFacts(f"w{i}", (n, 1), 4, True, i + 1) for i, n in enumerate(rows))
+    nothing = Size(0)
+    blocks = (
+        BlockFacts("", 0, 0, 0, nothing, nothing, nothing, nothing),
+        *(
+            BlockFacts(f"block{i}", n, 0, 0, nothing, Size(0, saved[i]), nothing, Size(workspace))
+            for i, n in enumerate(rows)
+        ),
+    )
+    lines = Timeline(tuple(sizes), tuple(first), gradients), Timeline(tuple(sizes), tuple(later))
+    return ModelFacts("Chain", parameters, blocks, (), *lines, None, None, optimizer)
+
+
+def split(backend: str, ranks: int = 1, **given: Any) -> Split:
+    axis = "shard" if backend == "fsdp" else "data"
+    return Split(ParallelDims(**{axis: ranks}), backend, micro_batch=3, **given)
+
+
+TWO = chain([100, 100], [10, 10])
+TWO_ADAM = chain([100, 100], [10, 10], ADAM)
+
+# A weight and a gradient are 400 bytes, what a block saves of 3 samples 30.
+BY_HAND = [
+    # At the second gradient: 2 weights, 2 gradients, what the first block saved.
+    ("serial", split("serial"), TWO, EXACT, 800 + 800 + 30),
+    # In the update: 2 weights, 2 gradients, 4 states, 2 temporary tensors.
+    ("serial", split("serial"), TWO_ADAM, EXACT, 800 + 800 + 1600 + 800),
+    # At the first gradient of a later micro-batch: 2 weights, 2 gradients, a new one, what both blocks saved.
+    ("serial", split("serial", num_micro_batches=2), TWO, EXACT, 800 + 800 + 400 + 60),
+    # At the first gradient: 2 weights, buckets for 2 gradients, the gradient itself, what both blocks saved.
+    ("pytorch-ddp", split("pytorch-ddp", 2), TWO, EXACT, 800 + 800 + 400 + 60),
+    # The gradients of earlier micro-batches lie beside the buckets.
+    ("pytorch-ddp", split("pytorch-ddp", 2, num_micro_batches=2), TWO, EXACT, 800 + 800 + 800 + 400 + 60),
+    # When the first block is gathered for backward: 2 shards; the reduced input and the sharded gradient of
+    # the second block; the output of the all-gather and the parameters copied from it; what the block saved.
+    ("fsdp", split("fsdp", 2), TWO, EXACT, 400 + 400 + 200 + 400 + 400 + 30),
+    # The same with gloo; its copy of an all-gather comes before, when the second block is gathered and the
+    # first staged: 2 shards, the gathered block, two stages, what both blocks saved. It is less.
+    ("fsdp", split("fsdp", 2), TWO, GLOO, 400 + 400 + 200 + 400 + 400 + 30),
+    # In the update: 2 shards, 2 gradients of shards, 4 states of shards, 2 temporary tensors of a shard; the
+    # backward pass has, at its maximum, 800 bytes of states more than the row above.
+    ("fsdp", split("fsdp", 2), TWO_ADAM, EXACT, 800 + 400 + 400 + 200 + 400 + 400 + 30),
+    # Whole gradients of the first micro-batch, a new one of the second, the gathered second block, the staged
+    # first one, 2 shards, what both blocks saved.
+    ("fsdp", split("fsdp", 2, num_micro_batches=2), TWO, EXACT, 800 + 400 + 400 + 400 + 400 + 60),
+    # After backward: the flat weights, the copy of a range, the bucket, what it is flattened into.
+    ("deepspeed", split("deepspeed", 2, zero_stage=2), TWO, EXACT, 800 + 400 + 800 + 800),
+    # At the last gradient: the flat weights, the copy of a range, the bucket beside the gradients, what is
+    # saved.
+    ("deepspeed", split("deepspeed", 2, zero_stage=1), TWO, EXACT, 800 + 400 + 800 + 800 + 30),
+    # After backward: weights, gradients, what they are flattened into.
+    ("deepspeed", split("deepspeed", 2), TWO, EXACT, 800 + 800 + 800),
+    # After backward, as above, and two states of the range.
+    ("deepspeed", split("deepspeed", 2, zero_stage=2), TWO_ADAM, EXACT, 800 + 400 + 800 + 800 + 800),
+    # In the update of a single rank: flat weights, their copy, two states, the gradient, two temporary
+    # tensors.
+    ("deepspeed", split("deepspeed", 1, zero_stage=2), TWO_ADAM, EXACT, 800 + 800 + 1600 + 800 + 1600),
+]
+
+
+@pytest.mark.parametrize(("backend", "given", "facts", "device", "expected"), BY_HAND)
+def test_sums_by_hand(
+    backend: str, given: Split, facts: ModelFacts, device: DeviceMemory, expected: int
+) -> None:
+    assert predict_memory(facts, given, device).total == expected
+
+
+@pytest.mark.parametrize(("backend", "mutant"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_wrong_layout_is_noticed(
+    backend: str, mutant: type[Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYOUTS, backend, mutant)
+    own = [row for row in BY_HAND if row[0] == backend]
+    assert any(predict_memory(row[2], row[1], row[3]).total != row[4] for row in own)
+
+
+def test_parts_add_up() -> None:
+    parts = predict_memory(TWO_ADAM, split("serial"))
+    assert parts == MemoryParts(parameters=800, gradients=800, optimizer=2400)
+    assert parts.total == 4000
+    assert parts.fits(4000)
+    assert not parts.fits(3999)
+
+
+def test_devices_round_in_their_own_way() -> None:
+    assert [CUDA.taken(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    # Measured: a tensor of 4 pages takes 5, and one of less than 16 KiB is no mapping.
+    assert [MAPPED_CPU.taken(n) for n in (16383, 16384, 16384 + 4096 - 112)] == [0, 20480, 20480]
+    parts = predict_memory(chain([1], [0]), split("serial"), CUDA)
+    assert parts == MemoryParts(parameters=4, gradients=4, fragmentation=1016)
+
+
+def test_what_libraries_take_is_added() -> None:
+    parts = predict_memory(TWO, split("serial"), DeviceMemory(framework_bytes=77))
+    assert parts.framework == 77
+    assert parts.total == 1630 + 77
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "allowed"),
+    [
+        (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
+        (Split(ParallelDims(tensor=2), "pytorch-ddp"), "parallel.tensor", "1"),
+        (Split(ParallelDims(pipeline=2), "pytorch-ddp"), "parallel.pipeline", "1"),
+        (Split(ParallelDims(context=4), "fsdp"), "parallel.context", "1"),
+        (Split(ParallelDims(data=2, expert=2), "fsdp"), "parallel.expert", "1"),
+        (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),
+        (Split(ParallelDims(shard=2), "pytorch-ddp"), "parallel.shard", "1"),
+        (Split(ParallelDims(data=2), "pytorch-ddp", zero_stage=1), "zero_stage", "0"),
+        (Split(ParallelDims(data=2), "deepspeed", zero_stage=3), "zero_stage", "0, 1, 2"),
+        (Split(ParallelDims(), "serial", codec="topk"), "codec", "none"),
+        (Split(ParallelDims(), "serial", offload=True), "offload", "false"),
+        (Split(ParallelDims(), "serial", precision="bf16"), "precision", "fp32"),
+        (Split(ParallelDims(), "serial", optimizer="sgd"), "optimizer", "adamw"),
+        (Split(ParallelDims(), "serial", activation_checkpointing=True), "activation_checkpointing", "false"),
+    ],
+)
+def test_what_is_not_predicted_is_refused(given: Split, field: str, allowed: str) -> None:
+    with pytest.raises(UserError) as caught:
+        predict_memory(TWO, given)
+    assert caught.value.field == field
+    assert caught.value.allowed == allowed
+
+
+def random_chain(draw: random.Random, unit: int = 1) -> ModelFacts:
+    """A chain of blocks; the rows of each weight are a multiple of `unit`."""
+    number = draw.randint(1, 6)
+    rows = [unit * draw.randint(1, 50) for _ in range(number)]
+    saved = [draw.randint(0, 4000) for _ in range(number)]
+    return chain(rows, saved, draw.choice((PLAIN, ADAM)), draw.randint(0, 1000))
+
+
+def random_split(draw: random.Random) -> Split:
+    backend = draw.choice(sorted(LAYOUTS))
+    ranks = 1 if backend == "serial" else draw.choice((2, 3, 4, 8))
+    stage = draw.choice((0, 1, 2)) if backend == "deepspeed" else 0
+    return split(backend, ranks, zero_stage=stage, num_micro_batches=draw.choice((1, 2, 5)))
+
+
+def test_more_memory_never_rejects_a_plan_that_fits() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        parts = predict_memory(random_chain(draw), random_split(draw), draw.choice((EXACT, CUDA, GLOO)))
+        small = draw.randint(0, 2 * parts.total)
+        assert parts.fits(small + draw.randint(0, 10_000)) or not parts.fits(small)
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("fsdp", 0), ("deepspeed", 1), ("deepspeed", 2)])
+def test_more_ranks_never_raise_the_memory_of_a_shard(backend: str, stage: int) -> None:
+    """Where the number of ranks divides the rows, so that no shard is padded."""
+    draw = random.Random(stage)
+    for _ in range(100):
+        facts = random_chain(draw, unit=64)
+        micro = draw.choice((1, 3))
+        totals = [
+            predict_memory(facts, split(backend, n, zero_stage=stage, num_micro_batches=micro), GLOO).total
+            for n in (2, 4, 8, 16, 32)
+        ]
+        assert totals == sorted(totals, reverse=True)
+
+
+def test_padding_is_counted() -> None:
+    """Three rows on four ranks: each rank has a shard of one row, and gathers four."""
+    facts = chain([3], [0])
+    assert predict_memory(facts, split("fsdp", 4)).total > predict_memory(facts, split("fsdp", 3)).total
+
+
+def test_a_larger_micro_batch_needs_no_less() -> None:
+    draw = random.Random(1)
+    for _ in range(100):
+        facts, given = random_chain(draw), random_split(draw)
+        larger = Split(**{**vars(given), "micro_batch": given.micro_batch + draw.randint(1, 5)})
+        assert predict_memory(facts, larger).total >= predict_memory(facts, given).total
+
+
+def test_the_peak_does_not_depend_on_how_many_micro_batches_follow_the_third() -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        facts, given = random_chain(draw), random_split(draw)
+        three, many = (Split(**{**vars(given), "num_micro_batches": n}) for n in (3, 64))
+        assert predict_memory(facts, three) == predict_memory(facts, many)

@@ -1,0 +1,169 @@
+"""The exact peak of live tensor bytes of a rank on CPU, from glibc's own counters.
+
+Every allocation of `THRESHOLD` bytes or more is made a mapping of its own, so that glibc counts exactly what
+is
+live: ``mallinfo2().hblkhd`` now, "max mmap bytes" of ``malloc_stats()`` at most since the process began. No
+part of torch takes part in the measurement. Source: malloc_stats(3), mallinfo(3) and mallopt(3) of glibc 2.33
+and later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distributed import Callback
+from distributed.interfaces.callback import Context
+
+__all__ = ["MeasurePeak", "count_mappings"]
+
+THRESHOLD = 16384
+"""Bytes from which an allocation is a mapping of its own."""
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_MAX = -4
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+_libc = ctypes.CDLL(None)
+_libc.mallinfo2.restype = _Mallinfo2
+
+
+def count_mappings() -> None:
+    """Let glibc count allocations of this process from `THRESHOLD` bytes on, for good."""
+    if not (_libc.mallopt(_M_MMAP_THRESHOLD, THRESHOLD) and _libc.mallopt(_M_MMAP_MAX, 1 << 24)):
+        raise OSError("glibc refused the threshold of mappings")
+
+
+def live_bytes() -> int:
+    """Bytes of the mappings that are live."""
+    return int(_libc.mallinfo2().hblkhd)
+
+
+def max_bytes() -> int:
+    """Most bytes that were ever live at once in this process."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            _libc.malloc_stats()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        found = re.search(rb"max mmap bytes\s*=\s*(\d+)", file.read())
+    assert found, "glibc's malloc_stats() has another form"
+    return int(found[1])
+
+
+def mapped(nbytes: int) -> int:
+    """Bytes of the mapping of a tensor: pages for it, the alignment to 64 bytes and glibc's own record."""
+    return 0 if nbytes < THRESHOLD else -(-(nbytes + 64 + 32 + 16) // 4096) * 4096
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the mappings of the storages of `tensors`, each storage once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return sum(map(mapped, sizes.values()))
+
+
+class MeasurePeak(Callback):
+    """Write the peak of live tensor bytes of each rank, as a number, to ``folder/rank``.
+
+    What is live at the end of the run beside its known tensors (the model, the optimizer's state, the
+    buckets of DDP) is the process's own: objects of Python, and buffers that libraries keep from the first
+    step on. It is taken off the peak. Parameters that are mapped from a file are no allocation, at the peak
+    or at the end; they are in what is written, because they are known.
+    """
+
+    all_ranks = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a rank: before the backend places the model."""
+        vars(self).update(state)
+        count_mappings()
+
+    def on_run_start(self, context: Context) -> None:
+        _settle_collectives()
+        self.before = max_bytes()
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        peak, end = max_bytes(), live_bytes()
+        assert peak > self.before, "more was live before the first step than in training"
+        states = context.optimizer.state  # its keys are copies of shards under ZeRO
+        kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        kept.extend(states)
+        known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
+        known += sum(map(mapped, _buckets(context)))
+        (self.folder / str(context.world.rank)).write_text(str(peak - end + known), encoding="utf-8")
+
+
+def _settle_collectives() -> None:
+    """Let FSDP2's collectives return when gloo has dropped their tensors. A thread of gloo wakes the caller
+    first, and drops them when the scheduler lets it continue: by then the caller may have allocated the next
+    ones."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    for name in ("foreach_all_gather", "foreach_reduce"):
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "settles"):
+            setattr(module, name, _settled(function))
+
+
+def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        while any(_is_running(task) for task in _gloo_threads()):
+            os.sched_yield()
+        return result
+
+    call.settles = True  # type: ignore[attr-defined]
+    return call
+
+
+def _gloo_threads() -> list[Path]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [task for task in tasks if (task / "comm").read_text().startswith("pt_gloo")]
+
+
+def _is_running(task: Path) -> bool:
+    """Whether a thread does something else than to wait for work."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] != "S"
+
+
+def _buckets(context: Context) -> list[int]:
+    """Bytes of the buckets of DDP, as it logs them."""
+    model = getattr(context.backend, "model", None)
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return []
+    logged = model._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return [int(size) for size in sizes.split(",")]

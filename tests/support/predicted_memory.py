@@ -1,0 +1,70 @@
+"""Predicted and measured peaks of the same runs, side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.operations.planning.collect_facts import collect_facts
+from distributed.planner.estimates.device_memory import MAPPED_CPU
+from distributed.planner.estimates.memory import predict_memory
+from distributed.planner.estimates.model_facts import ModelFacts
+from distributed.planner.estimates.split import Split
+from tests.support.commands import run
+from tests.support.small_transformers import MODELS
+
+__all__ = ["AGAIN", "ALL", "DDP", "FSDP", "FULL", "SERIAL", "ZERO", "compare"]
+
+SAMPLES = 4
+"""Of a micro-batch."""
+
+AGAIN = {"gradient_accumulation_steps": 3}
+FULL = {"activation_checkpointing": "full"}
+DDP: dict[str, Any] = {"backend": "pytorch-ddp", "ranks": 2}
+FSDP: dict[str, Any] = {"backend": "fsdp", "ranks": 2}
+ZERO: dict[str, Any] = {"backend": "deepspeed", "ranks": 2}
+SERIAL: dict[str, Any] = {"backend": "serial", "ranks": 1}
+
+ALL: list[dict[str, Any]] = [
+    DDP,
+    DDP | AGAIN,
+    FSDP,
+    FSDP | AGAIN,
+    FSDP | FULL,
+    ZERO | {"zero_stage": 0},
+    ZERO | {"zero_stage": 1},
+    ZERO | {"zero_stage": 1} | AGAIN,
+    ZERO | {"zero_stage": 2},
+    ZERO | {"zero_stage": 2} | AGAIN,
+    SERIAL | FULL,
+    SERIAL,
+    SERIAL | AGAIN,
+]
+"""Those of serial come last in one process, with rising peaks: its maximum never falls."""
+
+
+def predicted(facts: ModelFacts, entry: dict[str, Any]) -> int:
+    axis = {"fsdp": "shard"}.get(entry["backend"], "data")
+    split = Split(
+        ParallelDims(**{axis: entry["ranks"]}),
+        entry["backend"],
+        zero_stage=entry.get("zero_stage", 0),
+        micro_batch=SAMPLES,
+        num_micro_batches=entry.get("gradient_accumulation_steps", 1),
+        activation_checkpointing="activation_checkpointing" in entry,
+    )
+    return predict_memory(facts, split, MAPPED_CPU).total
+
+
+def compare(name: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
+    """(run, measured bytes, predicted bytes) of each of `runs` of a model."""
+    build, batch = MODELS[name]
+    facts = collect_facts(build(), batch(SAMPLES))
+    arguments = json.dumps([{"name": name, "samples": SAMPLES, **entry} for entry in runs])
+    command = [sys.executable, "-m", "tests.support.measure_memory", arguments]
+    done = run(command, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    return [(entry, truth, predicted(facts, entry)) for entry, truth in zip(runs, measured, strict=True)]
