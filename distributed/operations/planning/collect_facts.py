@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.operations.planning.memory_trace import MemoryTrace, RawTimeline
-from distributed.operations.planning.optimizer_facts import optimizer_facts
+from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
+from distributed.operations.planning.work_trace import RawOperation, WorkTrace, merge
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     Kind,
@@ -30,6 +31,7 @@ from distributed.planner.estimates.model_facts import (
     Size,
     Timeline,
 )
+from distributed.planner.estimates.work_facts import BlockWork, WorkFacts
 from distributed.training.activation_checkpointing import recompute
 from distributed.training.blocks import find_blocks
 from distributed.training.objective import Objective
@@ -92,6 +94,9 @@ def collect_facts(
         optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=device != "cpu"),
         precision=precision,
         optimizer_name=optimizer,
+        work=WorkFacts(
+            recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=device != "cpu")
+        ),
     )
 
 
@@ -152,6 +157,7 @@ class _Recorder:
         self._flops: dict[int, Size] = {}
         self._outputs: dict[int, Size] = {}
         self._calls: dict[int, int] = {}
+        self._work: list[list[RawOperation]] = []
 
     def pair(self) -> tuple[Timeline, Timeline]:
         """The first and a later micro-batch of an optimizer step."""
@@ -182,17 +188,21 @@ class _Recorder:
     def _record(self, num_samples: int) -> tuple[RawTimeline, RawTimeline]:
         batch = _resized(self._batch, num_samples, self._device)
         trace = MemoryTrace(self.blocks, self.model.parameters())
+        work = WorkTrace(self.blocks)
         trace.ignore([*self.model.buffers(), *(t for t in tree_leaves(batch) if isinstance(t, Tensor))])
         try:
-            with _explained(), trace:
+            with _explained(), trace, work:
                 # Some work is done once only, such as checks of the loss.
                 self._micro_batch(trace, batch, num_samples)
                 for parameter in self.model.parameters():
                     parameter.grad = None
+                work.take()
                 first = self._micro_batch(trace, batch, num_samples)
+                self._work.append(work.take())
                 later = self._micro_batch(trace, batch, num_samples)
         finally:
             trace.remove()
+            work.remove()
             for parameter in self.model.parameters():
                 parameter.grad = None
         return first, later
@@ -214,6 +224,11 @@ class _Recorder:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.split(":")[0], dtype=self._dtype, enabled=self._dtype is not None)
+
+    def work(self) -> tuple[BlockWork, ...]:
+        """Operations of the first micro-batch of a step without activation checkpointing."""
+        small, large = self._work[:2]
+        return merge(small, large, len(self.blocks), _SAMPLES)
 
     # -- facts ------------------------------------------------------------------------
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from distributed.planner.estimates.size import Size
+from distributed.planner.estimates.work_facts import WorkFacts
+
 __all__ = [
     "BlockFacts",
     "Event",
@@ -19,22 +22,6 @@ __all__ = [
     "Size",
     "Timeline",
 ]
-
-
-class Size(NamedTuple):
-    """Bytes of a tensor as a function of the samples of a micro-batch.
-
-    Attributes:
-        fixed: bytes for any number of samples.
-        per_sample: further bytes for each sample.
-    """
-
-    fixed: float
-    per_sample: float = 0.0
-
-    def at(self, num_samples: int) -> int:
-        """Bytes for a micro-batch of `num_samples` samples."""
-        return round(self.fixed + self.per_sample * num_samples)
 
 
 class Kind(IntEnum):
@@ -183,6 +170,7 @@ class ModelFacts:
         optimizer: what the optimizer needs.
         precision: at which the facts were recorded.
         optimizer_name: the optimizer of `optimizer`.
+        work: operations of a micro-batch and of the optimizer; without blocks where they were not counted.
     """
 
     name: str
@@ -196,6 +184,7 @@ class ModelFacts:
     optimizer: OptimizerFacts
     precision: str = "fp32"
     optimizer_name: str = "adamw"
+    work: WorkFacts = WorkFacts()
 
     @property
     def num_parameters(self) -> int:
