@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``calibrate``."""
     parser.epilog = _EPILOG
     flags = parser.add_argument
-    flags(
-        "-o", "--output", default=_DEFAULT, metavar="FILE", help=f"The profile. Default: {_DEFAULT}."
-    )
+    flags("-o", "--output", default=_DEFAULT, metavar="FILE", help=f"The profile. Default: {_DEFAULT}.")
     flags(
         "--ranks",
         metavar="N,N",
@@ -38,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " least 4.",
     )
     flags("--device", choices=["auto", "cpu", "cuda"], default="auto", help="Default: GPUs where there are.")
-    flags("--name", default="this-machine", metavar="NAME", help="Name of the profile. Default: this-machine.")
+    flags(
+        "--name", default="this-machine", metavar="NAME", help="Name of the profile. Default: this-machine."
+    )
     flags(
         "--duration",
         metavar="SECONDS",

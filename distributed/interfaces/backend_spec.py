@@ -90,6 +90,9 @@ class BackendSpec:
             sets.
         codec: ``config ->`` (name of a gradient codec, name of the field) of the codec that the backend's own
             section sets; None if it sets none.
+        zero_stage: ``config ->`` the stage of ZeRO with which it trains; None for a backend without stages.
+        unpredicted: ``config ->`` (name, value) of the first field of the backend's own section that changes
+            memory or time in a way that predictions do not know; None if there is no such field.
         inner: for a backend that only starts ranks: the dotted config field that names the
             backend which they run. Target, capabilities and the like are then that one's.
         remote: the launcher decides where ranks run, a single one too: never in the caller's
@@ -128,6 +131,8 @@ class BackendSpec:
     data_parallel_size: Callable[[DistributedConfig, int], int] | None = None
     axis_sizes: Callable[[DistributedConfig], Mapping[str, tuple[int, str]]] | None = None
     codec: Callable[[DistributedConfig], tuple[str, str] | None] | None = None
+    zero_stage: Callable[[DistributedConfig], int] | None = None
+    unpredicted: Callable[[DistributedConfig], tuple[str, object] | None] | None = None
     inner: str | None = None
     remote: bool = False
     cluster_address: str | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
+from distributed_backends.deepspeed.native_config import NATIVE
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
 if TYPE_CHECKING:
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
 _TARGET = "distributed_backends.deepspeed.backend:DeepSpeedBackend"
 _DEFAULT_STAGE = 2
 _BUCKETS = ("bucket_cap_mb", "gradient_as_bucket_view")
+
+
+def stage_of(config: DistributedConfig) -> int:
+    """The ZeRO stage; 2 by default."""
+    return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
+
+
+def _unpredicted(config: DistributedConfig) -> tuple[str, object] | None:
+    """Offloading, and anything of DeepSpeed's own configuration."""
+    section = ZeroSection.of(config)
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(section, name) != "none":
+            return f"zero.{name}", getattr(section, name)
+    return next(((f"{NATIVE}.{name}", value) for name, value in native_config(config).items()), None)
 
 
 @hookimpl
@@ -35,6 +50,8 @@ def register_backends() -> list[BackendSpec]:
                 zero_stages=frozenset({0, 1, 2, 3}),
                 exchanges=EXCHANGES,
             ),
+            zero_stage=stage_of,
+            unpredicted=_unpredicted,
             blocking_modules=("torch.distributed", "deepspeed.comm", "mpi4py"),
             preload=(
                 "distributed_backends.deepspeed.engine",
@@ -97,11 +114,6 @@ def check_plan(plan: RunPlan) -> list[str]:
     offloaded = [name for name, place in where.items() if place == "cpu"]
     note = f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
     return [note, *_check_half_weights(plan, stage)]
-
-
-def stage_of(config: DistributedConfig) -> int:
-    """The ZeRO stage; 2 by default."""
-    return _DEFAULT_STAGE if config.zero_stage is None else config.zero_stage
 
 
 def _check_offloading(config: DistributedConfig, stage: int) -> None:

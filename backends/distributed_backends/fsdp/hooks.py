@@ -23,6 +23,19 @@ def _axis_sizes(config: DistributedConfig) -> dict[str, tuple[int, str]]:
     return {"data": (section.replicate, "fsdp.replicate")} if given else {}
 
 
+_PREDICTED = frozenset({"replicate"})
+"""Fields of the section whose effect is that of a core field which predictions know."""
+
+
+def _unpredicted(config: DistributedConfig) -> tuple[str, object] | None:
+    """The first field of the section that is not at its default, such as other units of sharding."""
+    section = FSDPSection.of(config)
+    for name, field in FSDPSection.model_fields.items():
+        if name not in _PREDICTED and getattr(section, name) != field.default:
+            return f"fsdp.{name}", getattr(section, name)
+    return None
+
+
 @hookimpl
 def register_backends() -> list[BackendSpec]:
     """The FSDP2 backend."""
@@ -45,6 +58,7 @@ def register_backends() -> list[BackendSpec]:
                 exchanges=EXCHANGES,
             ),
             axis_sizes=_axis_sizes,
+            unpredicted=_unpredicted,
             context_attention="distributed_kernels.attention.context:context_attention",
         )
     ]

@@ -19,7 +19,15 @@ from torch.nn.functional import conv2d, gelu, layer_norm, max_pool2d, scaled_dot
 from distributed.operations.planning.work_trace import RawOperation, WorkTrace
 from distributed.planner.estimates.work_facts import MATRIX_KINDS, THIN
 
-__all__ = ["Clock", "HostTimes", "matmul_rate", "measure_host", "measure_kinds", "memory_bandwidth", "reference_operation"]
+__all__ = [
+    "Clock",
+    "HostTimes",
+    "matmul_rate",
+    "measure_host",
+    "measure_kinds",
+    "memory_bandwidth",
+    "reference_operation",
+]
 
 Call = Callable[[], Any]
 
@@ -230,9 +238,7 @@ def measure_host(clock: Clock, time_of: Callable[[str, float], float]) -> HostTi
     """
     small = _Pass(clock, _network(16, 32), torch.randn(1, 16, 32, device=clock.device))
     large = _Pass(clock, _network(4, 256), torch.randn(4, 128, 256, device=clock.device))
-    host = [
-        max(0.0, (small.seconds[i] - small.known(time_of, i)) / small.count(i)) for i in (0, 1)
-    ]
+    host = [max(0.0, (small.seconds[i] - small.known(time_of, i)) / small.count(i)) for i in (0, 1)]
     known = sum(large.known(time_of, i) for i in (0, 1))
     rest = sum(large.seconds[i] - host[i] * large.count(i) for i in (0, 1))
     return HostTimes(host[0], host[1], max(1.0, rest / known))

@@ -143,7 +143,11 @@ class _Step:
     def chunks(self) -> int:
         """Stages of a rank."""
         split = self.split
-        return 1 if split.dims.pipeline == 1 or split.schedule in MEASURABLE else self.timer.engine.stages_per_rank
+        return (
+            1
+            if split.dims.pipeline == 1 or split.schedule in MEASURABLE
+            else self.timer.engine.stages_per_rank
+        )
 
     @cached_property
     def passes(self) -> list[_Pass]:
@@ -156,9 +160,9 @@ class _Step:
         ranks = split.dims.pipeline
         compute = sum(each.forward + each.backward for each in self.passes) / ranks
         exchanges = sum(each.exchanges for each in self.passes) / ranks
-        adding = (count - 1) * max(map(self._accumulation, self.stages)) * self.chunks
+        adding = (count - 1) * max(map(self._accumulation, self.stages))
         bubble, sends = self._pipeline()
-        exposed = count * exchanges + sends + max(self._beside(s) for s in range(len(self.stages)))
+        exposed = count * exchanges + sends + max(map(self._beside, range(ranks)))
         exposed += self._updates()
         moved = sum(size.at(split.micro_batch) for size in self.stages[0].first.inputs)
         data = count * moved / self.timer.profile.host_link
@@ -210,9 +214,7 @@ class _Step:
         if ranks == 1:
             return 0.0, 0.0
         count = split.num_micro_batches
-        by_rank = [
-            sum(each.total for each in self.passes[rank::ranks]) for rank in range(ranks)
-        ]
+        by_rank = [sum(each.total for each in self.passes[rank::ranks]) for rank in range(ranks)]
         average, slowest = sum(by_rank) / ranks, max(by_rank)
         message = self._message() * self.timer.engine.sends_exposed
         splits = split.schedule in ZERO_BUBBLE
@@ -234,17 +236,19 @@ class _Step:
 
     # -- gradients and shards -------------------------------------------------------------
 
-    def _beside(self, stage: int) -> float:
-        """Exposed part of gathers, which run beside all computation, and of reductions, beside backward."""
-        split, facts = self.split, self.stages[stage]
+    def _beside(self, rank: int) -> float:
+        """Exposed part of gathers, which run beside all computation, and of reductions, beside backward, on a
+        rank of the pipeline. Facts of each of its stages have the parameters of all of them."""
+        split, facts = self.split, self.stages[rank]
         if split.dims.data * split.dims.shard * split.dims.context == 1:
             return 0.0
         rounds = split.num_micro_batches if split.zero_stage > 1 else 1
         reductions = rounds * self._reduction(facts)
         gathers = self._gathers(facts)
-        passed = self.passes[stage]
-        compute = split.num_micro_batches * (passed.forward + passed.backward)
-        exposed = self.rates.exposed(reductions, rounds * passed.backward)
+        own = self.passes[rank :: split.dims.pipeline]
+        backward = rounds * sum(each.backward for each in own)
+        compute = split.num_micro_batches * sum(each.forward + each.backward for each in own)
+        exposed = self.rates.exposed(reductions, backward)
         return max(exposed, self.rates.exposed(reductions + gathers, compute)) + self._copies(facts)
 
     def _gathers(self, facts: ModelFacts) -> float:
@@ -327,7 +331,7 @@ class _Step:
     # -- optimizer ----------------------------------------------------------------------
 
     def _optimizer(self) -> float:
-        return self.chunks * max(map(self._update, self.stages))
+        return max(map(self._update, self.stages))
 
     def _update(self, facts: ModelFacts) -> float:
         """The update of what this rank holds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,7 +15,7 @@ __all__ = ["Achievable", "HardwareProfile", "load_profile", "parse_profile", "sh
 
 _FOLDER = Path(__file__).with_name("profiles")
 _DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-_UNSOURCED = {"name", "summary", "sources", "achievable", "measured"}
+_UNSOURCED = {"name", "summary", "device", "sources", "achievable", "measured"}
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -55,6 +55,7 @@ class HardwareProfile(_Section):
     Attributes:
         name: the profile's name.
         summary: the device and its node, in one line.
+        device: ``cuda``, or ``cpu`` for ranks that are processes on CPU cores.
         peak_flops: dtype -> dense floating-point operations per second of matrix products.
         memory: bytes of a device.
         memory_bandwidth: bytes per second.
@@ -74,6 +75,7 @@ class HardwareProfile(_Section):
 
     name: str
     summary: str
+    device: Literal["cuda", "cpu"] = "cuda"
     peak_flops: Mapping[str, Positive]
     memory: Positive
     memory_bandwidth: Positive

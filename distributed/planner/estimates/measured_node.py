@@ -23,9 +23,7 @@ def _check_curve(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, 
     return points
 
 
-Curve = Annotated[
-    tuple[tuple[Positive, Positive], ...], Field(min_length=1), AfterValidator(_check_curve)
-]
+Curve = Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1), AfterValidator(_check_curve)]
 """(size, seconds) in order of size: floating-point operations or bytes, and the time of one call."""
 
 

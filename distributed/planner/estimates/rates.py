@@ -124,9 +124,7 @@ class MeasuredRates:
         return communication - min(self._ranks.overlap * communication, beside)
 
 
-def rates_of(
-    profile: HardwareProfile, precision: str, world_size: int, engine: Engine = OURS
-) -> Rates:
+def rates_of(profile: HardwareProfile, precision: str, world_size: int, engine: Engine = OURS) -> Rates:
     """The measured rates of `profile` if it has any for ranks of a node, otherwise those of its datasheet."""
     if profile.measured is None:
         return DatasheetRates(profile, precision, engine)
