@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " least 4.",
     )
     flags("--device", choices=["auto", "cpu", "cuda"], default="auto", help="Default: GPUs where there are.")
-    flags(
-        "--name", default="this-machine", metavar="NAME", help="Name of the profile. Default: this-machine."
-    )
+    flags("--name", default="this-machine", metavar="NAME", help="Of the profile. Default: this-machine.")
     flags(
         "--duration",
         metavar="SECONDS",

@@ -26,8 +26,8 @@ __all__ = ["RawOperation", "WorkTrace", "merge"]
 
 _TRANSCENDENTAL = (
     "_log_softmax", "_softmax", "celu", "cos", "elu", "erf", "exp", "expm1", "gelu", "gelu_backward", "log",
-    "log1p", "log_sigmoid_forward", "logsumexp", "mish", "sigmoid", "silu", "silu_backward", "sin", "softplus",
-    "tanh",
+    "log1p", "log_sigmoid_forward", "logsumexp", "mish", "sigmoid", "silu", "silu_backward", "sin",
+    "softplus", "tanh",
 )  # fmt: skip
 _REDUCTION = (
     "_batch_norm_with_update", "_fused_rms_norm", "_fused_rms_norm_backward", "_log_softmax_backward_data",
@@ -42,8 +42,8 @@ _INDEXING = (
     "nll_loss2d_forward", "scatter", "scatter_add", "sort", "topk",
 )  # fmt: skip
 _RANDOM = (
-    "bernoulli", "multinomial", "native_dropout", "normal", "normal_functional", "rand", "rand_like", "randint",
-    "randn", "randn_like", "uniform",
+    "bernoulli", "multinomial", "native_dropout", "normal", "normal_functional", "rand", "rand_like",
+    "randint", "randn", "randn_like", "uniform",
 )  # fmt: skip
 _POOLING = ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool")
 _TWO_PASSES = ("_batch_norm_with_update", "native_batch_norm", "native_batch_norm_backward")
@@ -134,7 +134,7 @@ class WorkTrace(TorchDispatchMode):
 
     def _change_block(self) -> None:
         if torch._C._current_autograd_node() is None:
-            number = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            number = torch._C._autograd._get_sequence_nr()
             self._nodes.append((number, self._inside[-1] if self._inside else 0))
 
 
@@ -235,7 +235,7 @@ def _attention_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     scores = batch * heads * length * key.shape[-2]
     products = 2 * scores * ((3 * width + 2 * value.shape[-1]) if backward else (width + value.shape[-1]))
     causal = any(argument is True for argument in (*args, kwargs.get("is_causal")))
-    return products // 2 if causal else products
+    return int(products // 2 if causal else products)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -351,7 +351,7 @@ class _Step:
 
     def _update_of(self, facts: ModelFacts, number: int) -> float:
         return sum(
-            each.count * self.rates.copy(each.nbytes.at(number))
+            each.number * self.rates.copy(each.nbytes.at(number))
             for each in facts.work.optimizer.operations
             if each.kind != "view"
         )

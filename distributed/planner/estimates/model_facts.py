@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from distributed.planner.estimates.size import Size
-from distributed.planner.estimates.work_facts import WorkFacts
+from distributed.planner.estimates.work_facts import NOT_COUNTED, WorkFacts
 
 __all__ = [
     "BlockFacts",
@@ -252,7 +252,7 @@ class ModelFacts:
     received: tuple[Size, Size] = _NOTHING
     whole_numel: int = 0
     cannot_recompute: str = ""
-    work: WorkFacts = WorkFacts()
+    work: WorkFacts = NOT_COUNTED
 
     @property
     def num_parameters(self) -> int:

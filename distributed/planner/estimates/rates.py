@@ -57,8 +57,8 @@ class DatasheetRates:
             if operation.kind == "view":
                 continue
             moved = operation.nbytes.at(num_samples) / self._bandwidth
-            device += operation.count * max(moved, operation.flops.at(num_samples) / self._flops)
-            host += operation.count * self._launch
+            device += operation.number * max(moved, operation.flops.at(num_samples) / self._flops)
+            host += operation.number * self._launch
         return hypot(device, host)
 
     def copy(self, nbytes: float) -> float:
@@ -100,8 +100,8 @@ class MeasuredRates:
             matrix = operation.kind in MATRIX_KINDS
             size = (operation.flops if matrix else operation.nbytes).at(num_samples)
             seconds = seconds_of(ranks.operations[operation.kind], size)
-            device += operation.count * seconds / (self._faster if matrix else 1.0)
-            host += operation.count * each
+            device += operation.number * seconds / (self._faster if matrix else 1.0)
+            host += operation.number * each
         device *= ranks.in_model
         return self._slower * (hypot(device, host) if self._asynchronous else device + host)
 

@@ -13,6 +13,7 @@ from distributed.planner.estimates.size import Size
 
 __all__ = [
     "KINDS",
+    "NOT_COUNTED",
     "MATRIX_KINDS",
     "NARROW",
     "THIN",
@@ -61,13 +62,13 @@ class Operations(NamedTuple):
 
     Attributes:
         kind: of `KINDS`.
-        count: number of them.
+        number: how many there are.
         flops: floating-point operations of each; 0 for kinds other than `MATRIX_KINDS`.
         nbytes: bytes that each reads and writes.
     """
 
     kind: str
-    count: int
+    number: int
     flops: Size
     nbytes: Size
 
@@ -98,6 +99,9 @@ class OptimizerWork:
     at_once: bool = False
 
 
+_NO_UPDATE = OptimizerWork()
+
+
 @dataclass(frozen=True)
 class WorkFacts:
     """Work of a model, its loss and its optimizer.
@@ -108,7 +112,7 @@ class WorkFacts:
     """
 
     blocks: tuple[BlockWork, ...] = ()
-    optimizer: OptimizerWork = OptimizerWork()
+    optimizer: OptimizerWork = _NO_UPDATE
 
     @property
     def forward(self) -> Iterator[Operations]:
@@ -125,6 +129,10 @@ class WorkFacts:
         return flops_of(self.forward, num_samples) + flops_of(self.backward, num_samples)
 
 
+NOT_COUNTED = WorkFacts()
+"""Work of a model whose operations were not counted."""
+
+
 def flops_of(operations: Iterable[Operations], num_samples: int) -> float:
     """Sum of the floating-point operations of `operations`."""
-    return float(sum(each.count * each.flops.at(num_samples) for each in operations))
+    return float(sum(each.number * each.flops.at(num_samples) for each in operations))
