@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     device = setup_distributed(**fields).device
     try:
-        clock = Clock(duration, device)
+        shared = device == "cpu" and dist.get_world_size() > len(os.sched_getaffinity(0))
+        clock = Clock(duration, device, shared=shared)
         dist.barrier()
-        curves = measure_kinds(clock)
+        curves = _mean_over_ranks(measure_kinds(clock))
         host = measure_host(clock, lambda kind, size: seconds_of(tuple(curves[kind]), size))
         ranks: dict[str, Any] = {"threads": torch.get_num_threads(), "operations": curves, **host._asdict()}
         if dist.get_world_size() > 1:
@@ -64,6 +66,18 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         }
     finally:
         cleanup_distributed()
+
+
+def _mean_over_ranks(curves: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    """The curves with the mean of the seconds on all ranks. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, curves)
+    return {
+        kind: [
+            (size, fmean(each[kind][index][1] for each in found)) for index, (size, _) in enumerate(points)
+        ]
+        for kind, points in curves.items()
+    }
 
 
 def _rated(device: str) -> dict[str, torch.dtype]:
