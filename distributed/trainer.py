@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -200,12 +201,13 @@ class Trainer:
         from distributed.training.unused_fields import warn_of_unused
 
         check_trackers(plan.config, catalog)
+        plan, choose = self._with_micro_batch(plan, task)
         if plan.joined is None or plan.joined.rank == 0:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
-            outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
+            outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
@@ -221,6 +223,17 @@ class Trainer:
         if history.preempted:
             raise self._stopped(history, outcome, plan)
         return history
+
+    def _with_micro_batch(self, plan: RunPlan, task: Task) -> tuple[RunPlan, Any]:
+        """Under ``batch_size=auto``: the plan with the size that fits, and what ranks choose with where they
+        choose."""
+        if not plan.config.chooses_batch:
+            return plan, None
+        # Imported only where it is needed: it imports the framework.
+        from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks
+
+        chosen = choose_before_run(plan, task, self.launcher)
+        return chosen, partial(choose_in_ranks, has_fitted=not chosen.micro_batches)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history
@@ -308,6 +321,7 @@ class Trainer:
             num_samples=task.train_data.length if task.train_data else None,
             has_optimizer=framework.carries_rate(self._model, self.optimizer),
             drop_last=bool(task.train_data and task.train_data.drop_last),
+            has_batches=bool(task.train_data and task.train_data.order == "batch_sampler"),
         )
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
