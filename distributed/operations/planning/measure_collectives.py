@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.communication.collective_costs import OPERATIONS
+from distributed.operations.planning.measure_operations import rising
 
 __all__ = ["group_sizes", "measure_collectives", "measure_overlap"]
 
@@ -25,7 +26,9 @@ def group_sizes(num_ranks: int) -> list[int]:
     return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
 
 
-def measure_collectives(duration: float, device: str) -> dict[str, dict[int, list[tuple[float, float]]]]:
+def measure_collectives(
+    duration: float, device: str
+) -> dict[str, dict[int, tuple[tuple[float, float], ...]]]:
     """Operation -> size of a group -> (bytes, seconds). All groups communicate at once. Collective.
 
     Seconds are those of the slowest rank. What the transport cannot do is left out.
@@ -33,22 +36,15 @@ def measure_collectives(duration: float, device: str) -> dict[str, dict[int, lis
     Args:
         duration: seconds for each point.
     """
-    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    found: dict[str, dict[int, tuple[tuple[float, float], ...]]] = {}
     for size in group_sizes(dist.get_world_size()):
         group = _own_group(size)
         for operation in OPERATIONS:
             points = [_point(operation, nbytes, size, group, duration, device) for nbytes in _BYTES]
-            if all(seconds is not None for _, seconds in points):
-                found.setdefault(operation, {})[size] = _rising(points)
+            known = [(nbytes, seconds) for nbytes, seconds in points if seconds is not None]
+            if len(known) == len(points):
+                found.setdefault(operation, {})[size] = rising(known)
     return found
-
-
-def _rising(points: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    rising, most = [], 0.0
-    for nbytes, seconds in points:
-        most = max(most, seconds or 0.0)
-        rising.append((nbytes, most))
-    return rising
 
 
 def _own_group(size: int) -> Any:

@@ -164,6 +164,8 @@ class _Step:
         bubble, sends = self._pipeline()
         exposed = count * exchanges + sends + max(map(self._beside, range(ranks)))
         exposed += self._updates()
+        if split.dims.world_size > 1:
+            exposed += self.rates.waiting(count * compute)
         moved = sum(size.at(split.micro_batch) for size in self.stages[0].first.inputs)
         data = count * moved / self.timer.profile.host_link
         return TimeParts(count * compute + adding, exposed, bubble, data, self._optimizer())
@@ -248,8 +250,12 @@ class _Step:
         own = self.passes[rank :: split.dims.pipeline]
         backward = rounds * sum(each.backward for each in own)
         compute = split.num_micro_batches * sum(each.forward + each.backward for each in own)
-        exposed = self.rates.exposed(reductions, backward)
-        return max(exposed, self.rates.exposed(reductions + gathers, compute)) + self._copies(facts)
+        copies = self._copies(facts)
+        if gathers:
+            units = self._units(facts)
+            number = rounds * len(units) + split.num_micro_batches * (2 * len(units) - (0 in units))
+            return self.rates.gathered(reductions + gathers, number, compute) + copies
+        return self.rates.exposed(reductions, backward) + copies
 
     def _gathers(self, facts: ModelFacts) -> float:
         """All-gathers of sharded parameters in a step: of each unit before forward, and before backward where
@@ -350,11 +356,8 @@ class _Step:
         return sum(self._update_of(facts, number) for number in numbers)
 
     def _update_of(self, facts: ModelFacts, number: int) -> float:
-        return sum(
-            each.number * self.rates.copy(each.nbytes.at(number))
-            for each in facts.work.optimizer.operations
-            if each.kind != "view"
-        )
+        nbytes = sum(each.number * each.nbytes.at(number) for each in facts.work.optimizer.operations)
+        return self.rates.update(nbytes, sharded=self.split.dims.shard > 1)
 
 
 _SHARED = ("tensor", "context", "expert", "pipeline")
