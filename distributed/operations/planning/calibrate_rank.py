@@ -77,7 +77,7 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _together(clock: Clock, curves: Curves, host: tuple[float, float]) -> dict[str, Any]:
     """What depends on other ranks. Collective."""
     size, operation = dist.get_world_size(), reference_operation(clock)
-    collectives = measure_collectives(clock.duration, clock.device)
+    collectives = measure_collectives(clock.duration, clock.device, operation)
 
     def seconds(name: str, nbytes: float) -> float:
         return seconds_of(collectives[name][size], nbytes) if name in collectives else 0.0

@@ -255,7 +255,9 @@ class _Step:
             units = self._units(facts)
             number = rounds * len(units) + split.num_micro_batches * (2 * len(units) - (0 in units))
             return self.rates.gathered(reductions + gathers, number, compute) + copies
-        return self.rates.exposed(reductions, backward) + copies
+        # The last bucket is complete when backward ends.
+        last = min(reductions, rounds * self._last_bucket(facts))
+        return last + self.rates.exposed(reductions - last, backward) + copies
 
     def _gathers(self, facts: ModelFacts) -> float:
         """All-gathers of sharded parameters in a step: of each unit before forward, and before backward where
@@ -307,14 +309,23 @@ class _Step:
         return seconds
 
     def _in_buckets(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
-        split, seconds = self.split, 0.0
+        """Full buckets of `nbytes` bytes of gradients, and the last one."""
+        full, left = divmod(nbytes, _BUCKET)
+        seconds = full * self._bucket(operation, axes, _BUCKET) if full else 0.0
+        return seconds + (self._bucket(operation, axes, left) if left else 0.0)
+
+    def _bucket(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
+        split = self.split
         link = link_of(self.timer.profile, split.dims, axes[-1], size=split.dims.size(*axes))
         share = self.timer.codec_share(split.codec, link.size) if operation == "all-reduce" else 1.0
-        left = nbytes * share
-        while left > 0:
-            seconds += self.rates.collective(operation, link, min(left, _BUCKET))
-            left -= _BUCKET
-        return seconds
+        return self.rates.collective(operation, link, nbytes * share)
+
+    def _last_bucket(self, facts: ModelFacts) -> float:
+        """Reduction of the gradients that backward computes last."""
+        nbytes = sum(p.nbytes for p in facts.parameters if p.trained and not p.is_expert)
+        dims = self.split.dims
+        axes = tuple(axis for axis in ("data", "context") if dims.size(axis) > 1) or ("data",)
+        return self._bucket("all-reduce", axes, min(nbytes, nbytes % _BUCKET or _BUCKET))
 
     def _copies(self, facts: ModelFacts) -> float:
         """Copies of gradients into buckets, and of shards into and out of what is gathered."""
@@ -357,7 +368,8 @@ class _Step:
 
     def _update_of(self, facts: ModelFacts, number: int) -> float:
         nbytes = sum(each.number * each.nbytes.at(number) for each in facts.work.optimizer.operations)
-        return self.rates.update(nbytes, sharded=self.split.dims.shard > 1)
+        dims = self.split.dims
+        return self.rates.update(nbytes, sharded=dims.shard * dims.tensor > 1)
 
 
 _SHARED = ("tensor", "context", "expert", "pipeline")
