@@ -9,6 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from distributed.planner.estimates.work_facts import MEASURED_KINDS
+
 __all__ = ["Curve", "MeasuredNode", "MeasuredRanks", "seconds_of"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,6 +25,13 @@ def _check_curve(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, 
     if list(seconds) != sorted(seconds):
         raise ValueError("the seconds of a curve must not fall with the size")
     return points
+
+
+def _check_kinds(curves: Mapping[str, object]) -> Mapping[str, object]:
+    differing = sorted(set(curves) ^ set(MEASURED_KINDS))
+    if differing:
+        raise ValueError(f"one curve for each kind of operation; missing or unknown: {', '.join(differing)}")
+    return curves
 
 
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1), AfterValidator(_check_curve)]
@@ -52,9 +61,8 @@ class MeasuredRanks(_Section):
 
     Attributes:
         threads: of each rank.
-        operations: kind of `distributed.planner.estimates.work_facts.KINDS` but ``view`` -> time by
-            floating-point operations (`MATRIX_KINDS`) or bytes in float32; ``update`` -> time of the update
-            of one parameter by the bytes of its operations.
+        operations: each of `distributed.planner.estimates.work_facts.MEASURED_KINDS` -> time by
+            floating-point operations (`MATRIX_KINDS`) or bytes, in float32.
         forward_seconds: seconds of the host for each operation of forward, beyond the curves.
         backward_seconds: the same of backward.
         collectives: operation -> number of ranks of a group -> time by bytes. All groups of this size
@@ -66,7 +74,7 @@ class MeasuredRanks(_Section):
     """
 
     threads: int = Field(ge=1)
-    operations: Mapping[str, Curve]
+    operations: Annotated[Mapping[str, Curve], AfterValidator(_check_kinds)]
     forward_seconds: Seconds
     backward_seconds: Seconds
     collectives: Mapping[str, Mapping[int, Curve]] = {}
