@@ -33,7 +33,7 @@ from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.plan_memory import PlanMemory, in_units
 from distributed.planner.auto_batch import with_micro_batch
-from distributed.resilience.memory_failures import is_killed, is_out_of_memory
+from distributed.resilience.memory_failures import lacks_memory
 from distributed.system.host_memory import Room, host_memory
 from distributed.system.output import print_line
 from distributed.system.private_files import write_private
@@ -95,7 +95,7 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
             try:
                 found = run.probe(attempt, task, probe_step, Path(folder), launcher)
             except WorkerError as error:
-                if not _lacks_memory(error):
+                if not lacks_memory(error):
                     raise
                 last = error
                 failed.append(_attempted(Path(folder), sizes[0]))
@@ -128,10 +128,6 @@ def _can_travel(plan: RunPlan, task: Task) -> bool:
     except Exception:  # noqa: BLE001 - pickling calls code of the user's objects
         return False
     return True
-
-
-def _lacks_memory(error: WorkerError) -> bool:
-    return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, str(error))
 
 
 def _attempted(folder: Path, largest: int) -> int:
