@@ -88,7 +88,7 @@ class Trainer:
         self._model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.loss_fn, self.training_step, self.validation_step = loss_fn, training_step, validation_step
         self.metrics, self.callbacks = metrics, listed(callbacks)
-        self._layers = [*self._defaults(), *_layers_of(config), Layer("argument", fields)]
+        self._layers = [*self._defaults(), *config_layers(config), Layer("argument", fields)]
         self.config = self._configure({})
         self.history: History | None = None
         self._outcome: RunResult | None = None
@@ -182,16 +182,18 @@ class Trainer:
         }
         config = self._configure({k: v for k, v in overrides.items() if v is not None})
         self.config = config
-        task = self._task(config, train_loader, val_loader)
-        catalog = get_catalog()
-        plan = self._plan(config, catalog, task)
-        script = active()
+        task = self.task_of(config, train_loader, val_loader)
+        catalog, script = get_catalog(), active()
         if script:
             script.num_fits += 1
-            if script.dry_run:
-                print(plan.summary(), flush=True)
-                # Code behind fit in a script needs metrics that a dry run does not have.
+            if script.examine is not None:
+                script.examine(self, config, task)
                 raise SystemExit(0)
+        plan = self._plan(config, catalog, task)
+        if script and script.dry_run:
+            print(plan.summary(), flush=True)
+            # Code behind fit in a script needs metrics that a dry run does not have.
+            raise SystemExit(0)
         return self._run(plan, task, catalog, started)
 
     def _run(self, plan: RunPlan, task: Task, catalog: Catalog, started: float) -> History:
@@ -253,7 +255,12 @@ class Trainer:
             print_line(gone, sys.stdout)
         return gone
 
-    def _task(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
+    def task_of(self, config: DistributedConfig, train_loader: Any, val_loader: Any) -> Task:
+        """What `fit` trains under `config`, before it is sent to ranks.
+
+        Raises:
+            UserError: arguments that contradict each other, or data that cannot be split over ranks.
+        """
         framework = self.framework
         framework.check(self._model, self.optimizer)
         self._check_unused()
@@ -425,7 +432,12 @@ def _newest(outcome: RunResult) -> str | None:
     return next(map(str, Path(outcome.state.name, "state").glob("step_*")), None)
 
 
-def _layers_of(config: Any) -> list[Layer]:
+def config_layers(config: Any) -> list[Layer]:
+    """Layers of what `Trainer` takes as a configuration.
+
+    Raises:
+        UserError: it is none.
+    """
     if config is None:
         return []
     if isinstance(config, DistributedConfig):

@@ -17,6 +17,11 @@ OPERATIONS = (
     Verb("deploy", "distributed.commands.deploy", "Write the files that run the training on a cluster."),
     Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
     Verb(
+        "calibrate",
+        "distributed.commands.calibrate",
+        "Measure a hardware profile of this machine for predictions.",
+    ),
+    Verb(
         "report",
         "distributed.commands.report",
         "Write an HTML page about one run, or a comparison of several.",
@@ -26,5 +31,5 @@ OPERATIONS = (
 
 @hookimpl
 def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``tune``, ``deploy``, ``bench`` and ``report``."""
+    """Add ``tune``, ``deploy``, ``bench``, ``calibrate`` and ``report``."""
     add_verbs(subparsers, OPERATIONS)

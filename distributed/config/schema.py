@@ -23,6 +23,7 @@ from distributed.config.compression import CompressionSection
 from distributed.config.consistency import check_elastic, check_optimizer_bits, check_ranks
 from distributed.config.low_communication import LowCommunicationSection
 from distributed.config.parallel import ParallelSection
+from distributed.config.planned import PlannedSection
 from distributed.config.sections import (
     CheckpointSection,
     DataSection,
@@ -268,6 +269,9 @@ class DistributedConfig(BaseModel):
     # Sections
     parallel: ParallelSection = Field(
         default_factory=ParallelSection, description="Number of ranks along each axis of the mesh."
+    )
+    planned: PlannedSection = Field(
+        default_factory=PlannedSection, description="Predictions of `plan` for this configuration."
     )
     compression: CompressionSection = Field(
         default_factory=CompressionSection, description="Compression of the gradients that ranks exchange."

@@ -10,6 +10,7 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed.errors import UserError
 
@@ -85,5 +86,7 @@ def refuse_changes(changed: list[str]) -> None:
 
 
 def _differs(tensor: Tensor | None, values: Tensor) -> bool:
+    if isinstance(tensor, FakeTensor):
+        return False  # it has no values
     # Caches that grow, as those of rotary embeddings, have another shape and are no statistics.
     return tensor is not None and tensor.shape == values.shape and not torch.equal(tensor, values)

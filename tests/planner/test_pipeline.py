@@ -50,6 +50,6 @@ def test_a_dry_plan_chooses_its_backend_once(zero: dict[str, int], monkeypatch: 
     monkeypatch.setattr(backend_choice, "chosen_backend", counted)
     trainer = Trainer(small_model(), device="cpu", **zero)
     config = trainer.config
-    plan = trainer._plan(config, get_catalog(), trainer._task(config, problem(4), None))
+    plan = trainer._plan(config, get_catalog(), trainer.task_of(config, problem(4), None))
     assert plan.spec.name == ("deepspeed" if zero else "pytorch-ddp")
     assert len(calls) == 1

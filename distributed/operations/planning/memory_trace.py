@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from distributed.checkpoint.dtensor import local_part
+from distributed.operations.planning.collective_trace import collective_of
 from distributed.planner.estimates.model_facts import Event, Kind
 
 __all__ = ["MemoryTrace", "RawTimeline"]
@@ -32,6 +35,7 @@ class RawTimeline:
         flops: index of a block -> floating-point operations of its forward.
         outputs: index of a block -> bytes of what it returns.
         calls: index of a block -> number of its calls in forward.
+        collectives: (operation, name of the process group, bytes), in order.
     """
 
     def __init__(self) -> None:
@@ -41,6 +45,7 @@ class RawTimeline:
         self.flops: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
         self.calls: dict[int, int] = {}
+        self.collectives: list[tuple[str, str, int]] = []
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -48,7 +53,7 @@ class MemoryTrace(TorchDispatchMode):
 
     Args:
         blocks: in the order of their indices; each is above all that follow it and lie in it.
-        parameters: in the order of their indices.
+        parameters: in the order of their indices. Of a DTensor, this rank's part counts.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
@@ -61,7 +66,8 @@ class MemoryTrace(TorchDispatchMode):
         self._handles: list[Any] = []
         self._backward = False
         self._parameters = list(parameters)
-        self._ignored = {id(p.untyped_storage()): p.untyped_storage() for p in self._parameters}
+        self._ignored: dict[int, Any] = {}
+        self.ignore(self._parameters)
         for index, block in enumerate(blocks):
             self._watch_block(index, block)
         for index, parameter in enumerate(self._parameters):
@@ -82,6 +88,7 @@ class MemoryTrace(TorchDispatchMode):
             if storage is not None:
                 self._ignored[id(storage)] = storage
         self._live.clear()
+        self._inside.clear()  # a stage of a pipeline does not return from the model
         self._left.clear()
         self._marked.clear()
         self._backward = False
@@ -90,7 +97,7 @@ class MemoryTrace(TorchDispatchMode):
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out storages that exist already."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             self._ignored[id(storage)] = storage
 
     def mark(self, kind: Kind, index: int = 0) -> None:
@@ -99,8 +106,14 @@ class MemoryTrace(TorchDispatchMode):
         self._line.events.append(Event(kind, index))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls operations on the parts, which come here again
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        found = collective_of(func, args, result)
+        if found is not None:
+            self._line.events.append(Event(Kind.COLLECTIVE, len(self._line.collectives)))
+            self._line.collectives.append(found)
         if self._inside and not self._backward and packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             block = self._inside[-1]
@@ -172,7 +185,7 @@ class MemoryTrace(TorchDispatchMode):
         def hook(parameter: Tensor) -> None:
             line = self._line
             if parameter.grad is not None:
-                found = self._live.get(id(parameter.grad.untyped_storage()))
+                found = self._live.get(id(local_part(parameter.grad).untyped_storage()))
                 if found is not None:
                     line.gradients[index] = found[1]
             line.events.append(Event(Kind.GRADIENT, index))

@@ -102,18 +102,30 @@ def _spread(options: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str, note: str = "") -> Panel:
-    """A horizontal bar per row, its parts side by side."""
+def stacked_bars(
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    unit: str,
+    note: str = "",
+    parts: Sequence[str] = PHASES,
+) -> Panel:
+    """A horizontal bar per row, its parts side by side.
+
+    Args:
+        rows: name -> part -> size.
+        parts: names of the parts, in the order of their colours.
+    """
     figure = go.Figure()
-    parts = [part for part in PHASES if any(part in row for row in rows.values())]
-    for part in parts:
+    for color, part in enumerate(parts):
+        if not any(part in row for row in rows.values()):
+            continue
         figure.add_trace(
             go.Bar(
                 y=[escape(name) for name in rows],
                 x=[row.get(part, 0.0) for row in rows.values()],
                 name=part,
                 orientation="h",
-                meta={"color": PHASES.index(part)},
+                meta={"color": color},
                 hovertemplate=f"{part}: %{{x:.3~g}} {unit}<extra></extra>",
             )
         )

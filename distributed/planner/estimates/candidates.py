@@ -14,7 +14,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.codec import DENSE, CodecSpec
 from distributed.interfaces.parallel_dims import ParallelDims
-from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.planner.estimates.predictions import ModelSizes
 from distributed.planner.estimates.split import Split
 from distributed.planner.pipeline import ZERO_BUBBLE, plain_shape
 
@@ -38,7 +38,7 @@ class SearchSpace:
     """What a search may choose from. Precision and optimizer change the training, so that they are given.
 
     Attributes:
-        numbers: the model and its global batch.
+        sizes: of the model and its global batch.
         world_size: number of ranks, one for each device.
         backends: the backends to choose from.
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -49,10 +49,12 @@ class SearchSpace:
         codecs: names of gradient codecs to choose from. They change gradients: none is tried by default.
         codec_specs: name -> codec.
         largest: axis, or ``micro_batch`` -> the largest size to try; axes that are left out have no limit.
+        micro_batch: size of a micro-batch if it is given; None to choose it.
+        num_micro_batches: number of micro-batches if it is given; None to choose it.
         admits: whether a way to divide the ranks, with a stage of ZeRO, is a candidate at all.
     """
 
-    numbers: ModelNumbers
+    sizes: ModelSizes
     world_size: int
     backends: tuple[BackendSpec, ...]
     precision: str = "bf16"
@@ -63,6 +65,8 @@ class SearchSpace:
     codecs: tuple[str, ...] = (DENSE,)
     codec_specs: Mapping[str, CodecSpec] = field(default_factory=dict, hash=False)
     largest: Mapping[str, int] = field(default_factory=dict, hash=False)
+    micro_batch: int | None = None
+    num_micro_batches: int | None = None
     admits: Callable[[ParallelDims, int], bool] = lambda dims, zero_stage: True
 
 
@@ -139,8 +143,8 @@ def _dims(space: SearchSpace, spec: BackendSpec) -> Iterator[ParallelDims]:
             continue  # what another backend does with copies alone
         yield dims
         if "expert" in spec.capabilities.axes:
-            most = space.largest.get("expert", space.numbers.experts)
-            for expert in _divisors(space.numbers.experts)[1:]:
+            most = space.largest.get("expert", space.sizes.experts)
+            for expert in _divisors(space.sizes.experts)[1:]:
                 if dims.data_parallel_size % expert == 0 and expert <= most:
                     yield replace(dims, expert=expert)
 
@@ -167,34 +171,31 @@ def _stages(spec: BackendSpec, dims: ParallelDims) -> tuple[int, ...]:
 
 def refusal(space: SearchSpace, group: Group) -> str | None:
     """Why no candidate of `group` can train; None if one may."""
-    numbers, dims, able = space.numbers, group.dims, group.spec.capabilities
+    sizes, dims, able = space.sizes, group.dims, group.spec.capabilities
     if dims.world_size > 1 and not able.multi_process:
         return "the backend has one rank"
     if space.precision not in able.precisions:
         return f"the backend does not train in {space.precision}"
-    pairs = (
-        ("tensor", "heads", numbers.heads),
-        ("tensor", "kv_heads", numbers.kv_heads),
-        ("tensor", "ffn", numbers.ffn),
-        ("tensor", "vocabulary", numbers.vocabulary),
-        ("context", "sequence", numbers.sequence),
-    )
-    for axis, name, size in pairs:
+    for axis, name, size in sizes.divided():
         if size % dims.size(axis):
             return f"{axis} ranks do not divide {name}={size}"
-    if dims.pipeline > numbers.layers:
-        return f"there are more pipeline ranks than layers={numbers.layers}"
-    if numbers.global_batch % dims.data_parallel_size:
-        return f"ranks with different samples do not divide global_batch={numbers.global_batch}"
+    if dims.pipeline > sizes.layers:
+        return f"there are more pipeline ranks than layers={sizes.layers}"
+    if sizes.global_batch % dims.data_parallel_size:
+        return f"ranks with different samples do not divide global_batch={sizes.global_batch}"
     return None
 
 
 def micro_batches(space: SearchSpace, group: Group) -> tuple[int, ...]:
     """Sizes of a micro-batch, ascending, that divide a rank's share of the global batch."""
-    share = space.numbers.global_batch // group.dims.data_parallel_size
+    share = space.sizes.global_batch // group.dims.data_parallel_size
     most = space.largest.get("micro_batch", share)
-    found = tuple(size for size in _divisors(share) if size <= most)
+    found = tuple(s for s in _divisors(share) if s <= most and _is_asked(space, s, share // s))
     return found if group.spec.capabilities.accumulation else found[-1:] * (found[-1] == share)
+
+
+def _is_asked(space: SearchSpace, size: int, number: int) -> bool:
+    return space.micro_batch in (None, size) and space.num_micro_batches in (None, number)
 
 
 def leaves(space: SearchSpace, group: Group) -> Iterator[tuple[Split, str | None]]:
@@ -252,7 +253,7 @@ def _codec_refusal(space: SearchSpace, group: Group, split: Split) -> str | None
 
 def sized(space: SearchSpace, leaf: Split, sizes: Iterable[int]) -> Iterator[Split]:
     """`leaf` with each size of a micro-batch, and as many micro-batches as the global batch needs."""
-    share = space.numbers.global_batch // leaf.dims.data_parallel_size
+    share = space.sizes.global_batch // leaf.dims.data_parallel_size
     for size in sizes:
         yield replace(leaf, micro_batch=size, num_micro_batches=share // size)
 

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from distributed.config import load
+from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.errors import UserError
 from distributed.interfaces.codec import DENSE
-from distributed.interfaces.plan import Facts, Resources
+from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.planner.estimates.split import Split
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog
 
-__all__ = ["refusal_of", "split_fields"]
+__all__ = ["FREE_FIELDS", "plan_fields", "refusal_of", "split_fields"]
 
 _AXES = ("pipeline", "data", "shard", "context", "tensor", "expert")
 
+FREE_FIELDS = {
+    "num_gpus": None,
+    "num_processes": None,
+    "gpus_per_node": None,
+    "num_nodes": 1,
+    "zero_stage": None,
+    "activation_checkpointing": "none",
+    "compression.codec": DENSE,
+    "optimizer_offload": False,
+    "parallel.schedule": None,
+    "parallel.num_microbatches": None,
+    "parallel.stages": (),
+    **{f"parallel.{axis}": None if axis in ("data", "shard") else 1 for axis in _AXES},
+}
+"""Fields that a plan decides, where `split_fields` leaves them out -> their defaults."""
 
-def split_fields(split: Split, device: str = "cuda") -> dict[str, Any]:
+
+def split_fields(split: Split, device: str = "cuda", devices_per_node: int | None = None) -> dict[str, Any]:
     """Configuration fields that make a run train as `split`, with dotted names.
 
     Args:
         device: ``cuda``, or ``cpu`` for ranks that are CPU processes.
+        devices_per_node: of the hosts, if the ranks are on several; None for one host.
     """
     dims = split.dims
-    ranks = "num_processes" if device == "cpu" else "num_gpus"
     fields: dict[str, Any] = {
         "backend": split.backend,
         "device": device,
-        ranks: dims.world_size,
+        **_places(dims.world_size, device, devices_per_node),
         "batch_size": split.micro_batch,
         "gradient_accumulation_steps": split.num_micro_batches,
         "global_batch_size": split.micro_batch * split.num_micro_batches * dims.data_parallel_size,
@@ -48,17 +65,52 @@ def split_fields(split: Split, device: str = "cuda") -> dict[str, Any]:
     return fields | {name: value for name, value in optional.items() if value is not None}
 
 
-def refusal_of(split: Split, catalog: Catalog, device: str = "cuda") -> str | None:
+def _places(world_size: int, device: str, devices_per_node: int | None) -> dict[str, int]:
+    if devices_per_node is None or world_size <= devices_per_node:
+        return {"num_processes" if device == "cpu" else "num_gpus": world_size}
+    return {"num_nodes": world_size // devices_per_node, "gpus_per_node": devices_per_node}
+
+
+def plan_fields(
+    split: Split, base: DistributedConfig, catalog: Catalog, device: str, devices_per_node: int | None = None
+) -> dict[str, Any]:
+    """`split_fields`, and the defaults of fields that `base` sets and `split` does not have.
+
+    Args:
+        base: the configuration that these fields override, such as a script's.
+    """
+    fields = split_fields(split, device, devices_per_node)
+    if catalog.backend(split.backend).capabilities.zero_stages:
+        fields.setdefault("zero_stage", split.zero_stage)  # its default is another stage
+    for name, default in FREE_FIELDS.items():
+        if base.origin(name) != "default":
+            fields.setdefault(name, default)
+    return fields
+
+
+def refusal_of(
+    split: Split,
+    catalog: Catalog,
+    device: str = "cuda",
+    base: Sequence[Layer] = (),
+    facts: Facts | None = None,
+    check: Callable[[RunPlan], None] = lambda plan: None,
+) -> str | None:
     """Why the planner of runs refuses `split`; None if it accepts it.
 
     All ranks are taken to be on one host, so that no rendezvous has to be configured.
+
+    Args:
+        base: layers of the configuration that the split overrides.
+        facts: about the user's data and optimizer.
+        check: raises UserError for a run that the model does not allow.
     """
-    fields = split_fields(split, device)
-    if catalog.backend(split.backend).capabilities.zero_stages:
-        fields.setdefault("zero_stage", split.zero_stage)  # its default is another stage
     resources = Resources(num_gpus=split.dims.world_size if device == "cuda" else 0)
     try:
-        plan = resolve(load(overrides=fields), catalog, Facts(), resources)
+        fields = plan_fields(split, load_layers(base), catalog, device)
+        config = load_layers([*base, Layer("plan", fields)])
+        plan = resolve(config, catalog, facts or Facts(), resources)
+        check(plan)
     except UserError as error:
         return error.message
     if plan.dims != split.dims:

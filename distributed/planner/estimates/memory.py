@@ -52,7 +52,8 @@ def _timelines(facts: ModelFacts, split: Split) -> tuple[Timeline, Timeline]:
         return facts.first, facts.later
     if facts.first_recomputed is None or facts.later_recomputed is None:
         raise UserError(
-            "the facts of the model were recorded without activation checkpointing",
+            "the facts of the model were recorded without activation checkpointing"
+            + (f": {facts.cannot_recompute}" if facts.cannot_recompute else ""),
             field="activation_checkpointing",
             got=True,
             allowed="false",

@@ -7,16 +7,15 @@ Rajbhandari et al., 2020 (arXiv:1910.02054), for bytes of a parameter by ZeRO st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 from distributed.planner.estimates.block_time import ITEM_SIZES
 from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
 from distributed.planner.estimates.split import Split
 
-__all__ = ["RankMemory", "rank_memory"]
+__all__ = ["rank_memory"]
 
 _WEIGHT = 4
 """Bytes of an element of a weight, a gradient or a moment: all float32."""
@@ -36,49 +35,22 @@ _LOGIT_BYTES = 4
 """Bytes of a logit in the loss, which is computed in float32, beside those of the output layer."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of the rank that needs most, by part.
-
-    Attributes:
-        parameters: weights, with those that are gathered, and 16-bit copies of autocast.
-        gradients: gradients, and the buckets in which they are reduced.
-        optimizer: state of the optimizer.
-        activations: what forward stores for backward, and the logits.
-        framework: libraries on the device.
-        fragmentation: what the allocator reserves beyond the rest.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    framework: float
-    fragmentation: float
-
-    @property
-    def total(self) -> float:
-        """Bytes of all parts."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
-
-
 def rank_memory(
     numbers: ModelNumbers, split: Split, profile: HardwareProfile, engine: Engine = OURS
-) -> RankMemory:
+) -> MemoryParts:
     """Memory of the rank that needs most."""
     elements, dims = sum(rank_parameters(numbers, split)), split.dims
     sharded = dims.shard > 1 or split.zero_stage == 3
     gathered = _gathered(numbers, split) if sharded else _copies(split, elements)
     stored = _activations(numbers, split, engine)
-    return RankMemory(
-        parameters=_WEIGHT * held_parameters(numbers, split, 3) + gathered,
-        gradients=_WEIGHT * _gradients(numbers, split),
-        optimizer=0.0
-        if split.offload
-        else _STATE_BYTES[split.optimizer] * held_parameters(numbers, split, 1),
-        activations=stored,
-        framework=_CONTEXT if profile.memory >= _LARGE_DEVICE else 0.0,
-        fragmentation=_RESERVED * (stored + gathered),
+    moments = 0.0 if split.offload else _STATE_BYTES[split.optimizer] * held_parameters(numbers, split, 1)
+    return MemoryParts(
+        parameters=round(_WEIGHT * held_parameters(numbers, split, 3) + gathered),
+        gradients=round(_WEIGHT * _gradients(numbers, split)),
+        optimizer=round(moments),
+        activations=round(stored),
+        framework=_CONTEXT if profile.memory >= _LARGE_DEVICE else 0,
+        fragmentation=round(_RESERVED * (stored + gathered)),
     )
 
 

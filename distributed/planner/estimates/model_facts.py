@@ -5,40 +5,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from distributed.planner.estimates.size import Size
+from distributed.planner.estimates.work_facts import NOT_COUNTED, WorkFacts
+
 __all__ = [
     "BlockFacts",
+    "Collective",
+    "Cut",
     "Event",
+    "FactsSource",
     "Kind",
     "ModelFacts",
     "OptimizerFacts",
     "ParameterFacts",
     "Size",
     "Timeline",
+    "WHOLE",
 ]
 
 
-class Size(NamedTuple):
-    """Bytes of a tensor as a function of the samples of a micro-batch.
+_NOTHING = Size(0), Size(0)
+
+
+class Cut(NamedTuple):
+    """What decides which part of a model, and which slice of a sample, one rank has.
 
     Attributes:
-        fixed: bytes for any number of samples.
-        per_sample: further bytes for each sample.
+        tensor: ranks that cut its layers between them.
+        context: ranks that hold slices of each sequence.
+        expert: ranks that hold different experts.
+        pipeline: ranks that hold different stages.
+        schedule: order of forward and backward; decides how many stages a rank has.
+        stage: index of the stage that computes. Parameters are those of all stages of its rank.
     """
 
-    fixed: float
-    per_sample: float = 0.0
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    stage: int = 0
 
-    def at(self, num_samples: int) -> int:
-        """Bytes for a micro-batch of `num_samples` samples."""
-        return round(self.fixed + self.per_sample * num_samples)
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that divide the model."""
+        return self.tensor * self.context * self.expert * self.pipeline
+
+
+WHOLE = Cut()
+"""An uncut model."""
 
 
 class Kind(IntEnum):
-    """What an event of a timeline is. Its index is that of a tensor, a parameter or a block."""
+    """What an event of a timeline is. Its index is that of a tensor, a parameter, a block or a collective."""
 
     ALLOCATE = 0
     """A tensor gets its memory."""
@@ -53,6 +77,8 @@ class Kind(IntEnum):
     """The gradients of a block's inputs are complete."""
     BACKWARD = 7
     """Backward of the micro-batch begins."""
+    COLLECTIVE = 8
+    """Ranks that share the model exchange a tensor."""
 
 
 class Event(NamedTuple):
@@ -60,11 +86,27 @@ class Event(NamedTuple):
 
     Attributes:
         kind: what happened.
-        number: index of the tensor (`Timeline.sizes`), of the parameter or of the block.
+        number: index of the tensor (`Timeline.sizes`), of the parameter, of the block or of the collective
+            (`Timeline.collectives`).
     """
 
     kind: Kind
     number: int
+
+
+class Collective(NamedTuple):
+    """A collective between ranks that share the model.
+
+    Attributes:
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or
+            ``send``.
+        axis: of the mesh, along which the ranks lie.
+        size: bytes of the whole tensor: what an all-gather returns, what others take.
+    """
+
+    operation: str
+    axis: str
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -75,25 +117,28 @@ class Timeline:
         sizes: of each tensor.
         events: in order of time.
         gradients: index of a parameter -> index of the tensor that becomes its gradient.
-        inputs: bytes of the batch.
+        inputs: bytes of the batch, and of this rank's slices of it where they are copies.
+        collectives: between ranks that share the model.
     """
 
     sizes: tuple[Size, ...]
     events: tuple[Event, ...]
     gradients: dict[int, int] = field(default_factory=dict)
     inputs: tuple[Size, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter.
+    """A parameter, or this rank's part of it.
 
     Attributes:
         name: canonical name.
-        shape: its dimensions.
+        shape: its dimensions on this rank.
         itemsize: bytes of an element.
         trained: whether it has a gradient.
         block: index of its innermost block; 0, the model itself, outside of blocks.
+        is_expert: whether the ranks of the expert axis divide it.
     """
 
     name: str
@@ -101,6 +146,7 @@ class ParameterFacts:
     itemsize: int
     trained: bool
     block: int
+    is_expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -169,11 +215,11 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model, its loss and its optimizer.
+    """A model, or what one rank has of it, its loss and its optimizer.
 
     Attributes:
         name: class of the model.
-        parameters: all of them, each once.
+        parameters: all that the rank holds, each once.
         blocks: the model itself, then its blocks in order of their first forward.
         buffers: bytes of each buffer.
         first: what the first micro-batch of a step does, in which gradients are new.
@@ -183,6 +229,12 @@ class ModelFacts:
         optimizer: what the optimizer needs.
         precision: at which the facts were recorded.
         optimizer_name: the optimizer of `optimizer`.
+        cut: which part of the model this is.
+        received: what a stage receives for a micro-batch: its input, and the gradient of its output; 0 for
+            what it does not receive.
+        whole_numel: elements of all parameters of the uncut model.
+        cannot_recompute: why `first_recomputed` is None.
+        work: operations of a micro-batch and of the optimizer; without blocks where they were not counted.
     """
 
     name: str
@@ -196,8 +248,17 @@ class ModelFacts:
     optimizer: OptimizerFacts
     precision: str = "fp32"
     optimizer_name: str = "adamw"
+    cut: Cut = WHOLE
+    received: tuple[Size, Size] = _NOTHING
+    whole_numel: int = 0
+    cannot_recompute: str = ""
+    work: WorkFacts = NOT_COUNTED
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
+
+
+FactsSource = Callable[[Cut], ModelFacts]
+"""Facts of one rank of a cut; raises a UserError where a backend refuses it."""

@@ -160,6 +160,20 @@ class ModelNumbers:
         """Floating-point operations of an optimizer step without recomputation, which MFU counts."""
         return 3.0 * self.forward_flops * self.sequence * self.global_batch
 
+    def with_batch(self, global_batch: int) -> ModelNumbers:
+        """The same model with another batch."""
+        return replace(self, global_batch=global_batch)
+
+    def divided(self) -> tuple[tuple[str, str, int], ...]:
+        """(axis, name, size) of each size that the ranks of an axis have to divide."""
+        return (
+            ("tensor", "heads", self.heads),
+            ("tensor", "kv_heads", self.kv_heads),
+            ("tensor", "ffn", self.ffn),
+            ("tensor", "vocabulary", self.vocabulary),
+            ("context", "sequence", self.sequence),
+        )
+
     def activation_bytes(self, tensor: int = 1, sequence_parallel: bool = False, itemsize: int = 2) -> float:
         """Bytes that a block stores for backward per token of one rank.
 

@@ -11,9 +11,9 @@ from distributed.planner.estimates.candidates import SearchSpace, distinct_backe
 from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.memory_by_numbers import rank_memory
 from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
-from distributed.planner.estimates.search import Table
+from distributed.planner.estimates.search import Table, search
 from distributed.planner.estimates.split import Split
-from distributed.planner.estimates.table import does_not_fit, plan_table, search_numbers
+from distributed.planner.estimates.table import does_not_fit, plan_table, predictions_from
 from distributed.registry.catalog import get_catalog
 
 __all__ = [
@@ -119,7 +119,7 @@ def choose_parallelism_strategy(
         if table is not None and table.plans:
             fastest[strategy] = table.plans[0].time.total
     if not fastest:
-        raise does_not_fit(space, profile)
+        raise does_not_fit(space, predictions_from(profile), profile, Table())
     return sorted(fastest, key=lambda strategy: fastest[strategy])
 
 
@@ -130,7 +130,8 @@ def _of_strategy(space: SearchSpace, profile: HardwareProfile, strategy: str) ->
         return _strategy(dims, zero_stage) == strategy
 
     try:
-        return search_numbers(replace(space, admits=admits), profile, 1)
+        admitted = replace(space, admits=admits)
+        return search(admitted, predictions_from(profile)(admitted), profile.memory, 1)
     except UserError:
         return None
 

@@ -1,14 +1,8 @@
 """Search the fastest splits that fit, by branch and bound.
 
-Groups of candidates are visited in the order of a lower bound of their time. A group is left out when the
-table is full and its bound is above the slowest plan there. The bounds hold for the time model of
-`StepTimer`, because a larger micro-batch never raises the time of a token:
-
-- computation and collectives of the blocks, at the largest micro-batch and without recomputation;
-- the ends of the pipeline, at a micro-batch of one sample.
-
-A test compares the result with that of an exhaustive search. Source: Land and Doig, 1960
-(doi:10.2307/1910129).
+Groups of candidates are visited in the order of a lower bound of their time (`Predictions.bound`). A group is
+left out when the table is full and its bound is above the slowest plan there. A test compares the result with
+that of an exhaustive search. Source: Land and Doig, 1960 (doi:10.2307/1910129).
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ from heapq import heappush, heapreplace
 from math import inf
 
 from distributed.errors import UserError
-from distributed.planner.estimates.block_time import block_time, output_time
 from distributed.planner.estimates.candidates import (
     Group,
     SearchSpace,
@@ -30,15 +23,15 @@ from distributed.planner.estimates.candidates import (
     schedule_refusal,
     sized,
 )
+from distributed.planner.estimates.ledger import MemoryParts
+from distributed.planner.estimates.predictions import Predictions
 from distributed.planner.estimates.split import Split
-from distributed.planner.estimates.time import StepTimer, TimeParts
+from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["Ranked", "Rejected", "Table", "lower_bound", "search"]
+__all__ = ["Ranked", "Rejected", "Table", "describe", "search"]
 
 _SLOWER = "slower than the listed plans"
-
-_ROUNDING = 1e-9
-"""Relative difference that the order of additions can make between a bound and a time."""
+_TOO_LARGE = "a rank needs more memory than the device has"
 
 
 @dataclass(frozen=True)
@@ -48,13 +41,13 @@ class Ranked:
     Attributes:
         split: the plan.
         time: seconds of a step by part.
-        memory: bytes of the rank that needs most.
+        memory: bytes of the rank that needs most, by part.
         mfu: share of the peak of all devices that the model's operations take.
     """
 
     split: Split
     time: TimeParts
-    memory: float
+    memory: MemoryParts
     mfu: float
 
     @property
@@ -63,7 +56,7 @@ class Ranked:
         s = self.split
         dims = (s.dims.pipeline, s.dims.context, s.dims.tensor, s.dims.expert, s.dims.shard, s.dims.data)
         settings = (s.offload, s.activation_checkpointing, s.codec, s.zero_stage, s.schedule, s.backend)
-        return (self.time.total, self.memory, dims, settings, s.micro_batch)
+        return (self.time.total, self.memory.total, dims, settings, s.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -117,8 +110,7 @@ class _Slowest:
 
 def search(
     space: SearchSpace,
-    timer: StepTimer,
-    memory: Callable[[Split], float],
+    predictions: Predictions,
     limit: float,
     plans: int = 10,
     pruned: bool = True,
@@ -127,8 +119,7 @@ def search(
     """The fastest plans of `space` that fit.
 
     Args:
-        timer: predicts the time of a step.
-        memory: predicts the bytes of a rank.
+        predictions: time and memory of the model.
         limit: bytes that a rank may take.
         plans: number of plans in the table.
         pruned: whether groups are left out by their bounds; false computes every candidate.
@@ -139,7 +130,7 @@ def search(
         UserError: no way to divide the ranks can train the model.
     """
     _check_precision(space)
-    run = _Search(space, timer, memory, limit, plans, refuses)
+    run = _Search(space, predictions, limit, plans, refuses)
     for bound, name, group in run.open_groups():
         if pruned and bound > run.slowest:
             run.reject(name, "a lower bound of its time is above the slowest listed plan")
@@ -160,13 +151,12 @@ class _Search:
     def __init__(
         self,
         space: SearchSpace,
-        timer: StepTimer,
-        memory: Callable[[Split], float],
+        predictions: Predictions,
         limit: float,
         plans: int,
         refuses: Callable[[Split], str | None],
     ) -> None:
-        self.space, self.timer, self.memory = space, timer, memory
+        self.space, self.predictions = space, predictions
         self.limit, self.plans, self.refuses = limit, plans, refuses
         self.table, self.kept = Table(), list[_Slowest]()
 
@@ -184,7 +174,9 @@ class _Search:
         found = []
         for group, reason in groups(self.space):
             if reason is None:
-                found.append((lower_bound(self.space, self.timer, group), str(group), group))
+                share = self.space.sizes.global_batch // group.dims.data_parallel_size
+                bound = self.predictions.bound(group.dims, share, self.space.precision)
+                found.append((bound, str(group), group))
             else:
                 self.reject(str(group), reason)
         if not found:
@@ -196,55 +188,49 @@ class _Search:
         sizes = micro_batches(self.space, group)
         for leaf, reason in leaves(self.space, group):
             if reason is not None:
-                self.reject(_text(leaf), reason, len(sizes))
+                self.reject(describe(leaf), reason, len(sizes))
                 continue
             for split in sized(self.space, leaf, sizes):
                 self._predict(split)
 
     def _predict(self, split: Split) -> None:
-        layers, stages = self.space.numbers.layers, split.dims.pipeline
+        layers, stages = self.space.sizes.layers, split.dims.pipeline
         reason = schedule_refusal(split.schedule, stages, split.num_micro_batches, layers)
         if reason is not None:
-            self.reject(_text(split), reason, 1)
-        elif (taken := self.memory(split)) > self.limit:
-            self.reject(_text(split), "a rank needs more memory than the device has", 1)
+            self.reject(describe(split), reason, 1)
+            return
+        if self.predictions.memory_bound(split) > self.limit:
+            self.reject(describe(split), _TOO_LARGE, 1)
+            return
+        self.table.timed += 1
+        try:
+            time = self.predictions.time(split)
+            # What is too slow needs no prediction of memory, which takes longer for a model object.
+            memory = self.predictions.memory(split) if time.total <= self.slowest else None
+        except UserError as error:
+            self.reject(describe(split), error.message, 1)
+            return
+        if memory is None:
+            self.reject(describe(split), _SLOWER, 1)
+        elif memory.total > self.limit:
+            self.reject(describe(split), _TOO_LARGE, 1)
         else:
-            self.table.timed += 1
-            time = self.timer.parts(split)
-            self._keep(Ranked(split, time, taken, self.timer.mfu(split, time.total)))
+            self._keep(Ranked(split, time, memory, self.predictions.mfu(split, time.total)))
 
     def _keep(self, plan: Ranked) -> None:
         full = len(self.kept) >= self.plans
         if full and self.kept[0].plan.key < plan.key:
-            self.reject(_text(plan.split), _SLOWER, 1)
+            self.reject(describe(plan.split), _SLOWER, 1)
         elif (reason := self.refuses(plan.split)) is not None:
-            self.reject(_text(plan.split), reason, 1)
+            self.reject(describe(plan.split), reason, 1)
         elif full:
-            self.reject(_text(heapreplace(self.kept, _Slowest(plan)).plan.split), _SLOWER, 1)
+            self.reject(describe(heapreplace(self.kept, _Slowest(plan)).plan.split), _SLOWER, 1)
         else:
             heappush(self.kept, _Slowest(plan))
 
 
-def lower_bound(space: SearchSpace, timer: StepTimer, group: Group) -> float:
-    """Seconds that no candidate of the group goes below."""
-    numbers, stages = timer.numbers, group.dims.pipeline
-    share = numbers.global_batch // group.dims.data_parallel_size
-    seconds = _stage_time(space, timer, group, share)
-    if stages > 1:
-        chunks = 3 * timer.engine.stages_per_rank
-        seconds += (stages - 1) * _stage_time(space, timer, group, 1) / chunks
-    return seconds * (1.0 - _ROUNDING)
-
-
-def _stage_time(space: SearchSpace, timer: StepTimer, group: Group, micro_batch: int) -> float:
-    """Mean seconds of a stage for one micro-batch, without recomputation."""
-    split = Split(group.dims, group.spec.name, micro_batch=micro_batch, precision=space.precision)
-    block = block_time(timer.numbers, split, timer.profile, timer.engine)
-    output = output_time(timer.numbers, split, timer.profile)
-    return (timer.numbers.layers * (block.compute + block.exposed) + output.compute) / group.dims.pipeline
-
-
-def _text(split: Split) -> str:
+def describe(split: Split) -> str:
+    """`split` in one line."""
     parts = [split.backend, str(split.dims), f"micro_batch {split.micro_batch}"]
     if split.dims.pipeline > 1:
         parts.append(split.schedule)
@@ -266,7 +252,7 @@ def _check_precision(space: SearchSpace) -> None:
 
 
 def _nothing_divides(space: SearchSpace, table: Table) -> UserError:
-    batch, ranks = space.numbers.global_batch, space.world_size
+    batch, ranks = space.sizes.global_batch, space.world_size
     low = batch - batch % ranks
     nearest = f"{low} or {low + ranks}" if low else str(ranks)
     reason = table.reasons().most_common(1)[0][0] if table.rejected else "no backend was given"

@@ -1,14 +1,11 @@
-"""The table of plans of a model that is given by numbers, and what to do when no plan fits."""
+"""The table of plans of a model, and the error of a model that fits nowhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 
-from distributed.config.compression import CompressionSection
 from distributed.errors import UserError
-from distributed.interfaces.codec import DENSE, CodecSpec, dense_bytes
 from distributed.planner.estimates.candidates import (
     SearchSpace,
     distinct_backends,
@@ -18,17 +15,19 @@ from distributed.planner.estimates.candidates import (
     sized,
 )
 from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.from_numbers import FromNumbers
 from distributed.planner.estimates.hardware import HardwareProfile, load_profile
-from distributed.planner.estimates.memory_by_numbers import rank_memory
 from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.planner.estimates.predictions import Predictions
 from distributed.planner.estimates.search import Table, search
 from distributed.planner.estimates.split import Split
-from distributed.planner.estimates.time import StepTimer
 from distributed.registry.catalog import get_catalog
 
-__all__ = ["does_not_fit", "least_memory", "plan_table", "search_numbers", "smallest_cluster", "timer_of"]
+__all__ = ["does_not_fit", "least_memory", "plan_table", "predictions_from", "smallest_cluster", "table_of"]
 
 _LARGEST_CLUSTER = 2**16
+
+PredictionsOf = Callable[[SearchSpace], Predictions]
 
 
 def plan_table(
@@ -57,66 +56,94 @@ def plan_table(
         **choices,
     }
     space = SearchSpace(numbers, num_devices, precision=precision, **given)  # type: ignore[arg-type]
-    table = search_numbers(space, profile, plans, lambda split: refusal_of(split, catalog))
+    return table_of(space, predictions_from(profile), profile, plans, lambda s: refusal_of(s, catalog))
+
+
+def predictions_from(profile: HardwareProfile) -> PredictionsOf:
+    """Predictions of spaces whose model is given by numbers."""
+
+    def predictions(space: SearchSpace) -> Predictions:
+        assert isinstance(space.sizes, ModelNumbers)
+        return FromNumbers(space.sizes, profile, space.codec_specs)
+
+    return predictions
+
+
+def table_of(
+    space: SearchSpace,
+    predictions_of: PredictionsOf,
+    profile: HardwareProfile,
+    plans: int = 10,
+    refuses: Callable[[Split], str | None] = lambda split: None,
+) -> Table:
+    """The fastest plans of `space` that fit a device.
+
+    Raises:
+        UserError: the global batch cannot be divided, or no plan fits, with the smallest cluster that does.
+    """
+    table = search(space, predictions_of(space), profile.memory, plans, refuses=refuses)
     if not table.plans:
-        raise does_not_fit(space, profile)
+        raise does_not_fit(space, predictions_of, profile, table)
     return table
 
 
-def search_numbers(
-    space: SearchSpace,
-    profile: HardwareProfile,
-    plans: int,
-    refuses: Callable[[Split], str | None] = lambda split: None,
-) -> Table:
-    """The fastest plans of `space` that fit, if there are any, by the predictions from numbers alone."""
-    numbers = space.numbers
-    return search(
-        space,
-        timer_of(space, profile),
-        lambda split: rank_memory(numbers, split, profile).total,
-        profile.memory,
-        plans,
-        refuses=refuses,
-    )
+def least_memory(space: SearchSpace, predictions: Predictions, enough: float = 0.0) -> float:
+    """Bytes of the largest rank under the split that needs least, infinite without a split that can train.
 
-
-def least_memory(space: SearchSpace, profile: HardwareProfile) -> float:
-    """Bytes of the largest rank under the split that needs least, infinite without a split that can train."""
-    return min(
-        (rank_memory(space.numbers, split, profile).total for split in _splits(space)), default=float("inf")
-    )
+    Args:
+        enough: bytes at which the search ends, because so much is there.
+    """
+    least = float("inf")
+    for split in _splits(space):
+        try:
+            least = min(least, predictions.memory(split).total)
+        except UserError:
+            continue
+        if least <= enough:
+            break
+    return least
 
 
 def _splits(space: SearchSpace) -> Iterator[Split]:
+    """Splits among which is one with the least memory: the smallest micro-batch, or all samples at once,
+    which needs no memory for accumulated gradients."""
     for group, refused in groups(space):
         if refused is None:
             sizes = micro_batches(space, group)
             for leaf, reason in leaves(space, group):
                 if reason is None:
-                    yield from sized(space, leaf, sizes)
+                    yield from sized(space, leaf, sorted({sizes[0], sizes[-1]}) if sizes else ())
 
 
-def smallest_cluster(space: SearchSpace, profile: HardwareProfile) -> int | None:
+def smallest_cluster(
+    space: SearchSpace, predictions_of: PredictionsOf, profile: HardwareProfile
+) -> int | None:
     """The smallest power of two of devices on which a plan fits; None up to 65,536.
 
     The global batch grows with the number of devices where they would not divide it.
     """
-    count, weights = 1, 4.0 * space.numbers.parameters
+    count, weights = 1, predictions_of(space).least_weights()
     while count <= _LARGEST_CLUSTER:
-        batch = space.numbers.global_batch
-        numbers = replace(space.numbers, global_batch=-(-batch // count) * count)
-        larger = replace(space, world_size=count, numbers=numbers)
+        batch = -(-space.sizes.global_batch // count) * count
+        larger = replace(space, world_size=count, sizes=space.sizes.with_batch(batch))
         # Every weight is on some device, so that fewer devices need no search.
-        if weights <= count * profile.memory and least_memory(larger, profile) <= profile.memory:
-            return count
+        if weights <= count * profile.memory:
+            predictions = predictions_of(larger)
+            if least_memory(larger, predictions, profile.memory) <= profile.memory:
+                return count
         count *= 2
     return None
 
 
-def does_not_fit(space: SearchSpace, profile: HardwareProfile) -> UserError:
-    """The error of a model that is larger than the cluster, with the smallest cluster that fits."""
-    least, enough = least_memory(space, profile), smallest_cluster(space, profile)
+def does_not_fit(
+    space: SearchSpace, predictions_of: PredictionsOf, profile: HardwareProfile, table: Table
+) -> UserError:
+    """The error of a model that is larger than the cluster, with the smallest cluster that fits; or of one
+    that no backend trains."""
+    least = least_memory(space, predictions_of(space))
+    if least <= profile.memory or least == float("inf"):
+        return _refused(table)
+    enough = smallest_cluster(space, predictions_of, profile)
     where = f"{enough} devices of this kind" if enough else "no cluster of up to 65,536 devices"
     return UserError(
         f"the model does not fit: the split with the least memory takes {least / 1e9:.1f} GB on a"
@@ -128,18 +155,11 @@ def does_not_fit(space: SearchSpace, profile: HardwareProfile) -> UserError:
     )
 
 
-def timer_of(space: SearchSpace, profile: HardwareProfile) -> StepTimer:
-    """The time model of a search, with the codecs of its space."""
-    specs, hidden = dict(space.codec_specs), space.numbers.hidden
-
-    @cache
-    def share(codec: str, ranks: int) -> float:
-        return 1.0 if codec == DENSE or ranks == 1 else _share(specs[codec], hidden, ranks)
-
-    return StepTimer(space.numbers, profile, codec_share=share)
-
-
-def _share(codec: CodecSpec, hidden: int, ranks: int) -> float:
-    shape = (hidden, hidden)
-    sent = codec.wire_bytes(shape, 4, CompressionSection(codec=codec.name), ranks)
-    return sent / dense_bytes(shape, 4, ranks)
+def _refused(table: Table) -> UserError:
+    reason, count = table.reasons().most_common(1)[0]
+    return UserError(
+        "no split can be trained",
+        field="num_devices",
+        got=f"most often ({count} splits): {reason}",
+        remedy="Change the field that the reason names, or leave more of the split to the search",
+    )

@@ -167,7 +167,7 @@ def train(size: int, num_layers: int = 2, steps: int = 8, callbacks: Sequence[An
             tracking={"progress": "off"},
         )
         catalog, config = get_catalog(), trainer.config
-        task = trainer._task(config, data, data)
+        task = trainer.task_of(config, data, data)
         plan = trainer._plan(config, catalog, task)
     target = f"{__name__}:PeersBackend"
     plan = replace(plan, spec=replace(plan.spec, target=target))

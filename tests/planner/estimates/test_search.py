@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 
 from distributed import UserError
 from distributed.interfaces.backend_spec import SCHEDULES
+from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates import search as searching
 from distributed.planner.estimates.candidates import (
-    Group,
     SearchSpace,
     distinct_backends,
     groups,
@@ -23,13 +22,13 @@ from distributed.planner.estimates.candidates import (
     sized,
 )
 from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.from_numbers import FromNumbers
 from distributed.planner.estimates.hardware import load_profile
-from distributed.planner.estimates.memory_by_numbers import rank_memory
+from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.numbers import model_numbers
 from distributed.planner.estimates.search import Ranked, search
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.table import plan_table
-from distributed.planner.estimates.time import StepTimer
 from distributed.registry.catalog import get_catalog
 from tests.planner.estimates.random_splits import random_numbers, random_profile
 
@@ -53,9 +52,26 @@ def random_space(draw: random.Random) -> SearchSpace:
     )
 
 
-def exhaustive(
-    space: SearchSpace, timer: StepTimer, memory: Callable[[Split], float], limit: float, plans: int
-) -> list[Ranked]:
+class Remembered(FromNumbers):
+    """Predictions whose memory is computed once for each split."""
+
+    taken: dict[Split, MemoryParts]
+
+    def memory(self, split: Split) -> MemoryParts:
+        known = self.__dict__.setdefault("taken", {})
+        if split not in known:
+            known[split] = super().memory(split)
+        return known[split]
+
+
+class Unlimited(FromNumbers):
+    """Predictions under which every split fits."""
+
+    def memory(self, split: Split) -> MemoryParts:
+        return MemoryParts()
+
+
+def exhaustive(space: SearchSpace, predictions: FromNumbers, limit: float, plans: int) -> list[Ranked]:
     """Every candidate, timed; those that fit, sorted."""
     found = []
     for group, refused in groups(space):
@@ -64,10 +80,10 @@ def exhaustive(
         for leaf, reason in leaves(space, group):
             for split in sized(space, leaf, micro_batches(space, group)) if reason is None else ():
                 late = schedule_refusal(
-                    split.schedule, split.dims.pipeline, split.num_micro_batches, space.numbers.layers
+                    split.schedule, split.dims.pipeline, split.num_micro_batches, space.sizes.layers
                 )
-                if late is None and memory(split) <= limit:
-                    found.append(Ranked(split, timer.parts(split), memory(split), 0.0))
+                if late is None and predictions.memory(split).total <= limit:
+                    found.append(Ranked(split, predictions.time(split), predictions.memory(split), 0.0))
     return sorted(found, key=lambda plan: plan.key)[:plans]
 
 
@@ -76,22 +92,15 @@ def check_nothing_better_is_missed(spaces: int) -> int:
     draw, pruned = random.Random(2000), 0
     for _ in range(spaces):
         space, profile = random_space(draw), random_profile(draw)
-        timer, plans = StepTimer(space.numbers, profile), draw.choice([1, 3])
-        taken: dict[Split, float] = {}
-
-        def memory(split: Split, space: Any = space, taken: Any = taken, profile: Any = profile) -> float:
-            if split not in taken:
-                taken[split] = rank_memory(space.numbers, split, profile).total
-            return float(taken[split])
-
+        predictions, plans = Remembered(space.sizes, profile), draw.choice([1, 3])
         try:
-            everything = exhaustive(space, timer, memory, float("inf"), 10**9)
-            limit = draw.choice(everything).memory if everything else 0.0
-            found = search(space, timer, memory, limit, plans)
+            everything = exhaustive(space, predictions, float("inf"), 10**9)
+            limit = draw.choice(everything).memory.total if everything else 0.0
+            found = search(space, predictions, limit, plans)
         except UserError:
             assert not everything
             continue
-        best = [plan for plan in everything if plan.memory <= limit][:plans]
+        best = [plan for plan in everything if plan.memory.total <= limit][:plans]
         assert [p.split for p in found.plans] == [p.split for p in best], space
         pruned += "a lower bound of its time is above the slowest listed plan" in found.reasons()
     return pruned
@@ -102,22 +111,22 @@ def test_the_best_of_2000_random_spaces_is_always_found() -> None:
     assert check_nothing_better_is_missed(2000) > 300
 
 
-def _bound_above(space: SearchSpace, timer: StepTimer, group: Group) -> float:
+BOUND = FromNumbers.bound
+
+
+def _bound_above(self: FromNumbers, dims: ParallelDims, share: int, precision: str) -> float:
     """Mutant: a bound that some candidates go below."""
-    return 1.3 * searching_bound(space, timer, group)
+    return 1.3 * BOUND(self, dims, share, precision)
 
 
-def _bound_without_blocks(space: SearchSpace, timer: StepTimer, group: Group) -> float:
+def _bound_without_blocks(self: FromNumbers, dims: ParallelDims, share: int, precision: str) -> float:
     """Mutant: groups with fewer ranks for the model look better, whatever they take."""
-    return searching_bound(space, timer, group) * group.dims.model_parallel_size
-
-
-searching_bound = searching.lower_bound
+    return BOUND(self, dims, share, precision) * dims.model_parallel_size
 
 
 @pytest.mark.parametrize("mutant", [_bound_above, _bound_without_blocks])
 def test_an_unsound_bound_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "lower_bound", mutant)
+    monkeypatch.setattr(FromNumbers, "bound", mutant)
     with pytest.raises(AssertionError):
         check_nothing_better_is_missed(300)
 
@@ -126,14 +135,15 @@ def test_a_bound_is_below_every_candidate_of_its_group() -> None:
     draw = random.Random(7)
     for _ in range(60):
         space, profile = random_space(draw), random_profile(draw)
-        timer = StepTimer(space.numbers, profile)
+        predictions = FromNumbers(space.sizes, profile)
         for group, refused in groups(space):
             if refused is not None:
                 continue
-            bound = searching.lower_bound(space, timer, group)
+            share = space.sizes.global_batch // group.dims.data_parallel_size
+            bound = predictions.bound(group.dims, share, space.precision)
             for leaf, _reason in leaves(space, group):
                 for split in sized(space, leaf, micro_batches(space, group)):
-                    assert timer.parts(split).total >= bound
+                    assert predictions.time(split).total >= bound
 
 
 def check_a_run_accepts_what_is_listed(device: str, asks: bool) -> int:
@@ -151,9 +161,8 @@ def check_a_run_accepts_what_is_listed(device: str, asks: bool) -> int:
     for _ in range(25):
         space, profile = random_space(draw), random_profile(draw)
         space = space if asks else replace(space, offload=(False,))
-        timer = StepTimer(space.numbers, profile)
         try:
-            table = searching.search(space, timer, lambda split: 0.0, 1.0, 40, refuses=refuses)
+            table = searching.search(space, Unlimited(space.sizes, profile), 1.0, 40, refuses=refuses)
         except UserError:
             continue
         for plan in table.plans:
@@ -202,14 +211,14 @@ def test_llama_405b_on_16384_ranks() -> None:
     assert table.timed < 5_000
     best = table.plans[0]
     assert best.split.dims.world_size == 16384
-    assert best.memory <= load_profile("H100").memory
+    assert best.memory.total <= load_profile("H100").memory
     assert 5.0 < best.time.total < 12.0
 
 
 def test_every_candidate_that_is_not_listed_has_a_reason() -> None:
     numbers = model_numbers(layers=4, hidden=256, heads=4, vocabulary=1000, global_batch=8)
     space = SearchSpace(numbers, 4, distinct_backends(get_catalog().backends.values()), precision="bf16")
-    table = search(space, StepTimer(numbers, load_profile("A100")), lambda split: 0.0, 1.0, 5, pruned=False)
+    table = search(space, Unlimited(numbers, load_profile("A100")), 1.0, 5, pruned=False)
     candidates = 0
     for group, refused in groups(space):
         count = len(micro_batches(space, group)) if refused is None else 0

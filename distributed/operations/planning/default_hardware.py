@@ -1,0 +1,40 @@
+"""The hardware profile of this machine, where none is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distributed.planner.estimates.hardware import HardwareProfile, load_profile, shipped_profiles
+from distributed.system.devices import visible_gpus
+
+__all__ = ["MEASURED", "profile_of"]
+
+MEASURED = "hardware.yaml"
+"""File into which `calibrate` writes, and from which plans are made where it exists."""
+
+
+def profile_of(name: str | Path | HardwareProfile | None) -> tuple[HardwareProfile, str]:
+    """The profile called `name`, and where it is from: by default `MEASURED` in the working directory, then
+    the shipped profile of this machine's GPU, then that of a CPU.
+
+    Raises:
+        UserError: there is no such profile, or a value of it is missing or out of range.
+    """
+    if isinstance(name, HardwareProfile):
+        return name, "as given"
+    if name is not None:
+        return load_profile(name), str(name)
+    if Path(MEASURED).is_file():
+        return load_profile(MEASURED), MEASURED
+    for shipped in shipped_profiles():
+        if shipped.lower() in _gpu_name().lower():
+            return load_profile(shipped), f"the shipped profile of {_gpu_name()}"
+    return load_profile("CPU"), "the shipped profile, whose rates are assumptions: run `calibrate` first"
+
+
+def _gpu_name() -> str:
+    if not visible_gpus():
+        return ""
+    import torch
+
+    return torch.cuda.get_device_name(0)

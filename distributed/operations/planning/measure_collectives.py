@@ -1,0 +1,140 @@
+"""Measure how long collectives take among the ranks of one node, for each size of group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.communication.collective_costs import OPERATIONS
+
+__all__ = ["group_sizes", "measure_collectives", "measure_overlap"]
+
+_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
+_REPEATS = 3
+_OVERLAPPED = 2**22
+"""Bytes of the all-reduce beside which ranks compute."""
+
+
+def group_sizes(num_ranks: int) -> list[int]:
+    """Numbers of ranks of equal groups of more than one rank."""
+    return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+
+
+def measure_collectives(duration: float, device: str) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    """Operation -> size of a group -> (bytes, seconds). All groups communicate at once. Collective.
+
+    Seconds are those of the slowest rank. What the transport cannot do is left out.
+
+    Args:
+        duration: seconds for each point.
+    """
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for size in group_sizes(dist.get_world_size()):
+        group = _own_group(size)
+        for operation in OPERATIONS:
+            points = [_point(operation, nbytes, size, group, duration, device) for nbytes in _BYTES]
+            if all(seconds is not None for _, seconds in points):
+                found.setdefault(operation, {})[size] = _rising(points)
+    return found
+
+
+def _rising(points: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    rising, most = [], 0.0
+    for nbytes, seconds in points:
+        most = max(most, seconds or 0.0)
+        rising.append((nbytes, most))
+    return rising
+
+
+def _own_group(size: int) -> Any:
+    """The group of `size` neighbouring ranks of this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return groups[rank // size]
+
+
+def _point(
+    operation: str, nbytes: int, size: int, group: Any, duration: float, device: str
+) -> tuple[float, float | None]:
+    call = _call(operation, nbytes, size, group, device)
+    try:
+        call()
+        call()
+    except (RuntimeError, ValueError):
+        return float(nbytes), None
+    once = _slowest(_timed(call, 1, device))
+    length = max(1, min(200, int(duration / _REPEATS / once)))
+    return float(nbytes), _slowest(median(_timed(call, length, device) for _ in range(_REPEATS)))
+
+
+def _timed(call: Callable[[], object], length: int, device: str) -> float:
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(length):
+        call()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    return (perf_counter() - start) / length
+
+
+def _slowest(seconds: float) -> float:
+    """The largest value of all ranks. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, seconds)
+    return float(max(found))
+
+
+def _call(operation: str, nbytes: int, size: int, group: Any, device: str) -> Callable[[], object]:
+    share = max(1, nbytes // 4 // size)
+    whole, part = torch.ones(share * size, device=device), torch.ones(share, device=device)
+    other = torch.ones_like(whole)
+    rank = dist.get_rank(group)
+    following, before = (rank + 1) % size, (rank - 1) % size
+
+    def exchange() -> None:
+        calls = [
+            dist.P2POp(dist.isend, whole, group=group, group_peer=following),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=before),
+        ]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+
+    calls: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send-recv": exchange,
+    }
+    return calls[operation]
+
+
+def measure_overlap(compute: Callable[[], object], seconds: float, device: str) -> float:
+    """Share of the time of an all-reduce that computation beside it hides. Collective.
+
+    Args:
+        compute: an operation.
+        seconds: of one call of it.
+    """
+    values = torch.ones(_OVERLAPPED // 4, device=device)
+    alone = _slowest(median(_timed(lambda: dist.all_reduce(values), 1, device) for _ in range(5)))
+    number = max(1, round(alone / seconds))
+
+    def computed() -> None:
+        for _ in range(number):
+            compute()
+
+    def both() -> None:
+        work = dist.all_reduce(values, async_op=True)
+        computed()
+        work.wait()
+
+    computing = _slowest(median(_timed(computed, 1, device) for _ in range(5)))
+    together = _slowest(median(_timed(both, 1, device) for _ in range(5)))
+    return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))

@@ -1,0 +1,297 @@
+"""Measure how long operations of each kind take on a device, by their size.
+
+Sizes are what `WorkTrace` counts for the same calls, so that a prediction reads a curve at the sizes at which
+it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, gelu, layer_norm, max_pool2d, scaled_dot_product_attention
+
+from distributed.operations.planning.work_trace import RawOperation, WorkTrace
+from distributed.planner.estimates.work_facts import MATRIX_KINDS, THIN
+
+__all__ = [
+    "Clock",
+    "HostTimes",
+    "matmul_rate",
+    "measure_host",
+    "measure_kinds",
+    "memory_bandwidth",
+    "reference_operation",
+]
+
+Call = Callable[[], Any]
+
+_SIDES = (32, 64, 128, 256, 512, 1024)
+"""Of square matrices."""
+_THIN_SIDES = (256, 512, 1024, 2048)
+
+
+_IMAGES = ((32, 4), (32, 8), (32, 16), (64, 16), (128, 16), (128, 32))
+"""(channels, side) of 8 images."""
+_NARROW_IMAGES = ((8, 8), (16, 16), (16, 32), (16, 64), (16, 128))
+_SEQUENCES = ((1, 32), (4, 64), (8, 128), (16, 256), (8, 1024))
+"""(heads of 64 elements, tokens)."""
+_ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**23)
+_WIDTH = 256
+"""Elements of a row that is normalized or gathered."""
+_WEIGHT_BYTES = 2**25
+"""Bytes of the weights among which matrix products take turns."""
+_REPEATS = 3
+
+
+class Clock:
+    """Times calls.
+
+    Args:
+        duration: seconds for each measurement.
+        device: on which the calls compute.
+        shared: whether more ranks than cores compute, so that the scheduler interrupts each of them.
+    """
+
+    def __init__(self, duration: float, device: str, *, shared: bool = False) -> None:
+        self._duration, self.device, self._shared = duration, device, shared
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of one call: the median over blocks of calls, or the mean where the device is shared."""
+        call()
+        once = max(self._block(call, 1), 1e-7)
+        if self._shared:
+            return self._block(call, max(1, int(self._duration / once)))
+        length = max(1, int(self._duration / _REPEATS / once))
+        return median(self._block(call, length) for _ in range(_REPEATS))
+
+    def _block(self, call: Call, length: int) -> float:
+        self._wait()
+        start = perf_counter()
+        for _ in range(length):
+            call()
+        self._wait()
+        return (perf_counter() - start) / length
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+
+def measure_kinds(clock: Clock) -> dict[str, list[tuple[float, float]]]:
+    """Kind -> (size, seconds) in order of size: floating-point operations, or bytes."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for kind, calls in _calls(clock.device).items():
+        points = []
+        for call in calls():
+            (operation,) = _of_kind(kind, call)
+            size = operation.flops if kind in MATRIX_KINDS else operation.nbytes
+            points.append((float(size), clock.seconds(call)))
+        curves[kind] = _rising(points)
+    return curves
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Larger operations take no less time; what noise says otherwise is raised to the smaller one's."""
+    rising, most = [], 0.0
+    for size, seconds in sorted(points):
+        most = max(most, seconds)
+        rising.append((size, most))
+    return rising
+
+
+def _of_kind(kind: str, call: Call) -> list[RawOperation]:
+    trace = WorkTrace()
+    with trace:
+        call()
+    return [operation for operation in trace.take() if operation.kind == kind]
+
+
+def _calls(device: str) -> dict[str, Callable[[], Iterator[Call]]]:
+    return {
+        "matmul": lambda: (_matmul(side, torch.float32, device) for side in _SIDES),
+        "thin-matmul": lambda: (_matmul(side, torch.float32, device, side // THIN) for side in _THIN_SIDES),
+        "convolution": lambda: (_convolution(*image, device) for image in _IMAGES),
+        "convolution-backward": lambda: (_convolution_backward(*image, device) for image in _IMAGES),
+        "narrow-convolution": lambda: (_convolution(*image, device) for image in _NARROW_IMAGES),
+        "narrow-convolution-backward": lambda: (
+            _convolution_backward(*image, device) for image in _NARROW_IMAGES
+        ),
+        "attention": lambda: (_attention(*sizes, device) for sizes in _SEQUENCES),
+        "attention-backward": lambda: (_attention_backward(*sizes, device) for sizes in _SEQUENCES),
+        "elementwise": lambda: (_elementwise(number, device) for number in _ELEMENTS),
+        "transcendental": lambda: (_transcendental(number, device) for number in _ELEMENTS),
+        "reduction": lambda: (_reduction(number, device) for number in _ELEMENTS),
+        "pooling": lambda: (_pooling(number, device) for number in _ELEMENTS[1:-1]),
+        "indexing": lambda: (_indexing(number, device) for number in _ELEMENTS),
+        "random": lambda: (_random(number, device) for number in _ELEMENTS[:-1]),
+    }
+
+
+def _matmul(side: int, dtype: torch.dtype, device: str, rows: int | None = None) -> Call:
+    # A model has other weights in each layer, which are not in the caches nearest to the processor.
+    number = max(1, min(16, _WEIGHT_BYTES // (side * side * dtype.itemsize)))
+    values = torch.randn(rows or side, side, device=device).to(dtype)
+    weights = cycle([torch.randn(side, side, device=device).to(dtype) for _ in range(number)])
+    return lambda: torch.mm(values, next(weights).t())
+
+
+def _convolution(channels: int, side: int, device: str) -> Call:
+    images, weight = _images(channels, side, device)
+    return lambda: conv2d(images, weight, padding=1)
+
+
+def _convolution_backward(channels: int, side: int, device: str) -> Call:
+    images, weight = _images(channels, side, device)
+    ones = (1, 1)
+    return lambda: torch.ops.aten.convolution_backward(
+        images, images, weight, None, ones, ones, ones, False, (0, 0), 1, (True, True, False)
+    )
+
+
+def _images(channels: int, side: int, device: str) -> tuple[Tensor, Tensor]:
+    images = torch.randn(8, channels, side, side, device=device)
+    return images, torch.randn(channels, channels, 3, 3, device=device)
+
+
+def _attention(heads: int, tokens: int, device: str) -> Call:
+    query = torch.randn(1, heads, tokens, 64, device=device)
+    return lambda: scaled_dot_product_attention(query, query, query)
+
+
+def _attention_backward(heads: int, tokens: int, device: str) -> Call:
+    parts = [torch.randn(1, heads, tokens, 64, device=device, requires_grad=True) for _ in range(3)]
+    mixed = scaled_dot_product_attention(parts[0], parts[1], parts[2])
+    gradient = torch.randn_like(mixed)
+    return lambda: torch.autograd.grad(mixed, parts, gradient, retain_graph=True)
+
+
+def _elementwise(number: int, device: str) -> Call:
+    one, other = torch.randn(number, device=device), torch.randn(number, device=device)
+    return lambda: torch.mul(one, other)
+
+
+def _transcendental(number: int, device: str) -> Call:
+    values = torch.randn(number, device=device)
+    return lambda: gelu(values)
+
+
+def _reduction(number: int, device: str) -> Call:
+    values = torch.randn(-(-number // _WIDTH), _WIDTH, device=device)
+    return lambda: layer_norm(values, (_WIDTH,))
+
+
+def _indexing(number: int, device: str) -> Call:
+    rows = -(-number // _WIDTH)
+    table = torch.randn(max(rows, 256), _WIDTH, device=device)
+    where = torch.randint(0, len(table), (rows,), device=device)
+    return lambda: torch.index_select(table, 0, where)
+
+
+def _pooling(number: int, device: str) -> Call:
+    images = torch.randn(number // 256, 1, 16, 16, device=device)
+    return lambda: max_pool2d(images, 2)
+
+
+def _random(number: int, device: str) -> Call:
+    values = torch.rand(number, device=device)
+    return lambda: torch.bernoulli(values)
+
+
+def matmul_rate(clock: Clock, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of the fastest matrix product in `dtype`."""
+    sides = _SIDES[2:] if clock.device == "cpu" else (2048, 4096, 8192)
+    return max(2.0 * side**3 / clock.seconds(_matmul(side, dtype, clock.device)) for side in sides)
+
+
+def memory_bandwidth(clock: Clock) -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.randn(2**24, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
+
+
+class HostTimes(NamedTuple):
+    """What a model takes beyond its operations as they are timed one by one.
+
+    Attributes:
+        forward_seconds: of the host for each operation of forward.
+        backward_seconds: the same of backward.
+        in_model: time of operations in a model, relative to a loop that calls nothing else.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    in_model: float
+
+
+def measure_host(clock: Clock, time_of: Callable[[str, float], float]) -> HostTimes:
+    """Compare two networks with the sum of their operations.
+
+    In a small one, modules, the graph of autograd and Python take time for each operation. In a larger one,
+    operations find less of their inputs in the caches.
+
+    Args:
+        time_of: (kind, size) -> seconds of an operation.
+    """
+    small = _Pass(clock, _network(16, 32), torch.randn(1, 16, 32, device=clock.device))
+    large = _Pass(clock, _network(4, 256), torch.randn(4, 128, 256, device=clock.device))
+    host = [max(0.0, (small.seconds[i] - small.known(time_of, i)) / small.count(i)) for i in (0, 1)]
+    known = sum(large.known(time_of, i) for i in (0, 1))
+    rest = sum(large.seconds[i] - host[i] * large.count(i) for i in (0, 1))
+    return HostTimes(host[0], host[1], max(1.0, rest / known))
+
+
+class _Pass:
+    """Forward and backward of a network: measured seconds, and counted operations."""
+
+    def __init__(self, clock: Clock, network: nn.Module, values: Tensor) -> None:
+        network = network.to(clock.device)
+        trace = WorkTrace()
+        with trace:
+            network(values).sum().backward()
+        self._operations = trace.take()
+
+        def both() -> None:
+            network(values).sum().backward()
+
+        forward = clock.seconds(lambda: network(values))
+        self.seconds = forward, max(0.0, clock.seconds(both) - forward)
+
+    def _of(self, backward: int) -> list[RawOperation]:
+        return [o for o in self._operations if o.backward == bool(backward) and o.kind != "view"]
+
+    def count(self, backward: int) -> int:
+        return len(self._of(backward))
+
+    def known(self, time_of: Callable[[str, float], float], backward: int) -> float:
+        own = self._of(backward)
+        return sum(time_of(o.kind, o.flops if o.kind in MATRIX_KINDS else o.nbytes) for o in own)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.mix(self.norms[0](x)).unflatten(-1, (4, -1)).transpose(1, 2).chunk(3, -1)
+        x = x + self.output(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+        found: Tensor = x + self.down(gelu(self.up(self.norms[1](x))))
+        return found
+
+
+def _network(layers: int, width: int) -> nn.Module:
+    return nn.Sequential(*(_Layer(width) for _ in range(layers)))
+
+
+def reference_operation(clock: Clock) -> Call:
+    """A matrix product of some hundred microseconds on a CPU."""
+    return _matmul(256, torch.float32, clock.device)

@@ -1,0 +1,103 @@
+"""The table of plans as text, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from distributed.operations.planning.plans import Plans
+from distributed.operations.report.formats import number
+from distributed.planner.estimates.ledger import MemoryParts
+from distributed.planner.estimates.search import Ranked
+from distributed.planner.estimates.time import TimeParts
+
+__all__ = [
+    "HEADS",
+    "headline",
+    "memory_text",
+    "part_rows",
+    "row_of",
+    "rows_of",
+    "seconds_text",
+    "settings_of",
+]
+
+HEADS = ["#", "backend", "ranks", "micro-batch", "settings", "step", "interval", "MFU", "memory", "of device"]
+
+_DIGITS = 3
+
+
+def headline(plans: Plans) -> str:
+    """What was planned, in a line."""
+    space, profile = plans.space, plans.profile
+    return (
+        f"{plans.subject}; {space.world_size} x {profile.name}, {space.precision}, {space.optimizer},"
+        f" global batch {space.sizes.global_batch}"
+    )
+
+
+def rows_of(plans: Plans) -> Iterator[list[str]]:
+    """A row for each plan."""
+    for index, row in enumerate(plans.rows, 1):
+        yield row_of(index, row, plans)
+
+
+def row_of(index: int, row: Ranked, plans: Plans) -> list[str]:
+    """Cells of a plan."""
+    split, profile = row.split, plans.profile
+    low, high = row.time.interval(profile.achievable.spread)
+    micro = f"{split.micro_batch} x {split.num_micro_batches}"
+    return [
+        str(index),
+        split.backend,
+        str(split.dims),
+        micro,
+        settings_of(row),
+        seconds_text(row.time.total),
+        f"{seconds_text(low)} to {seconds_text(high)}",
+        f"{row.mfu:.1%}",
+        memory_text(row.memory.total),
+        f"{row.memory.total / profile.memory:.0%}",
+    ]
+
+
+def settings_of(row: Ranked) -> str:
+    """What else the plan sets: ``zero 2, recompute``."""
+    split = row.split
+    named = {
+        f"zero {split.zero_stage}": split.zero_stage,
+        split.schedule: split.dims.pipeline > 1,
+        "recompute": split.activation_checkpointing,
+        "offload": split.offload,
+        split.codec: split.codec != "none",
+    }
+    return ", ".join(name for name, holds in named.items() if holds)
+
+
+def part_rows(row: Ranked) -> tuple[list[list[str]], list[list[str]]]:
+    """(parts of the step's time, parts of the memory), each (name, value, share)."""
+    return _parts(row.time, seconds_text), _parts(row.memory, memory_text)
+
+
+def _parts(parts: TimeParts | MemoryParts, text: object) -> list[list[str]]:
+    assert callable(text)
+    found = [(field.name, getattr(parts, field.name)) for field in fields(parts)]
+    whole = parts.total or 1
+    rows = [[name.replace("_", " "), text(value), f"{value / whole:.1%}"] for name, value in found]
+    return [*rows, ["total", text(parts.total), ""]]
+
+
+def seconds_text(value: float) -> str:
+    """``1.23 s``, ``45.6 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{number(value / scale, _DIGITS)} {unit}"
+    return f"{number(value * 1e6, _DIGITS)} us"
+
+
+def memory_text(nbytes: float) -> str:
+    """``12.3 GB``, ``45.6 MB``, of 1000 bytes each."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= scale:
+            return f"{number(nbytes / scale, _DIGITS)} {unit}"
+    return f"{number(nbytes / 1e3, _DIGITS)} kB"

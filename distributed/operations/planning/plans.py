@@ -1,0 +1,152 @@
+"""Plans: the table of a search, and the configuration of each of its rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed.config import Layer, load_layers
+from distributed.config.load import all_fields, nested
+from distributed.errors import UserError
+from distributed.operations.report.html import write
+from distributed.planner.estimates.candidates import SearchSpace
+from distributed.planner.estimates.configuration import plan_fields
+from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.planner.estimates.search import Ranked, Table, describe
+from distributed.registry.catalog import get_catalog
+from distributed.system.private_files import write_private
+
+__all__ = ["Plans", "names_in"]
+
+
+def names_in(layers: Sequence[Layer]) -> set[str]:
+    """Dotted names of the fields that `layers` set."""
+    config = load_layers(layers)
+    return {name for name in all_fields() if config.origin(name) != "default"}
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What `plan` returns: plans that fit, the fastest first, and why others are not among them.
+
+    Attributes:
+        subject: the model, in words.
+        space: what the search chose from.
+        profile: the hardware.
+        table: plans and rejected candidates.
+        base: layers of the configuration that a plan overrides, such as a script's.
+        whence: where the profile is from.
+    """
+
+    subject: str
+    space: SearchSpace
+    profile: HardwareProfile
+    table: Table
+    base: tuple[Layer, ...] = ()
+    whence: str = ""
+
+    @property
+    def rows(self) -> Sequence[Ranked]:
+        """The plans."""
+        return self.table.plans
+
+    def __getitem__(self, index: int) -> Ranked:
+        return self.table.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.table.plans)
+
+    def fields(self, index: int = 0) -> dict[str, Any]:
+        """Configuration fields of a plan, with dotted names, its predictions included.
+
+        Raises:
+            UserError: there is no such plan.
+        """
+        if not 0 <= index < len(self):
+            raise UserError(
+                "there is no plan with this number",
+                field="number",
+                got=index + 1,
+                allowed=f"1 to {len(self)}",
+                remedy="Choose a row of the table",
+            )
+        row, profile = self[index], self.profile
+        fields = plan_fields(
+            row.split, load_layers(self.base), get_catalog(), profile.device, profile.devices_per_node
+        )
+        predicted = {
+            "split": describe(row.split),
+            "hardware": profile.name,
+            "step_seconds": float(f"{row.time.total:.6g}"),
+            "spread": profile.achievable.spread,
+            "memory_bytes": row.memory.total,
+        }
+        return fields | {f"planned.{name}": value for name, value in predicted.items()}
+
+    def yaml(self, index: int = 0) -> str:
+        """A configuration file that ``train --config`` reads."""
+        import yaml
+
+        row = self[index]
+        head = (
+            f"# Plan {index + 1} of {len(self)} for {self.subject} on {self.space.world_size} x"
+            f" {self.profile.name}:\n# {describe(row.split)}\n"
+        )
+        return head + yaml.safe_dump(nested(self.fields(index)), sort_keys=False)
+
+    def save(self, path: str | Path, index: int = 0) -> None:
+        """Write `yaml`, whole or not at all, readable by this user only.
+
+        Raises:
+            UserError: it cannot be written there.
+        """
+        text = self.yaml(index)
+        try:
+            write_private(path, text.encode())
+        except OSError as error:
+            raise UserError(
+                f"the plan cannot be written: {error.strerror or error}",
+                field="--output",
+                got=str(path),
+                remedy="Choose a file in a folder that exists",
+            ) from None
+
+    def save_page(self, path: str | Path) -> None:
+        """Write an HTML page with the table and a picture of time and memory.
+
+        Raises:
+            UserError: plotly is not installed, or the page cannot be written there.
+        """
+        from distributed.operations.report.html import check_plotly
+
+        check_plotly("the page of plans")
+        from distributed.operations.planning.plan_page import page_of
+
+        write(Path(path), page_of(self), "--html")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All plans and reasons, for JSON."""
+        plans = [
+            {
+                "split": describe(row.split),
+                "seconds": row.time.total,
+                "interval": row.time.interval(self.profile.achievable.spread),
+                "mfu": row.mfu,
+                "time": asdict(row.time),
+                "memory": {**asdict(row.memory), "total": row.memory.total},
+                "fields": self.fields(index),
+            }
+            for index, row in enumerate(self.rows)
+        ]
+        found = {
+            "model": self.subject,
+            "hardware": self.profile.name,
+            "devices": self.space.world_size,
+            "plans": plans,
+            "reasons": dict(self.table.reasons().most_common()),
+            "rejected": [asdict(entry) for entry in self.table.rejected],
+        }
+        return json.loads(json.dumps(found))  # type: ignore[no-any-return]

@@ -1,0 +1,310 @@
+"""Record the micro-batches of a fake model at two sizes, as timelines and facts about its blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distributed.checkpoint.dtensor import local_part
+from distributed.checkpoint.torch_state import canonical_name
+from distributed.errors import UserError
+from distributed.operations.planning.cut_model import RankPart
+from distributed.operations.planning.memory_trace import MemoryTrace, RawTimeline
+from distributed.operations.planning.work_trace import RawOperation, WorkTrace, merge
+from distributed.planner.estimates.model_facts import (
+    BlockFacts,
+    Collective,
+    Kind,
+    ParameterFacts,
+    Size,
+    Timeline,
+)
+from distributed.planner.estimates.work_facts import BlockWork
+from distributed.training.blocks import find_blocks
+from distributed.training.objective import Objective
+
+__all__ = ["Recorder", "explained", "resized_batch"]
+
+_SAMPLES = (11, 23)
+"""Sizes of micro-batch at which timelines are recorded; sizes of tensors for others lie on a line. Primes,
+which are rarely a number of classes: square scores are checked for in-batch losses, by their values."""
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+class Recorder:
+    """Runs the micro-batches of a fake model at two sizes.
+
+    Args:
+        model: of fake tensors.
+        block_classes: class names of its blocks.
+        objective: its loss.
+        batch: what the data loader yields.
+        precision: of autocast.
+        device: of the fake tensors.
+        part: what the rank has of the model, which is cut already.
+
+    Attributes:
+        model: the model.
+        blocks: the model, then its blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        block_classes: Sequence[str],
+        objective: Objective,
+        batch: Any,
+        precision: str,
+        device: str,
+        part: RankPart,
+    ) -> None:
+        held = [block for block in find_blocks(model, block_classes) if _is_held(block)]
+        self.model, self.blocks, self._part = model, [model, *held], part
+        self._objective, self._batch, self._device = objective, batch, device
+        self._dtype = _AUTOCAST.get(precision)
+        self._flops: dict[int, Size] = {}
+        self._outputs: dict[int, Size] = {}
+        self._calls: dict[int, int] = {}
+        self._work: list[list[RawOperation]] = []
+
+    def pair(self) -> tuple[Timeline, Timeline]:
+        """The first and a later micro-batch of an optimizer step."""
+        small, large = (self._record(number) for number in _SAMPLES)
+        inputs = tuple(_line(a, b) for a, b in zip(*map(self._input_sizes, _SAMPLES), strict=True))
+        self._calls = self._calls or small[0].calls
+        if not self._flops:
+            for name, target in (("flops", self._flops), ("outputs", self._outputs)):
+                a, b = getattr(small[0], name), getattr(large[0], name)
+                target.update({block: _line(a[block], b[block]) for block in a})
+        first, later = (self._merge(a, b, inputs) for a, b in zip(small, large, strict=True))
+        return first, later
+
+    def _merge(self, small: RawTimeline, large: RawTimeline, inputs: tuple[Size, ...]) -> Timeline:
+        if small.events != large.events:
+            raise UserError(
+                "what the model allocates for one micro-batch depends on the number of samples in it",
+                field="batch_size",
+                got=" and ".join(map(str, _SAMPLES)),
+                allowed="the same operations for any number of samples",
+                remedy="Give the numbers of the model to `facts_from_numbers` instead of the object",
+            )
+        sizes = tuple(_line(a, b) for a, b in zip(small.sizes, large.sizes, strict=True))
+        collectives = tuple(
+            Collective(operation, self._part.axes.get(group, ""), _line(nbytes, other[2]))
+            for (operation, group, nbytes), other in zip(small.collectives, large.collectives, strict=True)
+        )
+        return Timeline(sizes, tuple(small.events), dict(small.gradients), inputs, collectives)
+
+    def _input_sizes(self, num_samples: int) -> list[int]:
+        """Bytes of the batch, and of this rank's slices where these are copies."""
+        batch = resized_batch(self._batch, num_samples, self._device)
+        tensors = [t for t in tree_leaves((batch, self._part.slice_of(batch))) if isinstance(t, Tensor)]
+        return [
+            storage.nbytes() for storage in {id(s): s for s in map(Tensor.untyped_storage, tensors)}.values()
+        ]
+
+    def received(self) -> tuple[Size, Size]:
+        """What a stage of a pipeline receives for a micro-batch, in forward and in backward."""
+        small, large = (self._part.boundary(number) for number in _SAMPLES)
+        found = [
+            Size(0) if a is None or b is None else _line(a.nbytes, b.nbytes)
+            for a, b in zip(small, large, strict=True)
+        ]
+        return found[0], found[1]
+
+    def _record(self, num_samples: int) -> tuple[RawTimeline, RawTimeline]:
+        whole = resized_batch(self._batch, num_samples, self._device)
+        batch = self._part.slice_of(whole)
+        trace, work = MemoryTrace(self.blocks, self._held()), WorkTrace(self.blocks)
+        held = [b for b in self.model.buffers() if not b.is_meta]
+        trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
+        try:
+            with explained(), trace, work:
+                # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
+                for _ in range(2 if self._part.axes else 1):
+                    self._micro_batch(trace, batch, num_samples)
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+                work.take()
+                first = self._micro_batch(trace, batch, num_samples)
+                self._work.append(work.take())
+                later = self._micro_batch(trace, batch, num_samples)
+        finally:
+            trace.remove()
+            work.remove()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return first, later
+
+    def _micro_batch(self, trace: MemoryTrace, batch: Any, num_samples: int) -> RawTimeline:
+        self._objective.begin_window()
+        received, gradient = self._part.boundary(num_samples)
+        trace.ignore(t for t in (received, gradient) if t is not None)
+        with self._part.running():
+            with self._autocast():
+                output = self._part.run(received, num_samples, lambda: self._loss(batch, num_samples))
+            trace.mark(Kind.BACKWARD)
+            output.backward(gradient)
+            del output
+        # The gradient of what was received is left: it is sent to the stage before.
+        return trace.take()
+
+    def _held(self) -> list[nn.Parameter]:
+        """The parameters that this rank holds."""
+        return [p for p in self.model.parameters() if not p.is_meta]
+
+    def _loss(self, batch: Any, num_samples: int) -> Tensor:
+        if not self._objective.counted:
+            return self._objective.mean(self.model, batch, num_samples)
+        total, _ = self._objective(self.model, batch, num_samples)
+        return total * (1.0 / num_samples)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.split(":")[0], dtype=self._dtype, enabled=self._dtype is not None)
+
+    # -- facts ------------------------------------------------------------------------
+
+    def work(self) -> tuple[BlockWork, ...]:
+        """Operations of the first micro-batch of a step without activation checkpointing."""
+        small, large = self._work[:2]
+        return merge(small, large, len(self.blocks), _SAMPLES)
+
+    def parameter_facts(self) -> tuple[ParameterFacts, ...]:
+        """All parameters with their innermost block."""
+        owner: dict[nn.Parameter, int] = {}
+        for index, block in enumerate(self.blocks):
+            owner |= dict.fromkeys(block.parameters(), index)
+        return tuple(
+            ParameterFacts(
+                canonical_name(name),
+                tuple(local_part(p).shape),
+                p.element_size(),
+                p.requires_grad,
+                owner[p],
+                is_expert="expert"
+                in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ()),
+            )
+            for name, p in self.model.named_parameters()
+            if not p.is_meta
+        )
+
+    def block_facts(self, first: Timeline, parameters: tuple[ParameterFacts, ...]) -> tuple[BlockFacts, ...]:
+        """The model outside of its blocks, then each block."""
+        names = {module: name for name, module in self.model.named_modules()}
+        forward = _forward_sizes(first)
+        inner = {b for block in self.blocks[1:] for b in block.buffers()}
+        facts = []
+        for index, block in enumerate(self.blocks):
+            own = [p for p in parameters if p.block == index]
+            buffers = [b for b in block.buffers() if not b.is_meta and (index or b not in inner)]
+            saved, workspace = forward.get(index, (Size(0), Size(0)))
+            facts.append(
+                BlockFacts(
+                    name=names[block],
+                    trained_elements=sum(p.numel for p in own if p.trained),
+                    frozen_elements=sum(p.numel for p in own if not p.trained),
+                    buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
+                    forward_flops=self._flops.get(index, Size(0)),
+                    saved=saved,
+                    output=self._outputs.get(index, Size(0)),
+                    workspace=workspace,
+                    calls=self._calls.get(index, 0),
+                )
+            )
+        return tuple(facts)
+
+
+def _is_held(block: nn.Module) -> bool:
+    """Whether this rank holds what a block has."""
+    parameters = list(block.parameters())
+    return not parameters or any(not p.is_meta for p in parameters)
+
+
+def _forward_sizes(timeline: Timeline) -> dict[int, tuple[Size, Size]]:
+    """Block -> what its forward leaves, and what it has at most beyond that at once."""
+    found: dict[int, tuple[Size, Size]] = {}
+    inside, owner = [0], dict[int, int]()
+    now: dict[int, tuple[float, float]] = {}
+    most: dict[int, tuple[float, float]] = {}
+    for kind, index in timeline.events:
+        if kind == Kind.BACKWARD:
+            break
+        if kind == Kind.ENTER_FORWARD and index:
+            inside.append(index)
+        elif kind == Kind.LEAVE_FORWARD and index and inside[-1] == index:
+            inside.pop()
+        elif kind in (Kind.ALLOCATE, Kind.FREE):
+            block = owner.setdefault(index, inside[-1])
+            sign, size = (1 if kind == Kind.ALLOCATE else -1), timeline.sizes[index]
+            fixed, each = now.get(block, (0.0, 0.0))
+            now[block] = (fixed + sign * size.fixed, each + sign * size.per_sample)
+            most[block] = max(most.get(block, (0.0, 0.0)), now[block], key=lambda pair: pair[0] + pair[1])
+    for block, (fixed, each) in now.items():
+        top = most[block]
+        found[block] = Size(fixed, each), Size(top[0] - fixed, top[1] - each)
+    return found
+
+
+def _line(small: int, large: int) -> Size:
+    """The line through sizes at both numbers of samples."""
+    each = (large - small) / (_SAMPLES[1] - _SAMPLES[0])
+    return Size(small - each * _SAMPLES[0], each)
+
+
+def _rows(batch: Any) -> int:
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise UserError(
+            "the sample batch has no tensor whose first dimension is that of samples",
+            field="batch",
+            got=type(batch).__name__,
+            allowed="what the data loader yields",
+            remedy="Pass one batch of the data loader",
+        )
+    return len(tensors[0])
+
+
+def resized_batch(batch: Any, num_samples: int, device: str) -> Any:
+    """`batch` with another number of samples, as fake tensors."""
+    rows = _rows(batch)
+
+    def sized(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = list(value.shape)
+        if shape and shape[0] == rows:
+            shape[0] = num_samples
+        return torch.empty(shape, dtype=value.dtype, device=device)
+
+    return tree_map(sized, batch)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise errors of fake tensors as errors of the model."""
+    try:
+        with warnings.catch_warnings():
+            # The checks of a loss compare addresses, which fake tensors do not have.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    except _FAKE_ERRORS as error:
+        raise UserError(
+            "the control flow of the model, or the shape of a tensor in it, depends on values, which fake"
+            " tensors do not have",
+            field="model",
+            got=str(error).splitlines()[0][:120] or type(error).__name__,
+            allowed="operations whose shapes follow from the shapes of the batch",
+            remedy="Give the numbers of the model to `facts_from_numbers` instead of the object",
+        ) from error
