@@ -15,7 +15,7 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
-from distributed.planner.estimates.device_memory import CUDA, MAPPED_CPU
+from distributed.planner.estimates.device_memory import CUDA, DeviceMemory
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.model_facts import ModelFacts
@@ -25,6 +25,7 @@ from distributed.training.seeding import isolated_rng
 __all__ = ["PlanMemory", "in_units"]
 
 _NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+_HOST = DeviceMemory(copies_in_collectives=True)
 _SAMPLES = 2
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -56,7 +57,7 @@ class PlanMemory:
         key = (split.precision, name, momentum, plan.config.block_classes, device)
         if key not in self._facts:
             self._facts[key] = self._collect(plan, *key)
-        return predict_memory(self._facts[key], split, MAPPED_CPU if device == "cpu" else CUDA)
+        return predict_memory(self._facts[key], split, _HOST if device == "cpu" else CUDA)
 
     def _collect(
         self, plan: RunPlan, precision: str, name: str, momentum: float, blocks: Any, device: str
