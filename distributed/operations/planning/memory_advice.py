@@ -26,8 +26,14 @@ _MOST = 3
 _MARGIN = 0.9
 """Share of what the failed configuration is predicted to need that a change may need, where the limit that
 was reached is not known: less would hardly help, because predictions are a few percent off."""
+_SMALL = 0.5
+"""Share of the memory there is below which a prediction does not explain a killed rank."""
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) (GiB|MiB)")
 """In torch's error of a full GPU (c10/cuda/CUDACachingAllocator.cpp)."""
+_KILLED = (
+    "The kernel ends processes in this way for lack of memory, which is the usual reason (check: `dmesg |"
+    " grep -i 'killed process'`, or oom_kill in memory.events of the container)."
+)
 _BF16 = "another training: 16-bit products"
 
 Replan = Callable[[Mapping[str, Any]], RunPlan]
@@ -59,23 +65,23 @@ def add_advice(error: BaseException, plan: RunPlan, task: Task, catalog: Catalog
     if not lacks_memory(error):
         return
     killed = isinstance(error, WorkerError) and is_killed(error.exc_type)
-    text = advice_on(plan, task, catalog, replan, str(error))
+    text = advice_on(plan, task, catalog, replan, str(error), killed)
     if killed:
-        text = (
-            "If the kernel ended the rank for lack of memory, which is the usual reason (check: `dmesg | grep"
-            f" -i 'killed process'`, or oom_kill in memory.events of the container): {text}"
-        )
+        text = f"{_KILLED} {text}"
     if isinstance(error, WorkerError):
         error.extend(text)
     else:
         error.add_note(text)
 
 
-def advice_on(plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, message: str = "") -> str:
+def advice_on(
+    plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, message: str = "", killed: bool = False
+) -> str:
     """The parts of the memory of a rank of `plan`, and up to three changes that fit, as text.
 
     Args:
         message: of the error, from which the capacity of a GPU is read.
+        killed: whether it is not certain that memory was lacking.
     """
     memory, changes = PlanMemory(task), _changes(plan, task, catalog, replan)
     try:
@@ -85,7 +91,13 @@ def advice_on(plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, messa
         return f"The parts of its memory are not predicted: {error.message}. " + _listed(
             "Smallest changes that need less, not predicted to fit", found
         )
-    most = min(_capacity(plan, message), int(parts.total * _MARGIN))
+    capacity = _capacity(plan, message)
+    if killed and parts.total < capacity * _SMALL:
+        return (
+            f"{_described(parts)} The host has {in_units(capacity)} for it, so that another sender of the"
+            " signal, or memory outside of the model such as that of the data, is more likely."
+        )
+    most = min(capacity, int(parts.total * _MARGIN))
     found, seen, alone = list[str](), set[str](), 0
     for change in changes:
         size, kind = change.plan.batch.batch_size, re.sub(r"\d+", "", change.text)
