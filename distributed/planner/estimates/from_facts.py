@@ -62,7 +62,7 @@ class FromFacts:
 
     def memory(self, split: Split) -> MemoryParts:
         """Bytes of the rank that needs most, by part."""
-        return predict_memory(self.source(Cut()), split, self.device)
+        return predict_memory(self.source, split, self.device)
 
     def memory_bound(self, split: Split) -> float:
         """Bytes of parameters, gradients and optimizer state, divided among all ranks that can."""
