@@ -64,7 +64,7 @@ def test_a_convolution_by_hand(channels: int, prefix: str) -> None:
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 2)])
 def test_attention_by_hand(causal: bool, share: int) -> None:
-    """Scores and their products with values forward, and five products backward; a causal mask halves them."""
+    """Two products forward, and five backward; a causal mask halves them."""
     query, key, value = (torch.zeros(2, 3, 16, 8, requires_grad=True) for _ in range(3))
     found = traced(
         lambda: scaled_dot_product_attention(query, key, value, is_causal=causal).backward(

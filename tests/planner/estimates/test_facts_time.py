@@ -1,4 +1,4 @@
-"""Step times of models whose operations are given: sums by hand, errors, and what must hold for all models."""
+"""Step times of models whose operations are given: sums by hand, errors, and properties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from distributed.planner.estimates.model_facts import (
     Timeline,
 )
 from distributed.planner.estimates.split import Split
-from distributed.planner.estimates.work_facts import NOT_COUNTED, BlockWork, Operations, OptimizerWork, WorkFacts
+from distributed.planner.estimates.work_facts import (
+    NOT_COUNTED,
+    BlockWork,
+    Operations,
+    OptimizerWork,
+    WorkFacts,
+)
 from distributed.planner.pipeline import plain_shape
 from tests.planner.estimates.measured_profiles import linear_profile
 from tests.planner.estimates.time_mutants import MUTANTS
@@ -36,9 +42,9 @@ NONE = Size(0)
 
 
 def chain(rows: int = 100, flops: float = 1000.0, blocks: int = 2, cut: Cut | None = None) -> ModelFacts:
-    """Blocks in a row, each with one weight of so many rows of 4 bytes, a product of `flops` operations for each
-    sample forward, and two backward. An update moves 20 bytes for each element. `cut` exchanges 12 bytes of each
-    sample in each direction."""
+    """Blocks in a row, each with one weight of so many rows of 4 bytes, a product of `flops` operations for
+    each sample forward, and two backward. An update moves 20 bytes for each element. `cut` exchanges 12 bytes
+    of each sample in each direction."""
     product = Operations("matmul", 1, Size(0, flops), Size(0, 8.0))
     exchanged = (Collective("all_reduce", "tensor", Size(0, 12.0)),) * (2 if cut and cut.tensor > 1 else 0)
     line = Timeline((), (), {}, (Size(0, 4.0),), exchanged)
@@ -166,7 +172,7 @@ def test_ranks_wait_for_the_slowest_and_for_each_unit() -> None:
 
 
 def test_a_datasheet_by_hand() -> None:
-    """A100 in bf16: products at a share of the peak or bytes at a share of the bandwidth, against launches."""
+    """A100 in bf16: products at a share of the peak, against launches."""
     profile = load_profile("A100")
     facts = chain(flops=1e9)
     work = [block.forward[0] for block in facts.work.blocks[1:]]
