@@ -131,15 +131,17 @@ class Recorder:
         held = [b for b in self.model.buffers() if not b.is_meta]
         trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
         try:
+            work.active = False
             with explained(), trace, work:
                 # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
                 for _ in range(2 if self._part.axes else 1):
                     self._micro_batch(trace, batch, num_samples)
                 for parameter in self.model.parameters():
                     parameter.grad = None
-                work.take()
+                work.active = len(self._work) < len(_SAMPLES)
                 first = self._micro_batch(trace, batch, num_samples)
                 self._work.append(work.take())
+                work.active = False
                 later = self._micro_batch(trace, batch, num_samples)
         finally:
             trace.remove()

@@ -13,7 +13,7 @@ from distributed import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.engine import Engine
 from distributed.planner.estimates.facts_time import FactsTimer, _Step
-from distributed.planner.estimates.hardware import load_profile
+from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     Collective,
@@ -183,6 +183,18 @@ def test_a_datasheet_by_hand() -> None:
     assert parts.optimizer == pytest.approx(4000 / (2.039e12 * 0.8))
     low, high = FactsTimer(facts, profile).interval(split(precision="bf16"))
     assert (low, high) == pytest.approx((parts.total / 1.11, parts.total * 1.11))
+
+
+@pytest.mark.parametrize("profile", [LINEAR, load_profile("A100")], ids=["measured", "datasheet"])
+def test_a_causal_mask_halves_the_time_but_not_the_operations(profile: HardwareProfile) -> None:
+    def attending(kind: str) -> ModelFacts:
+        operation = Operations(kind, 1, Size(0, 1e15), NONE)
+        work = WorkFacts((BlockWork((operation,)),), OptimizerWork())
+        return replace(chain(), work=work)
+
+    full, causal = (FactsTimer(attending(kind), profile) for kind in ("attention", "causal-attention"))
+    assert full.parts(split()).compute == pytest.approx(2 * causal.parts(split()).compute)
+    assert full.mfu(split(), 1.0) == causal.mfu(split(), 1.0) > 0
 
 
 def test_mfu_counts_each_product_once() -> None:
