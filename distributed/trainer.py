@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, override
 from distributed.config.paths import with_absolute_paths
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
@@ -28,6 +28,7 @@ from distributed.interfaces.task import Task
 from distributed.planner.backend_choice import BackendChoice, choose_backend
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
+from distributed.resilience.memory_failures import lacks_memory
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
 from distributed.system.output import print_line
@@ -209,6 +210,7 @@ class Trainer:
         try:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
+            self._explain_memory(error, plan, task, catalog)
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
         history = outcome.history
@@ -234,6 +236,17 @@ class Trainer:
 
         chosen = choose_before_run(plan, task, self.launcher)
         return chosen, partial(choose_in_ranks, has_fitted=not chosen.micro_batches)
+
+    def _explain_memory(self, error: BaseException, plan: RunPlan, task: Task, catalog: Catalog) -> None:
+        """Add to an error by lack of memory the parts of memory, and changes that fit."""
+        if plan.spec.framework != "torch" or not lacks_memory(error):
+            return
+        from distributed.operations.planning.memory_advice import add_advice
+
+        def replan(fields: Mapping[str, Any]) -> RunPlan:
+            return self._plan(override(plan.config, fields, "changed"), catalog, task)
+
+        add_advice(error, plan, task, catalog, replan)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history

@@ -24,7 +24,6 @@ def check_auto(config: DistributedConfig, facts: Facts) -> None:
         raise UserError(
             "batch_size=auto chooses the micro-batch of a fixed global batch, and there is none",
             field="global_batch_size",
-            got="nothing",
             allowed="the number of samples per optimizer step",
             remedy="Set global_batch_size, or batch_size to a number",
         )

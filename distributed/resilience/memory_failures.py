@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["is_killed", "is_out_of_memory"]
+from distributed.errors import UserError, WorkerError
+
+__all__ = ["is_killed", "is_out_of_memory", "lacks_memory"]
 
 _WORDS = (
     *("memoryerror", "outofmemory", "out of memory", "bad_alloc", "alloc_failed"),
@@ -30,3 +32,10 @@ def is_killed(exc_type: str) -> bool:
         exc_type: name of the signal that ended it, or of an exception's class.
     """
     return exc_type == "SIGKILL"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a run failed by lack of memory, or was ended as the kernel does for lack of it."""
+    if isinstance(error, WorkerError):
+        return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, str(error))
+    return not isinstance(error, UserError) and is_out_of_memory(type(error).__name__, str(error))

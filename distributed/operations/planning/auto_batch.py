@@ -33,7 +33,7 @@ from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.plan_memory import PlanMemory, in_units
 from distributed.planner.auto_batch import with_micro_batch
-from distributed.resilience.memory_failures import is_killed, is_out_of_memory
+from distributed.resilience.memory_failures import lacks_memory
 from distributed.system.host_memory import Room, host_memory
 from distributed.system.output import print_line
 from distributed.system.private_files import write_private
@@ -43,6 +43,9 @@ from distributed.training.feeds import train_feed
 __all__ = ["choose_before_run", "choose_in_ranks", "probe_step"]
 
 _ATTEMPT = "attempt.json"
+_UNTRIED = 0.85
+"""Share of the memory there is that is used where no step is tried: a prediction may be too low, and what an
+allocator loses between tensors is not predicted."""
 _STEPS = 2
 """The first step makes the optimizer's state, which is in memory during the second."""
 
@@ -95,7 +98,7 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
             try:
                 found = run.probe(attempt, task, probe_step, Path(folder), launcher)
             except WorkerError as error:
-                if not _lacks_memory(error):
+                if not lacks_memory(error):
                     raise
                 last = error
                 failed.append(_attempted(Path(folder), sizes[0]))
@@ -118,7 +121,7 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
 def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
     """By prediction alone, in this process: the task cannot be sent to another one."""
     room = _room(plan, task, plan.device_of(0))
-    choice = _predicted(plan, task, room)
+    choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
     return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
 
 
@@ -128,10 +131,6 @@ def _can_travel(plan: RunPlan, task: Task) -> bool:
     except Exception:  # noqa: BLE001 - pickling calls code of the user's objects
         return False
     return True
-
-
-def _lacks_memory(error: WorkerError) -> bool:
-    return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, str(error))
 
 
 def _attempted(folder: Path, largest: int) -> int:
@@ -184,7 +183,7 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     """
     if not plan.micro_batches:
         return plan
-    choice = _decide(plan, task, backend)
+    choice = _decide(plan, task, backend, _UNTRIED)
     if not choice.predicted and not has_fitted:
         raise UserError(
             f"the ranks of another launcher, or of several hosts, choose by prediction: {choice.reason}",
@@ -201,10 +200,15 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     return chosen
 
 
-def _decide(plan: RunPlan, task: Task, backend: Backend) -> _Choice:
-    """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective."""
+def _decide(plan: RunPlan, task: Task, backend: Backend, share: float = 1.0) -> _Choice:
+    """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective.
+
+    Args:
+        share: of that memory, which may be used.
+    """
     own = _room(plan, task, backend.world.device)
     room = min(Room(*each) for each in backend.gather_objects(tuple(own)))
+    room = room._replace(nbytes=int(room.nbytes * share))
     choice: Any = None
     if backend.world.rank == 0:
         try:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.task_facts import TaskFacts
-from distributed.planner.estimates.device_memory import CUDA, MAPPED_CPU
+from distributed.planner.estimates.device_memory import CUDA, HOST
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.memory import predict_memory
-from distributed.planner.estimates.model_facts import Cut
 from distributed.planner.estimates.split_of_plan import split_of
 
 __all__ = ["PlanMemory", "in_units"]
@@ -39,7 +38,7 @@ class PlanMemory:
         split = replace(split, optimizer=self._facts.optimizer(plan.config)[0])
         device = "cpu" if plan.device == "cpu" else "cuda"
         source = self._facts.source(plan.config, split.precision, device)
-        return predict_memory(source(Cut()), split, MAPPED_CPU if device == "cpu" else CUDA)
+        return predict_memory(source, split, HOST if device == "cpu" else CUDA)
 
 
 def in_units(nbytes: int) -> str:
