@@ -133,16 +133,17 @@ class Recorder:
         held = [t for t in (*self.model.buffers(), *boundary) if t is not None and not t.is_meta]
         trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
         try:
-            with explained(), _one_sequence_in_each_row(self._batch), trace:
+            work.active = False
+            with explained(), _one_sequence_in_each_row(self._batch), trace, work:
                 # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
                 for _ in range(2 if self._part.axes else 1):
                     self._micro_batch(trace, batch, num_samples, boundary)
                 for parameter in self.model.parameters():
                     parameter.grad = None
-                work.take()
-                with work:
-                    first = self._micro_batch(trace, batch, num_samples, boundary)
+                work.active = len(self._work) < len(_SAMPLES)
+                first = self._micro_batch(trace, batch, num_samples, boundary)
                 self._work.append(work.take())
+                work.active = False
                 later = self._micro_batch(trace, batch, num_samples, boundary)
         finally:
             trace.remove()
