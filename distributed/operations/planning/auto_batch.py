@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -67,11 +68,17 @@ class _Choice(NamedTuple):
 # -- in the caller -------------------------------------------------------------------
 
 
-def choose_before_run(plan: RunPlan, task: Task, launcher: Launcher | None = None) -> RunPlan:
+def choose_before_run(
+    plan: RunPlan,
+    task: Task,
+    launcher: Launcher | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> RunPlan:
     """`plan` with the micro-batch that its ranks can train with, or as it is where its ranks choose.
 
     Args:
         launcher: starts ranks instead of the backend's own launcher.
+        earlier: the batch of the `fit` that this one continues (`History.batch`); None for the first.
 
     Raises:
         UserError: no size fits, or the training depends on the size.
@@ -79,8 +86,9 @@ def choose_before_run(plan: RunPlan, task: Task, launcher: Launcher | None = Non
     """
     if not plan.micro_batches or plan.mode == "join" or plan.num_nodes > 1:
         return plan
-    size = _saved_size(plan)
-    if size is not None:
+    if earlier is not None and (size := _same_share(plan, earlier)) is not None:
+        return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
+    if (size := _saved_size(plan)) is not None:
         return with_micro_batch(plan, size, _as_saved(size))
     task = replace(
         task, callbacks=[], val_data={}, scheduler=None, metrics=None, validation_step=None, progress=None
@@ -122,6 +130,15 @@ def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
     """By prediction alone, in this process: the task cannot be sent to another one."""
     room = _room(plan, task, plan.device_of(0))
     choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
+    if not choice.predicted:
+        raise UserError(
+            f"no size can be tried, because the task cannot be pickled for another process: {choice.reason}",
+            field="batch_size",
+            got="auto",
+            allowed="a number here",
+            remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
+            " that cannot be pickled",
+        )
     return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
 
 
@@ -233,7 +250,8 @@ def _predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
         need = need or memory.parts(with_micro_batch(plan, size)).total
     except UserError as error:
         size = plan.micro_batches[0]
-        return _Choice(size, f"batch_size=auto: {size} (memory is not predicted: {error.message})", False)
+        why = f"memory is not predicted, {error.field}: {error.message}"
+        return _Choice(size, f"batch_size=auto: {size} ({why})", False)
     of = f"{in_units(need)} predicted of {in_units(room.nbytes)}, {room.limit}"
     return _Choice(size, f"batch_size=auto: {size} ({of})", True)
 
@@ -274,7 +292,7 @@ def _saved_size(plan: RunPlan) -> int | None:
     return None
 
 
-def _same_share(plan: RunPlan, saved: dict[str, int]) -> int | None:
+def _same_share(plan: RunPlan, saved: Mapping[str, int]) -> int | None:
     """The saved size, if `plan` divides the same global batch into as many slices."""
     size, slices = saved.get("batch_size", 0), saved.get("data_parallel_size", 0)
     whole = size * slices * saved.get("gradient_accumulation_steps", 0)
