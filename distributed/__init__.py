@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
     from distributed.parallel.microbatches import MicrobatchPipelineTrainer
+    from distributed.planning import plan
     from distributed.rank_trainers import (
         AdvancedDistributedTrainer,
         DistributedTrainer,
@@ -75,6 +76,7 @@ _NAMES = {
     "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
     "distributed.operations.bench.profile": ("profile_communication", "profile_communication_overhead"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
+    "distributed.planning": ("plan",),
     "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
     "distributed.parallel.microbatches": ("MicrobatchPipelineTrainer",),
     "distributed.rank_trainers": (
@@ -145,6 +147,7 @@ __all__ = [
     "cleanup_distributed",
     "compress_gradient",
     "hookimpl",
+    "plan",
     "profile_communication",
     "profile_communication_overhead",
     "random_sparse",

@@ -187,7 +187,7 @@ class Trainer:
         if script:
             script.num_fits += 1
             if script.examine is not None:
-                script.examine(self, config, task)
+                script.examine(self, config, task, train_loader)
                 raise SystemExit(0)
         plan = self._plan(config, catalog, task)
         if script and script.dry_run:
@@ -329,19 +329,23 @@ class Trainer:
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
         choice, framework = self._choose(config)
         choice = replace(choice, config=with_absolute_paths(choice.config))
-        facts = Facts(
-            train_batch_size=self._loader_batch_size(task),
-            val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),
-            num_samples=task.train_data.length if task.train_data else None,
-            has_optimizer=framework.carries_rate(self._model, self.optimizer),
-            drop_last=bool(task.train_data and task.train_data.drop_last),
-            has_batches=bool(task.train_data and task.train_data.order == "batch_sampler"),
-        )
+        facts = self.facts_of(task)
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
         plan = resolve(config, catalog, facts, resources, joined, choice)
         framework.check_split(self._model, plan)
         return plan
+
+    def facts_of(self, task: Task) -> Facts:
+        """What the planner needs to know of the objects of `task`."""
+        return Facts(
+            train_batch_size=self._loader_batch_size(task),
+            val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),
+            num_samples=task.train_data.length if task.train_data else None,
+            has_optimizer=self.framework.carries_rate(self._model, self.optimizer),
+            drop_last=bool(task.train_data and task.train_data.drop_last),
+            has_batches=bool(task.train_data and task.train_data.order == "batch_sampler"),
+        )
 
     def _loader_batch_size(self, task: Task) -> int | None:
         """The training loader's own batch size, unless a search has sampled another."""

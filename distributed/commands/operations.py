@@ -14,6 +14,7 @@ OPERATIONS = (
     Verb(
         "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
     ),
+    Verb("plan", "distributed.commands.plan", "Predict memory and step time, and choose the fastest split."),
     Verb("deploy", "distributed.commands.deploy", "Write the files that run the training on a cluster."),
     Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
     Verb(
@@ -31,5 +32,5 @@ OPERATIONS = (
 
 @hookimpl
 def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``tune``, ``deploy``, ``bench``, ``calibrate`` and ``report``."""
+    """Add ``tune``, ``plan``, ``deploy``, ``bench``, ``calibrate`` and ``report``."""
     add_verbs(subparsers, OPERATIONS)

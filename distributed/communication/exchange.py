@@ -16,13 +16,11 @@ __all__ = ["DenseSum", "Exchange", "PendingExchange"]
 
 
 class PendingExchange(Protocol):
-    """Tensors that are being added up.
+    """Tensors that are being added up."""
 
-    Attributes:
-        is_completed: returns, without waiting, whether all of them have arrived; None if that is not known.
-    """
-
-    is_completed: Callable[[], bool] | None
+    @property
+    def is_completed(self) -> Callable[[], bool] | None:
+        """Returns, without waiting, whether all of them have arrived; None if that is not known."""
 
     def finish(self) -> None:
         """Wait, and leave the sums in the tensors. Collective."""
@@ -71,8 +69,12 @@ class DenseSum:
 class _PendingDense:
     def __init__(self, sent: list[tuple[list[Tensor], Reply]]) -> None:
         self._sent = sent
-        known = all(reply.is_completed is not None for _, reply in sent)
-        self.is_completed: Callable[[], bool] | None = self._have_arrived if known else None
+
+    @property
+    def is_completed(self) -> Callable[[], bool] | None:
+        # Not an attribute: an object that refers to itself keeps its tensors until garbage is collected.
+        known = all(reply.is_completed is not None for _, reply in self._sent)
+        return self._have_arrived if known else None
 
     def _have_arrived(self) -> bool:
         return all(reply.is_completed is not None and reply.is_completed() for _, reply in self._sent)

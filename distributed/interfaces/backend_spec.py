@@ -119,6 +119,8 @@ class BackendSpec:
             hold slices of sequences (`distributed.parallel.context_axis.ContextAttention`); for a backend
             with the axis ``context``.
         low_communication: the `target` under a ``low_communication.mode``, whose ranks train on their own.
+        memory: ``package.module:Class`` of the `distributed.planner.estimates.layout.Layout` that predicts
+            the memory of its ranks, without a framework; empty if it is not predicted.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -148,6 +150,7 @@ class BackendSpec:
     blocking_modules: tuple[str, ...] = ("torch.distributed",)
     context_attention: str = ""
     low_communication: str = ""
+    memory: str = ""
     preload: tuple[str, ...] = ()
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from distributed.parallel.pipeline_schedule import CLASSES
 from distributed.planner.pipeline import PipelineShape
+from distributed.planner.stage_order import stage_order
 
 __all__ = ["Action", "Span", "bubble_of", "order_of", "simulate"]
 
@@ -56,7 +57,7 @@ class Span(NamedTuple):
 def order_of(shape: PipelineShape) -> dict[int, list[Action]]:
     """Rank along the axis -> its actions, in order."""
     if shape.num_stages == shape.num_ranks:
-        return {rank: list(_single(shape, rank)) for rank in range(shape.num_ranks)}
+        return {rank: _single(shape, rank) for rank in range(shape.num_ranks)}
     return {rank: list(_flat(actions)) for rank, actions in _torch_order(shape).items()}
 
 
@@ -103,15 +104,10 @@ def bubble_of(spans: Mapping[int, Sequence[Span]]) -> float:
     return 1.0 - busy / ((end - start) * len(spans))
 
 
-def _single(shape: PipelineShape, rank: int) -> Iterator[Action]:
+def _single(shape: PipelineShape, rank: int) -> list[Action]:
     """One stage on each rank."""
-    number = shape.num_microbatches
-    ahead = number if shape.schedule == "gpipe" else min(number, shape.num_ranks - rank)
-    yield from (Action(FORWARD, rank, m) for m in range(ahead))
-    for m in range(number):
-        yield Action(BACKWARD, rank, m)
-        if ahead + m < number:
-            yield Action(FORWARD, rank, ahead + m)
+    order = stage_order(shape.schedule, shape.num_ranks, shape.num_microbatches, rank)
+    return [Action(kind, rank, micro_batch) for kind, micro_batch in order]
 
 
 def _torch_order(shape: PipelineShape) -> dict[int, list[Any]]:

@@ -33,6 +33,7 @@ from distributed.planner.low_communication import (
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
+from distributed.planner.planned import with_own_predictions
 from distributed.planner.warnings import core_notes, lever_notes, sample_notes
 from distributed.registry.catalog import Catalog
 
@@ -90,7 +91,7 @@ def resolve(
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()
-    return replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts)
+    return with_own_predictions(replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts))
 
 
 def _resolve_batch(

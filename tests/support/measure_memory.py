@@ -5,34 +5,42 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distributed.interfaces.parallel_dims import MODEL_AXES
 from tests.support.peak_memory import MeasurePeak, count_mappings
-from tests.support.small_transformers import MODELS, Samples
+from tests.support.small_transformers import MODELS, Pairs, Samples
 from tests.support.training import make_trainer
 
 __all__ = ["measure"]
 
 
-def measure(name: str, samples: int, ranks: int, steps: int = 3, **fields: Any) -> int:
+def measure(name: str, samples: int, ranks: int, steps: int = 3, pairs: bool = False, **fields: Any) -> int:
     """Train a model of `tests.support.small_transformers`: the peak of the rank that needs most, in bytes.
 
     Args:
         samples: of a micro-batch.
+        pairs: whether batches are (tokens, targets).
         fields: of the configuration.
     """
     torch.manual_seed(0)
     build, batch = MODELS[name]
     model = build()
-    window = samples * ranks * fields.get("gradient_accumulation_steps", 1)
+    parallel = fields.get("parallel", {})
+    copies = ranks // prod(parallel.get(axis, 1) for axis in MODEL_AXES)
+    window = samples * copies * fields.get("gradient_accumulation_steps", 1)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [MeasurePeak(Path(folder))]
         fields = {"batch_size": samples, "max_steps": steps, "optimizer": "adamw", **fields}
+        if pairs:
+            model.config.use_cache = False
         trainer = make_trainer(model, ranks, callbacks=callbacks, **fields)
-        trainer.fit(Samples(batch(window * steps)))
+        data = batch(window * steps)
+        trainer.fit(Pairs(data) if pairs else Samples(data))
         return max(int(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir())
 
 

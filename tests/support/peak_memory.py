@@ -88,7 +88,7 @@ def mapped(nbytes: int) -> int:
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the mappings of the storages of `tensors`, each storage once."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if not t.is_meta]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
     return sum(map(mapped, sizes.values()))
 
@@ -123,7 +123,7 @@ class MeasurePeak(Callback):
         kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
         kept.extend(states)
         known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
-        known += sum(map(mapped, _buckets(context)))
+        known += sum(map(mapped, _buckets(context))) + tensor_bytes(_received(context))
         (self.folder / str(context.world.rank)).write_text(str(peak - end + known), encoding="utf-8")
 
 
@@ -157,6 +157,20 @@ def _gloo_threads() -> list[Path]:
 def _is_running(task: Path) -> bool:
     """Whether a thread does something else than to wait for work."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0] != "S"
+
+
+def _received(context: Context) -> list[torch.Tensor]:
+    """What the stages of a pipeline receive into, which lasts as long as the run."""
+    pipeline = getattr(context.backend, "pipeline", None)
+    schedule = getattr(pipeline, "_schedule", None)
+    infos = [
+        info
+        for stage in (schedule._stages if schedule is not None else ())
+        for table in (stage.args_recv_info, stage.grad_recv_info)
+        for chunk in table.values()
+        for info in chunk
+    ]
+    return [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
 
 
 def _buckets(context: Context) -> list[int]:

@@ -7,15 +7,29 @@ import sys
 from typing import Any
 
 from distributed.interfaces.parallel_dims import ParallelDims
-from distributed.operations.planning.collect_facts import collect_facts
+from distributed.operations.planning.collect_facts import facts_source
 from distributed.planner.estimates.device_memory import MAPPED_CPU
 from distributed.planner.estimates.memory import predict_memory
-from distributed.planner.estimates.model_facts import ModelFacts
+from distributed.planner.estimates.model_facts import FactsSource
 from distributed.planner.estimates.split import Split
 from tests.support.commands import run
-from tests.support.small_transformers import MODELS
+from tests.support.small_transformers import MODELS, as_pair
 
-__all__ = ["AGAIN", "ALL", "DDP", "FSDP", "FULL", "SERIAL", "ZERO", "compare"]
+__all__ = [
+    "AGAIN",
+    "ALL",
+    "CP",
+    "DDP",
+    "GPIPE",
+    "ONE_F_ONE_B",
+    "PAIRS",
+    "TP",
+    "FSDP",
+    "FULL",
+    "SERIAL",
+    "ZERO",
+    "compare",
+]
 
 SAMPLES = 4
 """Of a micro-batch."""
@@ -26,6 +40,13 @@ DDP: dict[str, Any] = {"backend": "pytorch-ddp", "ranks": 2}
 FSDP: dict[str, Any] = {"backend": "fsdp", "ranks": 2}
 ZERO: dict[str, Any] = {"backend": "deepspeed", "ranks": 2}
 SERIAL: dict[str, Any] = {"backend": "serial", "ranks": 1}
+
+PAIRS = {"pairs": True}
+"""Batches (tokens, targets), of which ranks can hold slices."""
+TP = DDP | {"parallel": {"tensor": 2}}
+CP = DDP | PAIRS | {"parallel": {"context": 2}}
+GPIPE = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "gpipe"}}
+ONE_F_ONE_B = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "1f1b"}}
 
 ALL: list[dict[str, Any]] = [
     DDP,
@@ -45,14 +66,19 @@ ALL: list[dict[str, Any]] = [
 """Those of serial come last in one process, with rising peaks: its maximum never falls."""
 
 
-def predicted(facts: ModelFacts, entry: dict[str, Any]) -> int:
+def predicted(facts: FactsSource, entry: dict[str, Any]) -> int:
+    """Predicted bytes of the rank that needs most."""
     axis = {"fsdp": "shard"}.get(entry["backend"], "data")
+    parallel = dict(entry.get("parallel", {axis: entry["ranks"]}))
+    schedule = parallel.pop("schedule", "1f1b")
+    pieces = parallel.pop("num_microbatches", 1)
     split = Split(
-        ParallelDims(**{axis: entry["ranks"]}),
+        ParallelDims(**parallel),
         entry["backend"],
         zero_stage=entry.get("zero_stage", 0),
-        micro_batch=SAMPLES,
-        num_micro_batches=entry.get("gradient_accumulation_steps", 1),
+        micro_batch=SAMPLES // pieces,
+        num_micro_batches=entry.get("gradient_accumulation_steps", 1) * pieces,
+        schedule=schedule,
         activation_checkpointing="activation_checkpointing" in entry,
     )
     return predict_memory(facts, split, MAPPED_CPU).total
@@ -61,10 +87,16 @@ def predicted(facts: ModelFacts, entry: dict[str, Any]) -> int:
 def compare(name: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
     """(run, measured bytes, predicted bytes) of each of `runs` of a model."""
     build, batch = MODELS[name]
-    facts = collect_facts(build(), batch(SAMPLES))
+    by_name = facts_source(build(), batch(SAMPLES))
+    model = build()
+    model.config.use_cache = False
+    by_pairs = facts_source(model, as_pair(batch(SAMPLES)))
     arguments = json.dumps([{"name": name, "samples": SAMPLES, **entry} for entry in runs])
     command = [sys.executable, "-m", "tests.support.measure_memory", arguments]
     done = run(command, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
-    return [(entry, truth, predicted(facts, entry)) for entry, truth in zip(runs, measured, strict=True)]
+    return [
+        (entry, truth, predicted(by_pairs if "pairs" in entry else by_name, entry))
+        for entry, truth in zip(runs, measured, strict=True)
+    ]

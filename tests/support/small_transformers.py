@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Samples"]
+__all__ = ["MODELS", "Pairs", "Samples", "as_pair"]
 
 _VOCABULARY, _LENGTH = 2048, 128
 
@@ -24,6 +24,24 @@ class Samples(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: values[index] for name, values in self._batch.items()}
+
+
+class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The rows of a batch of tokens and labels, as (tokens, targets)."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self._tokens, self._targets = as_pair(batch)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._tokens[index], self._targets[index]
+
+
+def as_pair(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(tokens, targets) of a batch of a language model."""
+    return batch.get("input_ids", batch["labels"]), batch["labels"]
 
 
 def _tokens(number: int) -> Tensor:

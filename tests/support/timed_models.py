@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from distributed import Callback
-from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.split import Split
 from tests.support.training import make_trainer
 

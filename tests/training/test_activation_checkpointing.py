@@ -278,7 +278,7 @@ def texts(length: int = 8) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [language_model, llama, partial(llama, True)])
 def test_models_of_libraries_train_the_same(build: Callable[[], nn.Module], rank_pool: RankPool) -> None:
-    """The blocks are found in them, and no bit changes. A cache of keys and values is not filled meanwhile."""
+    """The blocks are found in them, and no bit changes. No cache of keys and values is filled meanwhile."""
     found = {}
     for mode in ("none", *MODES):
         model = llama() if build is not language_model and mode == "none" else build()

@@ -20,6 +20,7 @@ def register_backends() -> list[BackendSpec]:
         BackendSpec(
             name="pytorch-ddp",
             target="distributed_backends.ddp.backend:DDPBackend",
+            memory="distributed.planner.estimates.replicated_layout:Buckets",
             summary="torch DistributedDataParallel: a replica per rank, gradients averaged",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",

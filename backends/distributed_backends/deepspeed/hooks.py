@@ -40,6 +40,7 @@ def register_backends() -> list[BackendSpec]:
         BackendSpec(
             name="deepspeed",
             target=_TARGET,
+            memory="distributed.planner.estimates.zero_layout:ZeroStages",
             summary="DeepSpeed ZeRO 0 to 3: optimizer, gradients, parameters sharded by stage, or offloaded",
             requires=("torch", "deepspeed"),
             install_hint="pip install 'distributed-trainer[deepspeed]'",

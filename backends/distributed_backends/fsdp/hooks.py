@@ -43,6 +43,7 @@ def register_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fsdp",
             target=_TARGET,
+            memory="distributed.planner.estimates.sharded_layout:ShardedUnits",
             summary="torch FSDP2: parameters, gradients and optimizer sharded over the ranks",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",

@@ -13,6 +13,7 @@ def register_backends() -> list[BackendSpec]:
         BackendSpec(
             name="serial",
             target="distributed.training.torch_backend:TorchBackend",
+            memory="distributed.planner.estimates.layout:Layout",
             summary="one process, no communication",
             requires=("torch",),
             install_hint="pip install 'distributed-trainer[torch]'",

@@ -132,6 +132,7 @@ def _profile(found: dict[int, dict[str, Any]], name: str, gpus: int) -> dict[str
     values: dict[str, Any] = {
         "name": name,
         "summary": f"{device}; ranks at work: {', '.join(map(str, sorted(found)))}",
+        "device": "cuda" if gpus else "cpu",
         "peak_flops": together["peak_flops"],
         "memory": memory,
         "memory_bandwidth": together["memory_bandwidth"],
@@ -156,7 +157,7 @@ def _profile(found: dict[int, dict[str, Any]], name: str, gpus: int) -> dict[str
             "ranks": {number: each["ranks"] for number, each in found.items()},
         },
     }
-    sources = dict.fromkeys((key for key in values if key not in ("name", "summary")), source)
+    sources = dict.fromkeys((key for key in values if key not in ("name", "summary", "device")), source)
     sources |= dict.fromkeys(_NETWORK, _NETWORK_SOURCE)
     sources["achievable"] = (
         f"{source}: rates are what operations reach; activation_passes, spread and link_between_nodes are"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -18,12 +19,14 @@ from distributed.launch.rank_process import leave, report_error, watch_parent
 from distributed.operations.planning.measure_collectives import measure_collectives, measure_overlap
 from distributed.operations.planning.measure_operations import (
     Clock,
+    Curves,
     matmul_rate,
     measure_host,
     measure_kinds,
     memory_bandwidth,
     reference_operation,
 )
+from distributed.operations.planning.measure_sharding import measure_waits
 from distributed.planner.estimates.measured_node import seconds_of
 from distributed.system.private_files import write_private
 
@@ -49,12 +52,15 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         clock = Clock(duration, device, shared=shared)
         dist.barrier()
         curves = _mean_over_ranks(measure_kinds(clock))
-        host = measure_host(clock, lambda kind, size: seconds_of(tuple(curves[kind]), size))
-        ranks: dict[str, Any] = {"threads": torch.get_num_threads(), "operations": curves, **host._asdict()}
+        forward, backward = measure_host(clock, curves)
+        ranks: dict[str, Any] = {
+            "threads": torch.get_num_threads(),
+            "operations": curves,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+        }
         if dist.get_world_size() > 1:
-            ranks["collectives"] = measure_collectives(duration, device)
-            operation = reference_operation(clock)
-            ranks["overlap"] = measure_overlap(operation, clock.seconds(operation), device)
+            ranks |= _together(clock, curves, (forward, backward))
         dist.barrier()
         rates = {name: matmul_rate(clock, dtype) for name, dtype in _rated(device).items()}
         return {
@@ -68,14 +74,29 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         cleanup_distributed()
 
 
-def _mean_over_ranks(curves: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+def _together(clock: Clock, curves: Curves, host: tuple[float, float]) -> dict[str, Any]:
+    """What depends on other ranks. Collective."""
+    size, operation = dist.get_world_size(), reference_operation(clock)
+    collectives = measure_collectives(clock.duration, clock.device, operation)
+
+    def seconds(name: str, nbytes: float) -> float:
+        return seconds_of(collectives[name][size], nbytes) if name in collectives else 0.0
+
+    return {
+        "collectives": collectives,
+        "overlap": measure_overlap(operation, clock.seconds(operation), clock.device),
+        **measure_waits(curves, seconds, clock.device, host)._asdict(),
+    }
+
+
+def _mean_over_ranks(curves: Curves) -> Curves:
     """The curves with the mean of the seconds on all ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, curves)
     return {
-        kind: [
+        kind: tuple(
             (size, fmean(each[kind][index][1] for each in found)) for index, (size, _) in enumerate(points)
-        ]
+        )
         for kind, points in curves.items()
     }
 
@@ -99,6 +120,7 @@ def main(text: str) -> int:
         text: JSON: duration, and fields for `setup_distributed`.
     """
     watch_parent()
+    warnings.simplefilter("ignore", FutureWarning)  # of names of collectives that torch has renamed
     folder, task = Path(os.environ["DISTRIBUTED_RUN_DIR"]), json.loads(text)
     try:
         found = measure(task["duration"], task["fields"])

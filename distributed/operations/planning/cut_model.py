@@ -58,12 +58,10 @@ class RankPart:
 
     Attributes:
         axes: name of a process group -> axis of the mesh; empty without groups.
-        partial: names of parameters whose gradients the ranks of the tensor axis add up.
     """
 
     def __init__(self) -> None:
         self.axes: dict[str, str] = {}
-        self.partial: frozenset[str] = frozenset()
 
     def cut(self, model: nn.Module, objective: Any, resize: Resize, call: Call) -> None:
         """Divide `model` in place."""
@@ -255,7 +253,6 @@ class _CutPart(RankPart):
         config = self._plan.config
         pairs = partial(find_pairs, model, forward)
         cut_model(model, self._tensor, config.parallel.tensor_plan, config.backend, pairs, original)
-        self.partial = frozenset(self._tensor.partial)
 
     def _drop_other_stages(self, model: nn.Module, layout: Any) -> None:
         from distributed.parallel.stage_tensors import StageTensors

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from distributed.communication.collective_costs import OPERATIONS
+from distributed.operations.planning.measure_operations import rising
 
 __all__ = ["group_sizes", "measure_collectives", "measure_overlap"]
 
 _BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
 _REPEATS = 3
-_OVERLAPPED = 2**22
+_LEAST = 1e-6
+"""Seconds of a call that takes no longer than the noise of what ranks compute between two calls."""
+_OVERLAPPED = 2**24
 """Bytes of the all-reduce beside which ranks compute."""
 
 
@@ -25,30 +28,32 @@ def group_sizes(num_ranks: int) -> list[int]:
     return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
 
 
-def measure_collectives(duration: float, device: str) -> dict[str, dict[int, list[tuple[float, float]]]]:
+def measure_collectives(
+    duration: float, device: str, compute: Callable[[], object]
+) -> dict[str, dict[int, tuple[tuple[float, float], ...]]]:
     """Operation -> size of a group -> (bytes, seconds). All groups communicate at once. Collective.
 
-    Seconds are those of the slowest rank. What the transport cannot do is left out.
+    Ranks compute between two calls, as they do in a step: threads of a transport that have gone to sleep
+    meanwhile take time to wake up. What the transport cannot do is left out.
 
     Args:
         duration: seconds for each point.
+        compute: what ranks do between two calls.
     """
-    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    between = _slowest(_timed(compute, 20, device))
+    found: dict[str, dict[int, tuple[tuple[float, float], ...]]] = {}
     for size in group_sizes(dist.get_world_size()):
         group = _own_group(size)
         for operation in OPERATIONS:
-            points = [_point(operation, nbytes, size, group, duration, device) for nbytes in _BYTES]
-            if all(seconds is not None for _, seconds in points):
-                found.setdefault(operation, {})[size] = _rising(points)
+            calls = [_call(operation, nbytes, size, group, device) for nbytes in _BYTES]
+            points = [
+                (float(nbytes), _point(call, compute, between, duration, device))
+                for nbytes, call in zip(_BYTES, calls, strict=True)
+            ]
+            known = [(nbytes, seconds) for nbytes, seconds in points if seconds is not None]
+            if len(known) == len(points):
+                found.setdefault(operation, {})[size] = rising(known)
     return found
-
-
-def _rising(points: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    rising, most = [], 0.0
-    for nbytes, seconds in points:
-        most = max(most, seconds or 0.0)
-        rising.append((nbytes, most))
-    return rising
 
 
 def _own_group(size: int) -> Any:
@@ -59,17 +64,22 @@ def _own_group(size: int) -> Any:
 
 
 def _point(
-    operation: str, nbytes: int, size: int, group: Any, duration: float, device: str
-) -> tuple[float, float | None]:
-    call = _call(operation, nbytes, size, group, device)
+    call: Callable[[], object], compute: Callable[[], object], between: float, duration: float, device: str
+) -> float | None:
     try:
         call()
         call()
     except (RuntimeError, ValueError):
-        return float(nbytes), None
-    once = _slowest(_timed(call, 1, device))
-    length = max(1, min(200, int(duration / _REPEATS / once)))
-    return float(nbytes), _slowest(median(_timed(call, length, device) for _ in range(_REPEATS)))
+        return None
+
+    def both() -> None:
+        compute()
+        call()
+
+    once = _slowest(_timed(both, 1, device))
+    length = max(2, min(50, int(duration / _REPEATS / once)))
+    each = _slowest(median(_timed(both, length, device) for _ in range(_REPEATS)))
+    return max(_LEAST, each - between)
 
 
 def _timed(call: Callable[[], object], length: int, device: str) -> float:

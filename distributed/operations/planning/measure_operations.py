@@ -10,26 +10,32 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, gelu, layer_norm, max_pool2d, scaled_dot_product_attention
 
 from distributed.operations.planning.work_trace import RawOperation, WorkTrace
+from distributed.planner.estimates.measured_node import seconds_of
 from distributed.planner.estimates.work_facts import MATRIX_KINDS, THIN
 
 __all__ = [
     "Clock",
-    "HostTimes",
+    "Curves",
     "matmul_rate",
     "measure_host",
     "measure_kinds",
     "memory_bandwidth",
+    "network",
     "reference_operation",
+    "rising",
+    "size_of",
 ]
 
 Call = Callable[[], Any]
+Curves = dict[str, tuple[tuple[float, float], ...]]
+"""Kind -> (size, seconds) in order of size: floating-point operations, or bytes."""
 
 _SIDES = (32, 64, 128, 256, 512, 1024)
 """Of square matrices."""
@@ -44,6 +50,10 @@ _SEQUENCES = ((1, 32), (4, 64), (8, 128), (16, 256), (8, 1024))
 _ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**23)
 _WIDTH = 256
 """Elements of a row that is normalized or gathered."""
+_UPDATED = (2**8, 2**13, 2**16, 2**18, 2**20)
+"""Elements of a parameter that is updated."""
+_UPDATE_ELEMENTS = 2**21
+"""Elements of all parameters that are updated one after another, each with a gradient and two moments."""
 _WEIGHT_BYTES = 2**25
 """Bytes of the weights among which matrix products take turns."""
 _REPEATS = 3
@@ -59,15 +69,17 @@ class Clock:
     """
 
     def __init__(self, duration: float, device: str, *, shared: bool = False) -> None:
-        self._duration, self.device, self._shared = duration, device, shared
+        self.duration, self.device, self._shared = duration, device, shared
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call: the median over blocks of calls, or the mean where the device is shared."""
         call()
         once = max(self._block(call, 1), 1e-7)
+        if once > self.duration:
+            return once
         if self._shared:
-            return self._block(call, max(1, int(self._duration / once)))
-        length = max(1, int(self._duration / _REPEATS / once))
+            return self._block(call, max(1, int(self.duration / once)))
+        length = max(1, int(self.duration / _REPEATS / once))
         return median(self._block(call, length) for _ in range(_REPEATS))
 
     def _block(self, call: Call, length: int) -> float:
@@ -83,26 +95,48 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def measure_kinds(clock: Clock) -> dict[str, list[tuple[float, float]]]:
-    """Kind -> (size, seconds) in order of size: floating-point operations, or bytes."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+def measure_kinds(clock: Clock) -> Curves:
+    """The curve of each kind, and of ``update``: AdamW on one parameter, by the bytes of its operations."""
+    curves: Curves = {}
     for kind, calls in _calls(clock.device).items():
         points = []
         for call in calls():
             (operation,) = _of_kind(kind, call)
-            size = operation.flops if kind in MATRIX_KINDS else operation.nbytes
-            points.append((float(size), clock.seconds(call)))
-        curves[kind] = _rising(points)
+            points.append((size_of(operation), clock.seconds(call)))
+        curves[kind] = rising(points)
+    curves["update"] = rising([_update(clock, number) for number in _UPDATED])
     return curves
 
 
-def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Larger operations take no less time; what noise says otherwise is raised to the smaller one's."""
-    rising, most = [], 0.0
-    for size, seconds in sorted(points):
-        most = max(most, seconds)
-        rising.append((size, most))
-    return rising
+def size_of(operation: RawOperation) -> float:
+    """What the curve of its kind is over."""
+    return float(operation.flops if operation.kind in MATRIX_KINDS else operation.nbytes)
+
+
+def rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """`points` in order, none slower than a larger one: what noise says otherwise is lowered to it."""
+    curve, least = [], float("inf")
+    for size, seconds in sorted(points, reverse=True):
+        least = min(least, seconds)
+        curve.append((size, least))
+    return tuple(reversed(curve))
+
+
+def _update(clock: Clock, number: int) -> tuple[float, float]:
+    """(bytes, seconds) of the update of a parameter of `number` elements, of many: none is in the caches."""
+    parameters = [
+        nn.Parameter(torch.zeros(number, device=clock.device))
+        for _ in range(max(4, _UPDATE_ELEMENTS // number))
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.step()
+    trace = WorkTrace()
+    with trace:
+        optimizer.step()
+    moved = sum(operation.nbytes for operation in trace.take())
+    return moved / len(parameters), clock.seconds(optimizer.step) / len(parameters)
 
 
 def _of_kind(kind: str, call: Call) -> list[RawOperation]:
@@ -127,9 +161,9 @@ def _calls(device: str) -> dict[str, Callable[[], Iterator[Call]]]:
         "elementwise": lambda: (_elementwise(number, device) for number in _ELEMENTS),
         "transcendental": lambda: (_transcendental(number, device) for number in _ELEMENTS),
         "reduction": lambda: (_reduction(number, device) for number in _ELEMENTS),
-        "pooling": lambda: (_pooling(number, device) for number in _ELEMENTS[1:-1]),
-        "indexing": lambda: (_indexing(number, device) for number in _ELEMENTS),
-        "random": lambda: (_random(number, device) for number in _ELEMENTS[:-1]),
+        "pooling": lambda: (_pooling(number, device) for number in _ELEMENTS[1:-2]),
+        "indexing": lambda: (_indexing(number, device) for number in _ELEMENTS[:-1]),
+        "random": lambda: (_random(number, device) for number in _ELEMENTS[:-2]),
     }
 
 
@@ -205,7 +239,7 @@ def _random(number: int, device: str) -> Call:
 
 def matmul_rate(clock: Clock, dtype: torch.dtype) -> float:
     """Floating-point operations per second of the fastest matrix product in `dtype`."""
-    sides = _SIDES[2:] if clock.device == "cpu" else (2048, 4096, 8192)
+    sides = _SIDES[3:-1] if clock.device == "cpu" else (2048, 4096, 8192)
     return max(2.0 * side**3 / clock.seconds(_matmul(side, dtype, clock.device)) for side in sides)
 
 
@@ -216,35 +250,17 @@ def memory_bandwidth(clock: Clock) -> float:
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
 
 
-class HostTimes(NamedTuple):
-    """What a model takes beyond its operations as they are timed one by one.
+def measure_host(clock: Clock, curves: Curves) -> tuple[float, float]:
+    """Seconds of the host for an operation of forward and of backward, beyond the curves.
 
-    Attributes:
-        forward_seconds: of the host for each operation of forward.
-        backward_seconds: the same of backward.
-        in_model: time of operations in a model, relative to a loop that calls nothing else.
+    Modules, the graph of autograd and Python take time that a call in a loop does not show. It is that of a
+    network with small tensors, less the sum of its operations, over their number.
     """
-
-    forward_seconds: float
-    backward_seconds: float
-    in_model: float
-
-
-def measure_host(clock: Clock, time_of: Callable[[str, float], float]) -> HostTimes:
-    """Compare two networks with the sum of their operations.
-
-    In a small one, modules, the graph of autograd and Python take time for each operation. In a larger one,
-    operations find less of their inputs in the caches.
-
-    Args:
-        time_of: (kind, size) -> seconds of an operation.
-    """
-    small = _Pass(clock, _network(16, 32), torch.randn(1, 16, 32, device=clock.device))
-    large = _Pass(clock, _network(4, 256), torch.randn(4, 128, 256, device=clock.device))
-    host = [max(0.0, (small.seconds[i] - small.known(time_of, i)) / small.count(i)) for i in (0, 1)]
-    known = sum(large.known(time_of, i) for i in (0, 1))
-    rest = sum(large.seconds[i] - host[i] * large.count(i) for i in (0, 1))
-    return HostTimes(host[0], host[1], max(1.0, rest / known))
+    small = _Pass(clock, network(16, 64), torch.randn(1, 16, 64, device=clock.device))
+    forward, backward = (
+        max(0.0, (small.seconds[i] - small.known(curves, i)) / small.count(i)) for i in (0, 1)
+    )
+    return forward, backward
 
 
 class _Pass:
@@ -269,9 +285,8 @@ class _Pass:
     def count(self, backward: int) -> int:
         return len(self._of(backward))
 
-    def known(self, time_of: Callable[[str, float], float], backward: int) -> float:
-        own = self._of(backward)
-        return sum(time_of(o.kind, o.flops if o.kind in MATRIX_KINDS else o.nbytes) for o in own)
+    def known(self, curves: Curves, backward: int) -> float:
+        return sum(seconds_of(curves[o.kind], size_of(o)) for o in self._of(backward))
 
 
 class _Layer(nn.Module):
@@ -288,7 +303,8 @@ class _Layer(nn.Module):
         return found
 
 
-def _network(layers: int, width: int) -> nn.Module:
+def network(layers: int, width: int) -> nn.Sequential:
+    """Layers of a transformer, of values (samples, tokens, width)."""
     return nn.Sequential(*(_Layer(width) for _ in range(layers)))
 
 

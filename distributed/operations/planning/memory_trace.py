@@ -36,6 +36,7 @@ class RawTimeline:
         outputs: index of a block -> bytes of what it returns.
         calls: index of a block -> number of its calls in forward.
         collectives: (operation, name of the process group, bytes), in order.
+        sent: indices of the tensors that a stage sends, forward and backward.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class RawTimeline:
         self.outputs: dict[int, int] = {}
         self.calls: dict[int, int] = {}
         self.collectives: list[tuple[str, str, int]] = []
+        self.sent: tuple[int | None, int | None] = (None, None)
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -100,6 +102,11 @@ class MemoryTrace(TorchDispatchMode):
             storage = local_part(tensor).untyped_storage()
             self._ignored[id(storage)] = storage
 
+    def number_of(self, tensor: Tensor | None) -> int | None:
+        """Index of the tensor in the timeline; None if its memory was there before."""
+        found = None if tensor is None else self._live.get(id(local_part(tensor).untyped_storage()))
+        return None if found is None else found[1]
+
     def mark(self, kind: Kind, index: int = 0) -> None:
         """Add an event."""
         self._backward = self._backward or kind == Kind.BACKWARD
@@ -110,10 +117,6 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented  # it calls operations on the parts, which come here again
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        found = collective_of(func, args, result)
-        if found is not None:
-            self._line.events.append(Event(Kind.COLLECTIVE, len(self._line.collectives)))
-            self._line.collectives.append(found)
         if self._inside and not self._backward and packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             block = self._inside[-1]
@@ -121,6 +124,10 @@ class MemoryTrace(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
+        found = collective_of(func, args, result)
+        if found is not None:
+            self._line.events.append(Event(Kind.COLLECTIVE, len(self._line.collectives)))
+            self._line.collectives.append(found)
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -184,10 +191,9 @@ class MemoryTrace(TorchDispatchMode):
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             line = self._line
-            if parameter.grad is not None:
-                found = self._live.get(id(local_part(parameter.grad).untyped_storage()))
-                if found is not None:
-                    line.gradients[index] = found[1]
+            found = self.number_of(parameter.grad)
+            if found is not None:
+                line.gradients[index] = found
             line.events.append(Event(Kind.GRADIENT, index))
 
         return hook

@@ -54,7 +54,7 @@ def plan_numbers(
         lambda split: refusal_of(split, catalog, profile.device, layers),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, whence)
+    return Plans(subject, space, profile, table, layers, tuple(asked), whence)
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

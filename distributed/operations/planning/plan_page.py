@@ -9,13 +9,12 @@ from html import escape
 from distributed.operations.planning.plan_text import (
     HEADS,
     headline,
-    memory_text,
     part_rows,
     rows_of,
-    seconds_text,
     settings_of,
 )
 from distributed.operations.planning.plans import Plans
+from distributed.operations.planning.quantities import memory_text, seconds_text
 from distributed.operations.report import html
 from distributed.operations.report.figures import stacked_bars
 from distributed.operations.report.html import Html, Panel

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.config import Layer, load_layers
-from distributed.config.load import all_fields, nested
+from distributed.config.load import all_fields, nested, value_of
 from distributed.errors import UserError
 from distributed.operations.report.html import write
 from distributed.planner.estimates.candidates import SearchSpace
@@ -38,6 +38,7 @@ class Plans:
         profile: the hardware.
         table: plans and rejected candidates.
         base: layers of the configuration that a plan overrides, such as a script's.
+        asked: layers with the fields that a plan has to have.
         whence: where the profile is from.
     """
 
@@ -46,6 +47,7 @@ class Plans:
     profile: HardwareProfile
     table: Table
     base: tuple[Layer, ...] = ()
+    asked: tuple[Layer, ...] = ()
     whence: str = ""
 
     @property
@@ -77,6 +79,8 @@ class Plans:
         fields = plan_fields(
             row.split, load_layers(self.base), get_catalog(), profile.device, profile.devices_per_node
         )
+        given = load_layers(self.asked)
+        fields = {name: value_of(given, name) for name in sorted(names_in(self.asked))} | fields
         predicted = {
             "split": describe(row.split),
             "hardware": profile.name,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -105,7 +106,7 @@ class Recorder:
             Collective(operation, self._part.axes.get(group, ""), _line(nbytes, other[2]))
             for (operation, group, nbytes), other in zip(small.collectives, large.collectives, strict=True)
         )
-        return Timeline(sizes, tuple(small.events), dict(small.gradients), inputs, collectives)
+        return Timeline(sizes, tuple(small.events), dict(small.gradients), inputs, collectives, small.sent)
 
     def _input_sizes(self, num_samples: int) -> list[int]:
         """Bytes of the batch, and of this rank's slices where these are copies."""
@@ -131,7 +132,7 @@ class Recorder:
         held = [b for b in self.model.buffers() if not b.is_meta]
         trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
         try:
-            with explained(), trace, work:
+            with explained(), _one_sequence_in_each_row(self._batch), trace, work:
                 # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
                 for _ in range(2 if self._part.axes else 1):
                     self._micro_batch(trace, batch, num_samples)
@@ -155,18 +156,21 @@ class Recorder:
         with self._part.running():
             with self._autocast():
                 output = self._part.run(received, num_samples, lambda: self._loss(batch, num_samples))
+            forward = trace.number_of(output) if gradient is not None else None
             trace.mark(Kind.BACKWARD)
             output.backward(gradient)
             del output
-        # The gradient of what was received is left: it is sent to the stage before.
-        return trace.take()
+        backward = trace.number_of(received.grad) if received is not None else None
+        line = trace.take()
+        line.sent = forward, backward
+        return line
 
     def _held(self) -> list[nn.Parameter]:
         """The parameters that this rank holds."""
         return [p for p in self.model.parameters() if not p.is_meta]
 
     def _loss(self, batch: Any, num_samples: int) -> Tensor:
-        if not self._objective.counted:
+        if not self._objective.counted or not self._objective.weighs_means(batch):
             return self._objective.mean(self.model, batch, num_samples)
         total, _ = self._objective(self.model, batch, num_samples)
         return total * (1.0 / num_samples)
@@ -289,6 +293,27 @@ def resized_batch(batch: Any, num_samples: int, device: str) -> Any:
         return torch.empty(shape, dtype=value.dtype, device=device)
 
     return tree_map(sized, batch)
+
+
+@contextmanager
+def _one_sequence_in_each_row(batch: Any) -> Iterator[None]:
+    """Let models of transformers find, as with values, that positions which they count themselves are those
+    of one sequence in each row. They make a mask for several where they cannot read the positions
+    (``masking_utils.find_packed_sequence_indices``)."""
+    module: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(module, "find_packed_sequence_indices", None)
+    if find is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        yield
+        return
+    module.find_packed_sequence_indices = _no_packed_sequences
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = find
+
+
+def _no_packed_sequences(position_ids: Tensor) -> None:
+    return None
 
 
 @contextmanager

@@ -164,6 +164,8 @@ class _Step:
         bubble, sends = self._pipeline()
         exposed = count * exchanges + sends + max(map(self._beside, range(ranks)))
         exposed += self._updates()
+        if split.dims.world_size > 1:
+            exposed += self.rates.waiting(count * compute)
         moved = sum(size.at(split.micro_batch) for size in self.stages[0].first.inputs)
         data = count * moved / self.timer.profile.host_link
         return TimeParts(count * compute + adding, exposed, bubble, data, self._optimizer())
@@ -248,8 +250,14 @@ class _Step:
         own = self.passes[rank :: split.dims.pipeline]
         backward = rounds * sum(each.backward for each in own)
         compute = split.num_micro_batches * sum(each.forward + each.backward for each in own)
-        exposed = self.rates.exposed(reductions, backward)
-        return max(exposed, self.rates.exposed(reductions + gathers, compute)) + self._copies(facts)
+        copies = self._copies(facts)
+        if gathers:
+            units = self._units(facts)
+            number = rounds * len(units) + split.num_micro_batches * (2 * len(units) - (0 in units))
+            return self.rates.gathered(reductions + gathers, number, compute) + copies
+        # The last bucket is complete when backward ends.
+        last = min(reductions, rounds * self._last_bucket(facts))
+        return last + self.rates.exposed(reductions - last, backward) + copies
 
     def _gathers(self, facts: ModelFacts) -> float:
         """All-gathers of sharded parameters in a step: of each unit before forward, and before backward where
@@ -301,14 +309,23 @@ class _Step:
         return seconds
 
     def _in_buckets(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
-        split, seconds = self.split, 0.0
+        """Full buckets of `nbytes` bytes of gradients, and the last one."""
+        full, left = divmod(nbytes, _BUCKET)
+        seconds = full * self._bucket(operation, axes, _BUCKET) if full else 0.0
+        return seconds + (self._bucket(operation, axes, left) if left else 0.0)
+
+    def _bucket(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
+        split = self.split
         link = link_of(self.timer.profile, split.dims, axes[-1], size=split.dims.size(*axes))
         share = self.timer.codec_share(split.codec, link.size) if operation == "all-reduce" else 1.0
-        left = nbytes * share
-        while left > 0:
-            seconds += self.rates.collective(operation, link, min(left, _BUCKET))
-            left -= _BUCKET
-        return seconds
+        return self.rates.collective(operation, link, nbytes * share)
+
+    def _last_bucket(self, facts: ModelFacts) -> float:
+        """Reduction of the gradients that backward computes last."""
+        nbytes = sum(p.nbytes for p in facts.parameters if p.trained and not p.is_expert)
+        dims = self.split.dims
+        axes = tuple(axis for axis in ("data", "context") if dims.size(axis) > 1) or ("data",)
+        return self._bucket("all-reduce", axes, min(nbytes, nbytes % _BUCKET or _BUCKET))
 
     def _copies(self, facts: ModelFacts) -> float:
         """Copies of gradients into buckets, and of shards into and out of what is gathered."""
@@ -350,11 +367,9 @@ class _Step:
         return sum(self._update_of(facts, number) for number in numbers)
 
     def _update_of(self, facts: ModelFacts, number: int) -> float:
-        return sum(
-            each.number * self.rates.copy(each.nbytes.at(number))
-            for each in facts.work.optimizer.operations
-            if each.kind != "view"
-        )
+        nbytes = sum(each.number * each.nbytes.at(number) for each in facts.work.optimizer.operations)
+        dims = self.split.dims
+        return self.rates.update(nbytes, sharded=dims.shard * dims.tensor > 1)
 
 
 _SHARED = ("tensor", "context", "expert", "pipeline")

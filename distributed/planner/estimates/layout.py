@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.ledger import Ledger
-from distributed.planner.estimates.model_facts import Kind, ModelFacts, ParameterFacts, Timeline
+from distributed.planner.estimates.model_facts import Event, Kind, ModelFacts, ParameterFacts, Timeline
 from distributed.planner.estimates.split import Split
 
-__all__ = ["Buckets", "Layout"]
+__all__ = ["COPIED", "Layout", "MicroBatch"]
+
+
+COPIED = ("all_gather", "reduce_scatter")
+"""Collectives for which a library may copy the whole tensor (`DeviceMemory.copies_in_collectives`)."""
+
+
+class MicroBatch:
+    """A micro-batch between its forward and the end of its step.
+
+    Args:
+        timeline: its events.
+        held: tensors that are live longer than the timeline shows.
+
+    Attributes:
+        forward: its events until backward begins.
+        backward: the others.
+        parts: index of each live tensor -> part of the memory.
+    """
+
+    def __init__(self, timeline: Timeline, held: Iterable[int] = ()) -> None:
+        self.timeline, self.held = timeline, frozenset(held)
+        begins = next(
+            (at for at, event in enumerate(timeline.events) if event.kind == Kind.BACKWARD),
+            len(timeline.events),
+        )
+        self.forward, self.backward = timeline.events[:begins], timeline.events[begins:]
+        self.parts: dict[int, str] = {}
 
 
 class Layout:
@@ -22,7 +50,8 @@ class Layout:
         device: of the rank.
 
     Attributes:
-        axes: axes of the mesh along which the backend may have several ranks.
+        axes: axes of the mesh along which its memory is predicted.
+        schedules: orders of a pipeline with which it is.
         zero_stages: values of `Split.zero_stage` that it knows.
         gathers_once: whether a block is expected to be called once in a forward pass.
         adds_gradients: whether a later micro-batch of a step adds to gradients that are there; otherwise they
@@ -30,6 +59,7 @@ class Layout:
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
+    schedules: ClassVar[tuple[str, ...]] = ()
     zero_stages: ClassVar[tuple[int, ...]] = (0,)
     gathers_once: ClassVar[bool] = False
     adds_gradients = True
@@ -39,6 +69,7 @@ class Layout:
         self.trained = [index for index, p in enumerate(facts.parameters) if p.trained]
         self.is_last = True
         self._parts: dict[int, str] = {}
+        self._held: frozenset[int] = frozenset()
         self._timeline = facts.first
         self._handlers = {
             Kind.ALLOCATE: self.allocate,
@@ -49,7 +80,13 @@ class Layout:
             Kind.ENTER_BACKWARD: self.enter_backward,
             Kind.LEAVE_BACKWARD: self.leave_backward,
             Kind.BACKWARD: self.backward,
+            Kind.COLLECTIVE: self.exchange,
         }
+
+    @classmethod
+    def of(cls, split: Split) -> type[Layout]:
+        """The layout for a split: this one, unless a backend works differently for some."""
+        return cls
 
     # -- sizes ------------------------------------------------------------------------
 
@@ -80,14 +117,46 @@ class Layout:
             timeline: its events.
             is_last: whether it is the last one of its optimizer step, in which gradients are reduced.
         """
-        self._timeline, self.is_last = timeline, is_last
-        self._parts = {}
-        for kind, index in timeline.events:
-            self._handlers[kind](index)
+        micro_batch = MicroBatch(timeline)
+        self.play_forward(micro_batch)
+        self.play_backward(micro_batch, is_last=is_last)
+
+    def play_forward(self, micro_batch: MicroBatch) -> None:
+        """Forward of a micro-batch."""
+        self._enter(micro_batch)
+        self.begin()
+        self._play(micro_batch.forward)
+
+    def play_backward(self, micro_batch: MicroBatch, *, is_last: bool) -> None:
+        """Backward of a micro-batch, after which gradients alone are left of it, and what it holds for
+        longer."""
+        self._enter(micro_batch)
+        self.is_last = is_last
+        self._play(micro_batch.backward)
         self.finish()
-        for tensor, part in list(self._parts.items()):
-            if part == "activations":  # what the micro-batch leaves is gone before the next one
+        self.drop(tensor for tensor in list(self._parts) if tensor not in self._held)
+
+    def let_go(self, micro_batch: MicroBatch, tensors: Iterable[int]) -> None:
+        """Free tensors that a micro-batch has held after its end."""
+        self._enter(micro_batch)
+        self.drop(tensors)
+
+    def drop(self, tensors: Iterable[int]) -> None:
+        """Free those of `tensors` that are live and no gradients."""
+        for tensor in tensors:
+            if self._parts.get(tensor) == "activations":
                 self.release(tensor)
+
+    def _enter(self, micro_batch: MicroBatch) -> None:
+        self._timeline, self._parts = micro_batch.timeline, micro_batch.parts
+        self._held = micro_batch.held
+
+    def _play(self, events: Sequence[Event]) -> None:
+        for kind, index in events:
+            self._handlers[kind](index)
+
+    def end_window(self) -> None:
+        """All micro-batches of a step have been computed."""
 
     def step(self) -> None:
         """The optimizer's update, when all gradients are there."""
@@ -131,7 +200,7 @@ class Layout:
 
     def free(self, tensor: int) -> None:
         """A tensor of the timeline is dropped."""
-        if tensor in self._parts:
+        if tensor in self._parts and tensor not in self._held:
             self.release(tensor)
 
     def release(self, tensor: int) -> None:
@@ -144,6 +213,15 @@ class Layout:
         if tensor is not None and self._parts.get(tensor) == "activations":
             self.ledger.move("activations", "gradients", self.size(tensor))
             self._parts[tensor] = "gradients"
+
+    def exchange(self, collective: int) -> None:
+        """Ranks that share the model exchange a tensor."""
+        operation, _, size = self._timeline.collectives[collective]
+        if operation in COPIED:
+            self.collective(size.at(self.split.micro_batch))
+
+    def begin(self) -> None:
+        """Forward of a micro-batch begins."""
 
     def enter_forward(self, block: int) -> None:
         """A block begins its forward."""
@@ -166,35 +244,3 @@ class Layout:
     def size(self, tensor: int) -> int:
         """Bytes of a tensor of the timeline."""
         return self._timeline.sizes[tensor].at(self.split.micro_batch)
-
-
-class Buckets(Layout):
-    """DistributedDataParallel with gradients as views of its buckets: a gradient is copied into its bucket as
-    soon as it is complete. Micro-batches before the last one leave gradients of their own, because DDP's
-    ``no_sync`` does not touch buckets. Source: torch/csrc/distributed/c10d/reducer.cpp,
-    ``mark_variable_ready_dense``."""
-
-    axes = ("data",)
-
-    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
-        super().__init__(facts, split, ledger, device)
-        self.reduces = split.dims.world_size > 1
-        self._own: dict[int, int] = {}
-
-    def place(self) -> None:
-        super().place()
-        if self.reduces:
-            self.ledger.take("gradients", sum(self.facts.parameters[n].nbytes for n in self.trained))
-
-    def gradient(self, parameter: int) -> None:
-        tensor = self._timeline.gradients.get(parameter)
-        super().gradient(parameter)
-        if not self.reduces:
-            return
-        if not self.is_last:
-            if tensor is not None:
-                self._own[parameter] = self.size(tensor)
-        elif tensor is not None and tensor in self._parts:
-            self.release(tensor)
-        elif parameter in self._own:
-            self.ledger.give("gradients", self._own.pop(parameter))

@@ -9,9 +9,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from distributed.planner.estimates.work_facts import MEASURED_KINDS
+
 __all__ = ["Curve", "MeasuredNode", "MeasuredRanks", "seconds_of"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _check_curve(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
@@ -21,6 +25,13 @@ def _check_curve(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, 
     if list(seconds) != sorted(seconds):
         raise ValueError("the seconds of a curve must not fall with the size")
     return points
+
+
+def _check_kinds(curves: Mapping[str, object]) -> Mapping[str, object]:
+    differing = sorted(set(curves) ^ set(MEASURED_KINDS))
+    if differing:
+        raise ValueError(f"one curve for each kind of operation; missing or unknown: {', '.join(differing)}")
+    return curves
 
 
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1), AfterValidator(_check_curve)]
@@ -50,23 +61,27 @@ class MeasuredRanks(_Section):
 
     Attributes:
         threads: of each rank.
-        operations: kind of `distributed.planner.estimates.work_facts.KINDS` -> time by floating-point
-            operations (`MATRIX_KINDS`) or bytes in float32.
+        operations: each of `distributed.planner.estimates.work_facts.MEASURED_KINDS` -> time by
+            floating-point operations (`MATRIX_KINDS`) or bytes, in float32.
         forward_seconds: seconds of the host for each operation of forward, beyond the curves.
         backward_seconds: the same of backward.
-        in_model: time of operations in a model, relative to the curves.
         collectives: operation -> number of ranks of a group -> time by bytes. All groups of this size
             communicate at the same time.
         overlap: share of a collective's time that computation beside it hides.
+        skew: by how much the slowest rank is behind the mean one, as a share of the computation.
+        unit_seconds: seconds for each gather and each reduction of a unit of FSDP2, beyond the collective.
+        sharded_update_seconds: seconds for the update of each sharded parameter, beyond its curve.
     """
 
     threads: int = Field(ge=1)
-    operations: Mapping[str, Curve]
-    forward_seconds: float = Field(ge=0, allow_inf_nan=False)
-    backward_seconds: float = Field(ge=0, allow_inf_nan=False)
-    in_model: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    operations: Annotated[Mapping[str, Curve], AfterValidator(_check_kinds)]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
     collectives: Mapping[str, Mapping[int, Curve]] = {}
     overlap: float = Field(default=0.0, ge=0, le=1)
+    skew: Seconds = 0.0
+    unit_seconds: Seconds = 0.0
+    sharded_update_seconds: Seconds = 0.0
 
 
 class MeasuredNode(_Section):

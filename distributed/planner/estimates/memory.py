@@ -9,40 +9,75 @@ events and not a sum of maxima which are never live together.
 from __future__ import annotations
 
 from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import AXES
 from distributed.planner.estimates.device_memory import EXACT, DeviceMemory
 from distributed.planner.estimates.layout import Layout
-from distributed.planner.estimates.layouts import LAYOUTS
+from distributed.planner.estimates.layouts import layout_of
 from distributed.planner.estimates.ledger import Ledger, MemoryParts
-from distributed.planner.estimates.model_facts import ModelFacts, Timeline
+from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts, Timeline
+from distributed.planner.estimates.pipeline_window import place_buffers, play_stages
 from distributed.planner.estimates.split import Split
 
 __all__ = ["MemoryParts", "predict_memory"]
 
 
-def predict_memory(facts: ModelFacts, split: Split, device: DeviceMemory = EXACT) -> MemoryParts:
+def predict_memory(
+    facts: ModelFacts | FactsSource, split: Split, device: DeviceMemory = EXACT
+) -> MemoryParts:
     """Memory of the rank that needs most, at the peak of a step of steady training.
 
     Args:
-        facts: of the model, recorded at the precision and with the optimizer of `split`.
+        facts: of the model, recorded at the precision and with the optimizer of `split`; or what gives those
+            of each part of it, for ranks that share the model.
         split: how it is divided.
         device: how its allocator and its collectives use memory.
 
     Raises:
-        UserError: the memory of such a split is not predicted, or the facts are of another configuration.
+        UserError: the memory of such a split is not predicted, the model cannot be divided so, or the facts
+            are of another configuration.
     """
-    _check(facts, split)
+    layout = layout_of(split)
+    _check_layout(split, layout)
+    stages = range(split.dims.pipeline)
+    ranks = [_of_rank(_facts_of(facts, split.cut(stage)), split, device, layout) for stage in stages]
+    return max(ranks, key=lambda parts: parts.total)
+
+
+def _facts_of(facts: ModelFacts | FactsSource, cut: Cut) -> ModelFacts:
+    if not isinstance(facts, ModelFacts):
+        return facts(cut)
+    if facts.cut != cut:
+        raise UserError(
+            "the facts are those of another part of the model",
+            field="parallel",
+            got=str(facts.cut),
+            allowed=str(cut),
+            remedy="Give what collects the facts of each part (`facts_source`)",
+        )
+    return facts
+
+
+def _of_rank(
+    facts: ModelFacts, split: Split, device: DeviceMemory, layout_class: type[Layout]
+) -> MemoryParts:
+    _check_facts(facts, split, layout_class)
     first, later = _timelines(facts, split)
     ledger = Ledger(device)
     ledger.take("framework", device.framework_bytes)
-    layout = LAYOUTS[split.backend](facts, split, ledger, device)
+    layout = layout_class(facts, split, ledger, device)
     layout.place()
     number = split.num_micro_batches
     for size in first.inputs * number:
         ledger.take("activations", size.at(split.micro_batch))
-    # All micro-batches between the first and the last have the same peak.
-    for position in sorted({0, min(1, number - 1), number - 1}):
-        line = later if position and layout.adds_gradients else first
-        layout.play(line, is_last=position == number - 1)
+    if split.dims.pipeline > 1:
+        place_buffers(layout, facts, split)
+        play_stages(layout, first, later, split)
+    else:
+        # All micro-batches between the first and the last have the same peak.
+        for position in sorted({0, min(1, number - 1), number - 1}):
+            line = later if position and layout.adds_gradients else first
+            layout.play(line, is_last=position == number - 1)
+    layout.end_window()
     layout.step()
     return ledger.peak
 
@@ -62,7 +97,7 @@ def _timelines(facts: ModelFacts, split: Split) -> tuple[Timeline, Timeline]:
     return facts.first_recomputed, facts.later_recomputed
 
 
-def _check(facts: ModelFacts, split: Split) -> None:
+def _check_facts(facts: ModelFacts, split: Split, layout: type[Layout]) -> None:
     for field, recorded in (("precision", facts.precision), ("optimizer", facts.optimizer_name)):
         if getattr(split, field) != recorded:
             raise UserError(
@@ -72,24 +107,18 @@ def _check(facts: ModelFacts, split: Split) -> None:
                 allowed=recorded,
                 remedy="Collect the facts of the model with this value",
             )
-    if split.backend not in LAYOUTS:
+    repeated = next((block for block in facts.blocks[1:] if block.calls > 1), None)
+    if repeated is not None and layout.gathers_once:
         raise UserError(
-            "the memory of a rank is not predicted for this backend",
+            "the memory of blocks that a forward pass calls several times is not predicted for the backend",
             field="backend",
-            got=split.backend,
-            allowed=", ".join(sorted(LAYOUTS)),
-            remedy="Choose one of these, or measure a run",
+            got=f"{repeated.calls} calls of '{repeated.name}'",
+            allowed="a backend that does not gather blocks",
+            remedy="Choose serial, pytorch-ddp or zero_stage of at most 2, or measure a run",
         )
-    dims = split.dims
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        if dims.size(axis) > 1:
-            raise UserError(
-                "the memory of ranks that share a model is not predicted",
-                field=f"parallel.{axis}",
-                got=dims.size(axis),
-                allowed="1",
-                remedy="Set it to 1, or measure a run",
-            )
+
+
+def _check_layout(split: Split, layout: type[Layout]) -> None:
     for field, value, allowed in (("codec", split.codec, "none"), ("offload", split.offload, False)):
         if value != allowed:
             raise UserError(
@@ -99,20 +128,7 @@ def _check(facts: ModelFacts, split: Split) -> None:
                 allowed=str(allowed).lower(),
                 remedy="Leave it out, or measure a run",
             )
-    _check_layout(split, LAYOUTS[split.backend])
-    repeated = next((block for block in facts.blocks[1:] if block.calls > 1), None)
-    if repeated is not None and LAYOUTS[split.backend].gathers_once:
-        raise UserError(
-            "the memory of blocks that a forward pass calls several times is not predicted for the backend",
-            field="backend",
-            got=f"{repeated.calls} calls of '{repeated.name}'",
-            allowed="serial, pytorch-ddp, deepspeed",
-            remedy="Choose one of these, or measure a run",
-        )
-
-
-def _check_layout(split: Split, layout: type[Layout]) -> None:
-    for axis in ("data", "shard"):
+    for axis in (*AXES, "expert"):
         if split.dims.size(axis) > 1 and axis not in layout.axes:
             raise UserError(
                 "the memory of ranks along this axis of the mesh is not predicted for the backend",
@@ -121,6 +137,14 @@ def _check_layout(split: Split, layout: type[Layout]) -> None:
                 allowed="1",
                 remedy="Choose another backend, or measure a run",
             )
+    if split.dims.pipeline > 1 and split.schedule not in layout.schedules:
+        raise UserError(
+            "the memory of a rank under this schedule is not predicted",
+            field="parallel.schedule",
+            got=split.schedule,
+            allowed=", ".join(layout.schedules),
+            remedy="Choose one of these, or measure a run",
+        )
     if split.zero_stage not in layout.zero_stages:
         raise UserError(
             "the memory of this stage of ZeRO is not predicted for the backend",

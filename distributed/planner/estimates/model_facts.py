@@ -119,6 +119,8 @@ class Timeline:
         gradients: index of a parameter -> index of the tensor that becomes its gradient.
         inputs: bytes of the batch, and of this rank's slices of it where they are copies.
         collectives: between ranks that share the model.
+        sent: indices of the tensors that a stage of a pipeline sends: its output, and the gradient of its
+            input; None for what it does not send.
     """
 
     sizes: tuple[Size, ...]
@@ -126,6 +128,7 @@ class Timeline:
     gradients: dict[int, int] = field(default_factory=dict)
     inputs: tuple[Size, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    sent: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,15 @@ class Rates(Protocol):
     def exposed(self, communication: float, beside: float) -> float:
         """Seconds of `communication` that `beside` seconds of computation do not hide."""
 
+    def gathered(self, communication: float, number: int, beside: float) -> float:
+        """The same of `number` gathers and reductions of units of FSDP2."""
+
+    def update(self, nbytes: float, *, sharded: bool) -> float:
+        """Seconds of the update of a parameter whose operations move `nbytes` bytes."""
+
+    def waiting(self, compute: float) -> float:
+        """Seconds that ranks wait for the slowest one after `compute` seconds of computation."""
+
 
 class DatasheetRates:
     """Rates of the profile, and what software reaches of them.
@@ -73,6 +82,18 @@ class DatasheetRates:
         """What is longer than a share of the computation."""
         return max(0.0, communication - self._overlap * beside)
 
+    def gathered(self, communication: float, number: int, beside: float) -> float:
+        """As `exposed`."""
+        return self.exposed(communication, beside)
+
+    def update(self, nbytes: float, *, sharded: bool) -> float:
+        """Seconds by the bandwidth of memory."""
+        return nbytes / self._bandwidth
+
+    def waiting(self, compute: float) -> float:
+        """Nothing: times are of the mean device."""
+        return 0.0
+
 
 class MeasuredRates:
     """Curves that `calibrate` measured with a number of ranks at work on each node.
@@ -102,7 +123,6 @@ class MeasuredRates:
             seconds = seconds_of(ranks.operations[operation.kind], size)
             device += operation.number * seconds / (self._faster if matrix else 1.0)
             host += operation.number * each
-        device *= ranks.in_model
         return self._slower * (hypot(device, host) if self._asynchronous else device + host)
 
     def copy(self, nbytes: float) -> float:
@@ -122,6 +142,22 @@ class MeasuredRates:
     def exposed(self, communication: float, beside: float) -> float:
         """What is left if a share of the communication is hidden, as far as there is computation."""
         return communication - min(self._ranks.overlap * communication, beside)
+
+    def gathered(self, communication: float, number: int, beside: float) -> float:
+        """On CPUs the host waits for each; on GPUs as `exposed`."""
+        waits = self._slower * number * self._ranks.unit_seconds
+        if self._asynchronous:
+            return self.exposed(communication, beside) + waits
+        return communication + waits
+
+    def update(self, nbytes: float, *, sharded: bool) -> float:
+        """Seconds by the curve of updates."""
+        seconds = seconds_of(self._ranks.operations["update"], max(1.0, nbytes))
+        return self._slower * (seconds + (self._ranks.sharded_update_seconds if sharded else 0.0))
+
+    def waiting(self, compute: float) -> float:
+        """A measured share."""
+        return self._ranks.skew * compute
 
 
 def rates_of(profile: HardwareProfile, precision: str, world_size: int, engine: Engine = OURS) -> Rates:

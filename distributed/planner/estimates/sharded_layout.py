@@ -5,8 +5,9 @@ from __future__ import annotations
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
-from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts, Timeline
+from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts
 from distributed.planner.estimates.split import Split
+from distributed.planner.stage_order import ONE_STAGE
 
 __all__ = ["ShardedUnits"]
 
@@ -21,13 +22,16 @@ class ShardedUnits(Layout):
     ``_fsdp_param_group`` and ``_fsdp_collectives``.
     """
 
-    axes = ("shard",)
+    axes = ("data", "shard", "tensor", "pipeline", "context")
+    schedules = ONE_STAGE
     gathers_once = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)
-        self.ranks = split.dims.shard
-        self.shards = split.dims.world_size > 1
+        dims = split.dims
+        # Ranks along ``data`` hold copies of the shards, unless there are no others.
+        self.ranks = dims.shard if dims.shard > 1 else dims.data
+        self.shards = dims.data_parallel_size > 1
         self._units: dict[int, list[int]] = {block: [] for block in range(len(facts.blocks))}
         for number, parameter in enumerate(facts.parameters):
             if parameter.shape and parameter.numel:
@@ -69,11 +73,10 @@ class ShardedUnits(Layout):
             for number in self._units[unit]:
                 self.ledger.give("parameters", self.held(self.facts.parameters[number]) * self.ranks)
 
-    def play(self, timeline: Timeline, *, is_last: bool) -> None:
+    def begin(self) -> None:
         self._order = []
         if self.shards:
             self._forward_gather(0)
-        super().play(timeline, is_last=is_last)
 
     def _forward_gather(self, unit: int) -> None:
         if unit in self._gathered:
@@ -99,6 +102,10 @@ class ShardedUnits(Layout):
         if self._previous is not None:
             self._unstage(self._previous)
             self._previous = None
+        if 0 not in self._gathered:  # in a pipeline, backward of an earlier micro-batch has freed it
+            self._stage(0)
+            self._copy_out(0)
+            self._unstage(0)
         if self._order:
             self._stage(self._order[-1])
 
@@ -135,6 +142,13 @@ class ShardedUnits(Layout):
         if self._reduced is not None:
             self.ledger.give("framework", self._reduced)
             self._reduced = None
+
+    def end_window(self) -> None:
+        """Add up the gradients of shards over the slices of sequences."""
+        if self.split.dims.context > 1:
+            nbytes = sum(self.held(self.facts.parameters[number]) for number in self.trained)
+            self.ledger.take("gradients", nbytes)
+            self.ledger.give("gradients", nbytes)
 
     def _reduce(self, unit: int) -> None:
         self._reshard(unit)

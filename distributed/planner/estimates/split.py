@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.planner.estimates.model_facts import WHOLE, Cut
 
 __all__ = ["Split"]
 
@@ -39,3 +40,15 @@ class Split:
     offload: bool = False
     precision: str = "fp32"
     optimizer: str = "adamw"
+
+    def cut(self, stage: int = 0) -> Cut:
+        """What part of the model the ranks of a stage have."""
+        dims = self.dims
+        return Cut(
+            dims.tensor,
+            dims.context,
+            dims.expert,
+            dims.pipeline,
+            self.schedule if dims.pipeline > 1 else WHOLE.schedule,
+            stage,
+        )

@@ -15,6 +15,7 @@ __all__ = [
     "KINDS",
     "NOT_COUNTED",
     "MATRIX_KINDS",
+    "MEASURED_KINDS",
     "NARROW",
     "THIN",
     "BlockWork",
@@ -55,6 +56,10 @@ KINDS = (
 )
 """Kinds of operations. ``transcendental`` computes exponentials, ``indexing`` gathers or scatters rows,
 ``random`` draws numbers, such as dropout, and ``view`` moves nothing."""
+
+MEASURED_KINDS = (*KINDS[:-1], "update")
+"""Kinds of which a measured profile has a curve; ``update`` is that of one parameter, by the bytes of its
+operations."""
 
 
 class Operations(NamedTuple):

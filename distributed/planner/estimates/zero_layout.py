@@ -5,7 +5,7 @@ from __future__ import annotations
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
-from distributed.planner.estimates.model_facts import ModelFacts, Timeline
+from distributed.planner.estimates.model_facts import ModelFacts
 from distributed.planner.estimates.split import Split
 
 __all__ = ["ZeroStages"]
@@ -71,9 +71,8 @@ class ZeroStages(Layout):
         for nbytes in self.state(self._share):
             self.ledger.take("optimizer", nbytes)
 
-    def play(self, timeline: Timeline, *, is_last: bool) -> None:
+    def begin(self) -> None:
         self._has_owned = False
-        super().play(timeline, is_last=is_last)
 
     # -- gradients --------------------------------------------------------------------
 

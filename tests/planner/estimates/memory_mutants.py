@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from distributed.planner.estimates.layout import Buckets, Layout
+from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.model_facts import ParameterFacts
+from distributed.planner.estimates.replicated_layout import Buckets
 from distributed.planner.estimates.sharded_layout import ShardedUnits
 from distributed.planner.estimates.zero_layout import ZeroStages
 

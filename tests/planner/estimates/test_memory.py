@@ -9,9 +9,10 @@ import pytest
 
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.planner.estimates import memory
 from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.layout import Layout
-from distributed.planner.estimates.layouts import LAYOUTS
+from distributed.planner.estimates.layouts import predicted_backends
 from distributed.planner.estimates.memory import MemoryParts, predict_memory
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
@@ -126,7 +127,7 @@ def test_sums_by_hand(
 def test_a_wrong_layout_is_noticed(
     backend: str, mutant: type[Layout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAYOUTS, backend, mutant)
+    monkeypatch.setattr(memory, "layout_of", lambda split: mutant)
     own = [row for row in BY_HAND if row[0] == backend]
     assert any(predict_memory(row[2], row[1], row[3]).total != row[4] for row in own)
 
@@ -157,9 +158,9 @@ def test_what_libraries_take_is_added() -> None:
     ("given", "field", "allowed"),
     [
         (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
-        (Split(ParallelDims(tensor=2), "pytorch-ddp"), "parallel.tensor", "1"),
-        (Split(ParallelDims(pipeline=2), "pytorch-ddp"), "parallel.pipeline", "1"),
-        (Split(ParallelDims(context=4), "fsdp"), "parallel.context", "1"),
+        (Split(ParallelDims(tensor=2), "deepspeed"), "parallel.tensor", "1"),
+        (Split(ParallelDims(pipeline=2), "pytorch-ddp", schedule="zbv"), "parallel.schedule", "gpipe, 1f1b"),
+        (Split(ParallelDims(context=4), "serial"), "parallel.context", "1"),
         (Split(ParallelDims(data=2, expert=2), "fsdp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),
         (Split(ParallelDims(shard=2), "pytorch-ddp"), "parallel.shard", "1"),
@@ -188,7 +189,7 @@ def random_chain(draw: random.Random, unit: int = 1) -> ModelFacts:
 
 
 def random_split(draw: random.Random) -> Split:
-    backend = draw.choice(sorted(LAYOUTS))
+    backend = draw.choice(predicted_backends())
     ranks = 1 if backend == "serial" else draw.choice((2, 3, 4, 8))
     stage = draw.choice((0, 1, 2)) if backend == "deepspeed" else 0
     return split(backend, ranks, zero_stage=stage, num_micro_batches=draw.choice((1, 2, 5)))

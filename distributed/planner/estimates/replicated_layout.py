@@ -1,0 +1,101 @@
+"""Buckets and FlatGradients: the memory of ranks that hold copies of a model, or of the same part of it."""
+
+from __future__ import annotations
+
+from distributed.planner.estimates.device_memory import DeviceMemory
+from distributed.planner.estimates.layout import Layout
+from distributed.planner.estimates.ledger import Ledger
+from distributed.planner.estimates.model_facts import ModelFacts
+from distributed.planner.estimates.split import Split
+from distributed.planner.stage_order import ONE_STAGE
+
+__all__ = ["Buckets", "FlatGradients"]
+
+_BUCKET = 25 * 2**20
+"""Bytes of a bucket of `GradientReducer`: the default of `bucket_cap_mb`."""
+
+
+class Buckets(Layout):
+    """DistributedDataParallel with gradients as views of its buckets: a gradient is copied into its bucket as
+    soon as it is complete. Micro-batches before the last one leave gradients of their own, because DDP's
+    ``no_sync`` does not touch buckets. Source: torch/csrc/distributed/c10d/reducer.cpp,
+    ``mark_variable_ready_dense``."""
+
+    axes = ("data", "tensor", "pipeline", "context")
+    schedules = ONE_STAGE
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self.reduces = split.dims.world_size > 1
+        self._own: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, split: Split) -> type[Layout]:
+        """DDP, unless ranks share a model."""
+        return FlatGradients if split.dims.model_parallel_size > 1 else cls
+
+    def place(self) -> None:
+        super().place()
+        if self.reduces:
+            self.ledger.take("gradients", sum(self.facts.parameters[n].nbytes for n in self.trained))
+
+    def gradient(self, parameter: int) -> None:
+        tensor = self._timeline.gradients.get(parameter)
+        super().gradient(parameter)
+        if not self.reduces:
+            return
+        if not self.is_last:
+            if tensor is not None:
+                self._own[parameter] = self.size(tensor)
+        elif tensor is not None and tensor in self._parts:
+            self.release(tensor)
+        elif parameter in self._own:
+            self.ledger.give("gradients", self._own.pop(parameter))
+
+
+class FlatGradients(Layout):
+    """`distributed.parallel.gradient_reducer.GradientReducer`: once the gradients of a bucket are complete in
+    the last backward of a step, they are copied side by side into a tensor, which is added up. All of these
+    tensors are live until the last of them has arrived. In a pipeline no bucket is sent before the end."""
+
+    axes = Buckets.axes
+    schedules = ONE_STAGE
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self._early = split.dims.pipeline == 1
+        self._buckets: list[list[int]] = []
+        if split.dims.size("data", "context") > 1:
+            self._fill_buckets()
+        self._bucket_of = {n: at for at, bucket in enumerate(self._buckets) for n in bucket}
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._sent: list[int] = []
+
+    def _fill_buckets(self) -> None:
+        """Parameters in the order of the reducer, from the last to the first."""
+        size = 0
+        for number in reversed(self.trained):
+            nbytes = self.facts.parameters[number].nbytes
+            if not self._buckets or size + nbytes > _BUCKET:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(number)
+            size += nbytes
+
+    def gradient(self, parameter: int) -> None:
+        super().gradient(parameter)
+        if self.is_last and self._early and parameter in self._bucket_of:
+            self._missing[self._bucket_of[parameter]] -= 1
+            while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+                self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        self._sent.append(sum(self.facts.parameters[number].nbytes for number in bucket))
+        self.ledger.take("gradients", self._sent[-1])
+
+    def end_window(self) -> None:
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for nbytes in self._sent:
+            self.ledger.give("gradients", nbytes)
