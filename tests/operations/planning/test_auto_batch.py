@@ -9,6 +9,7 @@ import copy
 import json
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,13 @@ WHOLE = 64
 
 
 def plain_weights(
-    data: LimitedData, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, whole: int = WHOLE
+    data: LimitedData,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    whole: int = WHOLE,
+    build: Callable[[], nn.Module] | None = None,
 ) -> list[Tensor]:
     """The oracle: plain PyTorch, one process, each global batch at once."""
-    model = wide_model()
+    model = (build or wide_model)()
     stepper = optimizer(model.parameters(), lr=0.1)
     for start in range(0, len(data), whole):
         rows = [data[index] for index in range(start, min(start + whole, len(data)))]
@@ -126,6 +130,24 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(
     trainer.fit(data)
     assert "batch_size=auto: 8, as in the checkpoint" in capsys.readouterr().out
     assert all(map(torch.equal, trainer.model.parameters(), uninterrupted.parameters()))
+
+
+def two_stages() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(WideModel(), nn.Linear(1, 16).double(), WideModel())
+
+
+@pytest.mark.starts_processes
+def test_stages_of_a_pipeline_have_the_size_that_fits_into_the_largest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data, model = LimitedData(WHOLE, {0: 170 * MIB, 1: 170 * MIB}), two_stages()
+    parallel = {"pipeline": 2, "stages": ["0", "2"]}
+    trainer_of(model, 2, "pytorch-ddp", parallel=parallel).fit(data)
+    printed = capfd.readouterr().out
+    assert "MiB predicted of" in printed
+    assert "global batch 64 = 64 samples" not in printed
+    assert farthest([*model.parameters()], plain_weights(data, build=two_stages)) < 1e-9
 
 
 @pytest.mark.starts_processes
