@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.commands.corrections import refuse_unknown, script_words
 from distributed.commands.flags import add_config_flags, collect_layers
@@ -17,7 +17,9 @@ from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
+    from distributed.operations.planning.options import PlanOptions
     from distributed.operations.planning.plans import Plans
+    from distributed.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]
 
@@ -61,10 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags("--devices", metavar="N", help="Number of devices, each with one rank. Default: those of a node.")
     flags("--plans", metavar="N", default="10", help="Number of plans to list. Default: 10.")
     flags("--codecs", metavar="A,B", default="", help="Gradient codecs to try; they change gradients.")
+    flags("--axes", metavar="A,B", help="Axes along which there may be several ranks, such as data,tensor.")
     flags("--rejected", action="store_true", help="List every rejected split with its first reason.")
     flags("--number", metavar="N", default="1", help="Plan to write. Default: 1, the fastest.")
     flags("--output", "-o", metavar="FILE", help="Write a plan as YAML, for `train --config`.")
     flags("--html", metavar="FILE", help="Write a page with the table and a picture.")
+    flags("--verify", action="store_true", help="Train a few steps with the plan here, and compare.")
+    flags("--steps", metavar="N", default="10", help="Steps of --verify. Default: 10.")
+    flags("--verify-layers", metavar="N", help="Verify with so many blocks of the model only.")
+    flags("--history", metavar="FOLDER", help="Print the error of all plans of the runs below a folder.")
     flags("--json", action="store_true", help="Print everything as JSON.")
     numbers = parser.add_argument_group("numbers of a transformer", "Instead of a script.")
     for name, text in _NUMBERS.items():
@@ -80,24 +87,46 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong value, a script that never called `fit`, or a model that fits nowhere.
     """
-    index = positive_int(args.number, "--number") - 1
-    plans = _plans(args)
+    if args.history is not None:
+        _print_history(args)
+        return 0
+    examined = _examined(args)
+    plans = examined.plans
     if args.json:
         print_json(plans.to_dict())
     else:
         _print(plans, args)
-    _write(plans, args, index)
+    _write(plans, args)
+    if args.verify:
+        _verify(examined, args)
     return 0
 
 
-def _plans(args: argparse.Namespace) -> Plans:
+class _Examined(NamedTuple):
+    """What was planned.
+
+    Attributes:
+        plans: for it.
+        trainer: of the script; None for numbers.
+        data: that the script trains on.
+    """
+
+    plans: Plans
+    trainer: Trainer | None = None
+    data: Any = None
+
+
+def _examined(args: argparse.Namespace) -> _Examined:
+    from distributed.operations.planning.options import PlanOptions
+
     numbers, layers = _numbers(args), collect_layers(args)
-    options: dict[str, Any] = {
-        "hardware": args.hardware,
-        "num_devices": None if args.devices is None else positive_int(args.devices, "--devices"),
-        "num_plans": positive_int(args.plans, "--plans"),
-        "codecs": [name.strip() for name in args.codecs.split(",") if name.strip()],
-    }
+    options = PlanOptions(
+        hardware=args.hardware,
+        num_devices=None if args.devices is None else positive_int(args.devices, "--devices"),
+        num_plans=positive_int(args.plans, "--plans"),
+        codecs=_words(args.codecs),
+        axes=None if args.axes is None else _words(args.axes),
+    )
     if numbers:
         if args.script is not None:
             raise UserError(
@@ -108,8 +137,12 @@ def _plans(args: argparse.Namespace) -> Plans:
             )
         from distributed.operations.planning.plan_numbers import plan_numbers
 
-        return plan_numbers(numbers, [], layers, **options)
+        return _Examined(plan_numbers(numbers, [], layers, options))
     return _plan_script(args, layers, options)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _numbers(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,18 +166,19 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _plan_script(args: argparse.Namespace, layers: list[Layer], options: dict[str, Any]) -> Plans:
+def _plan_script(args: argparse.Namespace, layers: list[Layer], options: PlanOptions) -> _Examined:
     """Run the script up to `fit`, and plan what it would train."""
     script = bundled_script() if args.script is None else find_script(args.script)
     if args.script is None and args.unknown:
         refuse_unknown(args.unknown, args.parser)
-    found: list[Plans] = []
+    found: list[_Examined] = []
 
     def examine(trainer: Any, config: Any, task: Any, data: Any) -> None:
         from distributed.operations.planning.plan_task import plan_task
 
         facts = trainer.facts_of(task)
-        found.append(plan_task(task, trainer.framework, facts, config, layers, **options))
+        plans = plan_task(task, trainer.framework, facts, config, layers, options)
+        found.append(_Examined(plans, trainer, data))
 
     with command_line(ScriptRun(layers)) as script_run:
         script_run.examine = examine
@@ -190,8 +224,8 @@ def _print_rejected(plans: Plans, every: bool) -> None:
         print(f"{len(reasons) - _SHOWN} more reasons; --rejected lists every split")
 
 
-def _write(plans: Plans, args: argparse.Namespace, index: int) -> None:
-    lines = []
+def _write(plans: Plans, args: argparse.Namespace) -> None:
+    lines, index = list[str](), positive_int(args.number, "--number") - 1
     if args.output is not None:
         plans.save(args.output, index)
         script = f" --script {args.script}" if args.script else ""
@@ -202,3 +236,53 @@ def _write(plans: Plans, args: argparse.Namespace, index: int) -> None:
         lines.append(f"page: {args.html}")
     for line in lines:
         print(line, file=sys.stderr if args.json else sys.stdout)
+
+
+def _verify(examined: _Examined, args: argparse.Namespace) -> None:
+    from distributed.operations.planning.verification import HEADS
+    from distributed.planning import verify
+
+    index = positive_int(args.number, "--number") - 1
+    layers = None if args.verify_layers is None else positive_int(args.verify_layers, "--verify-layers")
+    steps = positive_int(args.steps, "--steps")
+    plans, trainer, data = examined
+    if trainer is None:
+        trainer, data = _trial(plans, steps)
+    found = verify(plans, trainer, data, index, steps, layers)
+    print(f"plan {index + 1}, {steps} steps here:")
+    print_table(HEADS, found.rows())
+
+
+def _trial(plans: Plans, steps: int) -> tuple[Trainer, Any]:
+    """A trainer of a model with the numbers of `plans`, and random tokens for it."""
+    from distributed.operations.planning.numbers_trial import decoder_of, tokens_of, training_step
+    from distributed.planner.estimates.numbers import ModelNumbers
+    from distributed.trainer import Trainer
+
+    numbers = plans.space.sizes
+    assert isinstance(numbers, ModelNumbers)
+    fields = {name: value for layer in plans.base for name, value in layer.values.items()}
+    trainer = Trainer(decoder_of(numbers), fields, training_step=training_step)
+    return trainer, tokens_of(numbers, steps)
+
+
+def _print_history(args: argparse.Namespace) -> None:
+    """A row for each run with a plan, and the mean error."""
+    from distributed.operations.planning.plan_history import error_text, history_of, quantity
+
+    found = history_of(Path(args.history))
+    rows = [
+        [run.name, split, c.what, quantity(c, c.predicted), quantity(c, c.measured), error_text(c)]
+        for run, split, comparisons in found.rows
+        for c in comparisons
+    ]
+    print_table(["run", "plan", "", "predicted", "measured", "error"], rows)
+    for what in ("step time", "memory"):
+        errors = found.errors(what)
+        if errors:
+            mean = sum(map(abs, errors)) / len(errors)
+            print(f"{what}: mean error {mean:.1%}, largest {max(map(abs, errors)):.1%}, {len(errors)} runs")
+    if found.order is not None:
+        print(f"order of step times: Kendall's tau {found.order:.2f}")
+    if found.unplanned:
+        print(f"{found.unplanned} runs without a plan, or with another split than it")

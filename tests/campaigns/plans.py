@@ -23,6 +23,7 @@ from torch import nn
 
 from distributed.config import Layer
 from distributed.interfaces.launcher import Launcher
+from distributed.operations.planning.options import PlanOptions
 from distributed.operations.planning.plan_numbers import plan_numbers
 from distributed.operations.planning.plans import Plans
 from distributed.planner.estimates.search import describe
@@ -76,7 +77,7 @@ def plans_on(ranks: int) -> Plans:
     """Every plan on so many CPU ranks."""
     sizes = {**_SIZES, "vocabulary": VOCABULARY, "sequence": LENGTH}
     asked = Layer("flag", {"global_batch_size": BATCH})
-    return plan_numbers(sizes, [], [asked], "CPU", ranks, 10**6)
+    return plan_numbers(sizes, [], [asked], PlanOptions("CPU", ranks, 10**6))
 
 
 def distance(plans: Plans, index: int, reference: Reference, pool: Launcher) -> float:

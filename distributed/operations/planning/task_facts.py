@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,12 +17,25 @@ from distributed.operations.planning.cut_model import CutOptions
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
+from distributed.planner.stage_order import ONE_STAGE
 from distributed.training.seeding import isolated_rng
 
 __all__ = ["TaskFacts"]
 
 _NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _SAMPLES = 2
+
+
+def _sharing(source: FactsSource) -> FactsSource:
+    """A source whose stages are the same under all schedules with one stage on each rank."""
+
+    @cache
+    def shared(cut: Cut) -> ModelFacts:
+        if cut.schedule in ONE_STAGE:
+            return replace(source(cut._replace(schedule=ONE_STAGE[0])), cut=cut)
+        return source(cut)
+
+    return shared
 
 
 class TaskFacts:
@@ -62,7 +76,7 @@ class TaskFacts:
                 "block_classes": config.block_classes,
                 "options": options,
             }
-            self._sources[key] = cache(partial(self._collect, config.seed, given))
+            self._sources[key] = _sharing(cache(partial(self._collect, config.seed, given)))
         return self._sources[key]
 
     def optimizer(self, config: DistributedConfig) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.ledger import MemoryParts
-from distributed.planner.estimates.memory import predict_memory
+from distributed.planner.estimates.memory import check_split, predict_memory
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.time import TimeParts
@@ -58,6 +58,7 @@ class FromFacts:
 
     def time(self, split: Split) -> TimeParts:
         """Seconds of a step, by part."""
+        check_split(split)  # before facts of parts of the model are recorded for it
         return self.timer.parts(split)
 
     def memory(self, split: Split) -> MemoryParts:

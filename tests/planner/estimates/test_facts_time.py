@@ -25,7 +25,13 @@ from distributed.planner.estimates.model_facts import (
     Timeline,
 )
 from distributed.planner.estimates.split import Split
-from distributed.planner.estimates.work_facts import NOT_COUNTED, BlockWork, Operations, OptimizerWork, WorkFacts
+from distributed.planner.estimates.work_facts import (
+    NOT_COUNTED,
+    BlockWork,
+    Operations,
+    OptimizerWork,
+    WorkFacts,
+)
 from distributed.planner.pipeline import plain_shape
 from tests.planner.estimates.measured_profiles import linear_profile
 from tests.planner.estimates.time_mutants import MUTANTS

@@ -17,9 +17,7 @@ _update, _last_bucket, _exchanges = _Step._update, _Step._last_bucket, _Step._ex
 def no_recomputation(self: Any, facts: Any) -> Any:
     """Backward has the activations that were not kept."""
     passed = _pass(self, facts)
-    ahead = sum(
-        self.rates.compute(block.forward, self.split.micro_batch) for block in facts.work.blocks[1:]
-    )
+    ahead = sum(self.rates.compute(block.forward, self.split.micro_batch) for block in facts.work.blocks[1:])
     again = ahead if self.split.activation_checkpointing else 0.0
     return passed._replace(backward=passed.backward - again)
 
