@@ -5,7 +5,7 @@
     python -m tests.benchmarks.planner_machine --profile FILE   # with a profile that was measured before
 
 Nothing else should run on the machine. Each row is a run of the Trainer; its time is the median of steps on
-rank 0. Predictions are made before it, from the model object and the profile alone.
+rank 0. All predictions are made before the first run, from the model object and the profile alone.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--profile", help="a profile of this machine; measured otherwise")
     parser.add_argument("--only", default="", help="part of the names of rows")
     parser.add_argument("--save", help="where to write the measured profile")
+    parser.add_argument("--measured", help="seconds that --json has written, instead of runs")
     parser.add_argument("--json", help="where to write the measured seconds, with those of each phase")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -70,24 +71,29 @@ def main() -> None:
             write_profile(profile, Path(args.save))
     rows = [row for row in (TEST if args.rows == "test" else BUILD) if args.only in row.name]
     sources: dict[object, FactsSource] = {}
-    predicted, measured, found = [], [], {}
+    # All of them first: a row that cannot be predicted is no reason to measure the others.
+    predicted = [predict(row, profile, sources) for row in rows]
+    measured: list[float] = []
+    found = {}
     print("| run | measured ms | predicted ms | error | compute | exposed | bubble | optimizer |")
     print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        parts = predict(row, profile, sources)
-        seconds, phases = measured_seconds(row, _STEPS)
-        found[row.name] = {"seconds": seconds, **phases}
-        predicted.append(parts.total)
+    for row, parts in zip(rows, predicted, strict=True):
+        if args.measured:
+            seconds = json.loads(Path(args.measured).read_text(encoding="utf-8"))[row.name]["seconds"]
+        else:
+            seconds, phases = measured_seconds(row, _STEPS)
+            found[row.name] = {"seconds": seconds, **phases}
         measured.append(seconds)
         own = (parts.compute, parts.exposed_communication, parts.bubble, parts.optimizer)
         cells = [f"{value * 1e3:.0f}" for value in (seconds, parts.total)]
         cells += [f"{parts.total / seconds - 1:+.1%}", *(f"{value * 1e3:.0f}" for value in own)]
         print("| " + " | ".join([row.name, *cells]) + " |", flush=True)
+    totals = [parts.total for parts in predicted]
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    errors = [abs(p / m - 1) for p, m in zip(totals, measured, strict=True)]
     print(f"mean error {mean(errors):.1%}, largest {max(errors):.1%}", end="")
-    print(f", Kendall tau {kendall_tau(predicted, measured):.2f}" if len(rows) > 1 else "")
+    print(f", Kendall tau {kendall_tau(totals, measured):.2f}" if len(rows) > 1 else "")
 
 
 if __name__ == "__main__":

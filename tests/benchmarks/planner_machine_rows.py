@@ -49,6 +49,7 @@ BUILD = (
 )
 
 _LLAMA, _LONG = (384, 4, 128, 2048), (256, 5, 256, 512)
+_WIDE = (512, 3, 96, 1024)
 _CONV, _MLP = (64, 4, 32), (1024, 6)
 
 TEST = (
@@ -61,7 +62,7 @@ TEST = (
     _row("llama", _LONG, "fsdp", 4, 2, shard=2),
     _row("llama", _LONG, "fsdp", 4, shard=4, **_AGAIN),
     _row("llama", _LLAMA, "fsdp", 2, data=2, shard=2),
-    _row("llama", _LLAMA, "pytorch-ddp", 4, tensor=2),
+    _row("llama", _WIDE, "pytorch-ddp", 4, tensor=2),
     _row("llama", _LONG, "pytorch-ddp", 4, data=2, tensor=2),
     _row("llama", _LONG, "pytorch-ddp", 4, context=2),
     _row("llama", _LLAMA, "pytorch-ddp", 2, 4, pipeline=2),

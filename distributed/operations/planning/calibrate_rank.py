@@ -60,7 +60,7 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
             "backward_seconds": backward,
         }
         if dist.get_world_size() > 1:
-            ranks |= _together(clock, curves, (forward, backward))
+            ranks |= _together(clock, curves)
         dist.barrier()
         rates = {name: matmul_rate(clock, dtype) for name, dtype in _rated(device).items()}
         return {
@@ -74,7 +74,7 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         cleanup_distributed()
 
 
-def _together(clock: Clock, curves: Curves, host: tuple[float, float]) -> dict[str, Any]:
+def _together(clock: Clock, curves: Curves) -> dict[str, Any]:
     """What depends on other ranks. Collective."""
     size, operation = dist.get_world_size(), reference_operation(clock)
     collectives = measure_collectives(clock.duration, clock.device, operation)
@@ -85,7 +85,7 @@ def _together(clock: Clock, curves: Curves, host: tuple[float, float]) -> dict[s
     return {
         "collectives": collectives,
         "overlap": measure_overlap(operation, clock.seconds(operation), clock.device),
-        **measure_waits(curves, seconds, clock.device, host)._asdict(),
+        **measure_waits(curves, seconds, clock.device)._asdict(),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.operations.planning.measure_operations import Curves, network, size_of
-from distributed.operations.planning.work_trace import WorkTrace
+from distributed.operations.planning.measure_operations import Curves, network
 from distributed.planner.estimates.measured_node import seconds_of
 
 __all__ = ["Waits", "measure_waits"]
 
 _LAYERS, _WIDTH = 6, 256
-_REPEATS = 5
+_REPEATS = 6
 
 
 class Waits(NamedTuple):
@@ -35,44 +34,37 @@ class Waits(NamedTuple):
     sharded_update_seconds: float
 
 
-def measure_waits(
-    curves: Curves, collective: Callable[[str, float], float], device: str, host: tuple[float, float]
-) -> Waits:
+def measure_waits(curves: Curves, collective: Callable[[str, float], float], device: str) -> Waits:
     """Train a small network on all ranks, whole and sharded. Collective.
 
     Args:
         curves: kind -> (size, seconds).
         collective: (operation, bytes) -> seconds, among all ranks.
         device: of this rank.
-        host: seconds of the host for an operation of forward and of backward.
     """
     torch.manual_seed(0)
     model = network(_LAYERS, _WIDTH).to(device)
     values = torch.randn(4, 128, _WIDTH, device=device)
-    trace = WorkTrace()
-    with trace:
-        model(values).sum().backward()
-    computed = sum(
-        seconds_of(curves[o.kind], size_of(o)) + host[o.backward] for o in trace.take() if o.kind != "view"
-    )
-    skew = _skew(model, values, device)
+    computed, skew = _plain(model, values, device)
     unit_bytes = sum(p.numel() * p.element_size() for p in model[0].parameters())
     exchanged = 2 * collective("all-gather", unit_bytes) + collective("reduce-scatter", unit_bytes)
     copied = 4 * seconds_of(curves["elementwise"], 2.0 * unit_bytes)
-    expected = computed * (1.0 + skew) + _LAYERS * (exchanged + copied)
+    expected = computed + _LAYERS * (exchanged + copied)
     measured, updated, rest = _sharded(model, values, device, curves)
     each = max(0.0, measured - expected) / (3 * _LAYERS)
     return Waits(skew, each, max(0.0, updated - rest) / sum(1 for _ in model.parameters()))
 
 
-def _skew(model: nn.Module, values: Tensor, device: str) -> float:
-    found = []
+def _plain(model: nn.Module, values: Tensor, device: str) -> tuple[float, float]:
+    """Seconds of a pass of the whole network on the slowest rank, and its share behind the mean one."""
+    slowest, skews = [], []
     for _ in range(_REPEATS):
         seconds = _timed(lambda: model(values).sum().backward(), device)
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, seconds)
-        found.append(max(each) / fmean(each) - 1.0)
-    return fmean(found[1:])
+        slowest.append(max(each))
+        skews.append(max(each) / fmean(each) - 1.0)
+    return median(slowest[1:]), median(skews[1:])
 
 
 def _sharded(model: Any, values: Tensor, device: str, curves: Curves) -> tuple[float, float, float]:
@@ -93,7 +85,7 @@ def _sharded(model: Any, values: Tensor, device: str, curves: Curves) -> tuple[f
         updates.append(_timed(optimizer.step, device))
     bytes_each = [76.0 * -(-p.numel() // ranks) for p in model.parameters()]
     known = sum(seconds_of(curves["update"], nbytes) for nbytes in bytes_each)
-    return fmean(passes[1:]), fmean(updates[1:]), known
+    return median(passes[1:]), median(updates[1:]), known
 
 
 def _timed(call: Callable[[], object], device: str) -> float:

@@ -1,15 +1,17 @@
 """Count the operations of a computation: their kind, floating-point operations and bytes.
 
-Floating-point operations are those of `torch.utils.flop_counter`, and for torch's attention on CPU, which
-that module does not know, those of its two or five matrix products. An operation belongs to the innermost
+Floating-point operations are those of `torch.utils.flop_counter`, and those of attention are its two or four
+matrix products, also on CPU, where that module does not know it. An operation belongs to the innermost
 block that calls it. In backward, it belongs to the block whose forward created its node of the graph; nodes
 have consecutive numbers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +80,14 @@ class WorkTrace(TorchDispatchMode):
 
     Args:
         blocks: in the order of their indices; each is above all that follow it and lie in it.
+
+    Attributes:
+        active: whether operations are recorded.
     """
 
     def __init__(self, blocks: Iterable[nn.Module] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.active = True
         self._operations: list[RawOperation] = []
         self._inside: list[int] = []
         self._nodes: list[tuple[int, int]] = [(0, 0)]
@@ -105,6 +111,8 @@ class WorkTrace(TorchDispatchMode):
             return NotImplemented  # its own operations on what it wraps come here, too
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not self.active:
+            return result
         node = torch._C._current_autograd_node()
         block = self._block_of(node) if node is not None else self._inside[-1] if self._inside else 0
         found = RawOperation(block, node is not None, *_count(func, args, kwargs, result))
@@ -112,13 +120,10 @@ class WorkTrace(TorchDispatchMode):
         return result
 
     def _block_of(self, node: Any) -> int:
-        number, block = node._sequence_nr(), 0
-        for first, index in self._nodes:
-            if first > number:
-                break
-            block = index
-        # A node that adds to the gradient of a parameter has no number of its own.
-        return 0 if number >= 2**63 else block
+        number = node._sequence_nr()
+        if number >= 2**63:  # it adds to the gradient of a parameter, and has no number of its own
+            return 0
+        return self._nodes[bisect_right(self._nodes, number, key=itemgetter(0)) - 1][1]
 
     def _watch(self, index: int, block: nn.Module) -> None:
         def enter(module: nn.Module, args: Any) -> None:
@@ -192,7 +197,8 @@ def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, in
         moved += sum(map(_bytes, inputs[: 1 + ("backward" in name)]))
     direction = "-backward" if "backward" in name else ""
     if "attention" in name:
-        return f"attention{direction}", _attention_flops(packet, args, kwargs, result), moved
+        causal = "causal-" if any(a is True for a in (*args, kwargs.get("is_causal"))) else ""
+        return f"{causal}attention{direction}", _attention_flops(packet, args, kwargs, result), moved
     if packet in flop_registry:
         kind = _convolution(inputs, direction) if "conv" in name else _matmul(inputs)
         return kind, int(flop_registry[packet](*args, **kwargs, out_val=result)), moved
@@ -226,16 +232,16 @@ def _matmul(inputs: list[Tensor]) -> str:
 
 
 def _attention_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Of the matrix products; half of them are left out where a causal mask is known."""
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    backward = "backward" in packet.__name__
+    """Of two matrix products forward and four backward, whether or not a causal mask leaves out half of them,
+    and without the scores that kernels compute again in backward."""
+    name = packet.__name__
+    if not name.startswith("_scaled_dot_product"):
+        return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+    backward = "backward" in name
     query, key, value = args[1:4] if backward else args[:3]
     batch, heads, length, width = query.shape
     scores = batch * heads * length * key.shape[-2]
-    products = 2 * scores * ((3 * width + 2 * value.shape[-1]) if backward else (width + value.shape[-1]))
-    causal = any(argument is True for argument in (*args, kwargs.get("is_causal")))
-    return int(products // 2 if causal else products)
+    return int(2 * scores * (width + value.shape[-1]) * (2 if backward else 1))
 
 
 def _tensors(value: Any) -> list[Tensor]:

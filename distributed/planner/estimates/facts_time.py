@@ -82,7 +82,8 @@ class FactsTimer:
 
     def mfu(self, split: Split, seconds: float) -> float:
         """Floating-point operations of the whole model in a step of `seconds`, as a share of the peak of all
-        devices. Recomputation is not counted."""
+        devices. Recomputation is not counted, and attention without a causal saving (Chowdhery et al., 2022,
+        arXiv:2204.02311)."""
         dims = split.dims
         samples = split.micro_batch * split.num_micro_batches * dims.data * dims.shard
         peak = self.profile.flops(split.precision) * dims.world_size

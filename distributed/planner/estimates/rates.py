@@ -10,12 +10,17 @@ from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import Link
 from distributed.planner.estimates.measured_node import seconds_of
-from distributed.planner.estimates.work_facts import MATRIX_KINDS, Operations
+from distributed.planner.estimates.work_facts import CAUSAL, MATRIX_KINDS, Operations
 
 __all__ = ["DatasheetRates", "MeasuredRates", "Rates", "rates_of"]
 
 _BLOCK_OPERATIONS = 25
 """Kernels in the forward pass of a block whose launch time `Achievable.block_seconds` is."""
+
+
+def _computed(operation: Operations, num_samples: int) -> float:
+    """Floating-point operations that a kernel computes: half of them where a mask is causal."""
+    return operation.flops.at(num_samples) * (0.5 if operation.kind in CAUSAL else 1.0)
 
 
 class Rates(Protocol):
@@ -66,7 +71,8 @@ class DatasheetRates:
             if operation.kind == "view":
                 continue
             moved = operation.nbytes.at(num_samples) / self._bandwidth
-            device += operation.number * max(moved, operation.flops.at(num_samples) / self._flops)
+            products = _computed(operation, num_samples) / self._flops
+            device += operation.number * max(moved, products)
             host += operation.number * self._launch
         return hypot(device, host)
 
@@ -119,8 +125,8 @@ class MeasuredRates:
             if operation.kind == "view":
                 continue
             matrix = operation.kind in MATRIX_KINDS
-            size = (operation.flops if matrix else operation.nbytes).at(num_samples)
-            seconds = seconds_of(ranks.operations[operation.kind], size)
+            size = _computed(operation, num_samples) if matrix else operation.nbytes.at(num_samples)
+            seconds = seconds_of(ranks.operations[CAUSAL.get(operation.kind, operation.kind)], size)
             device += operation.number * seconds / (self._faster if matrix else 1.0)
             host += operation.number * each
         return self._slower * (hypot(device, host) if self._asynchronous else device + host)

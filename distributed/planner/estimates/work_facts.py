@@ -12,6 +12,7 @@ from typing import NamedTuple
 from distributed.planner.estimates.size import Size
 
 __all__ = [
+    "CAUSAL",
     "KINDS",
     "NOT_COUNTED",
     "MATRIX_KINDS",
@@ -33,6 +34,8 @@ MATRIX_KINDS = (
     "narrow-convolution-backward",
     "attention",
     "attention-backward",
+    "causal-attention",
+    "causal-attention-backward",
 )
 """Kinds whose size is their floating-point operations; that of all others is the bytes that they move. A
 thin matrix product has a side of at most the largest side divided by `THIN`; a narrow convolution has fewer
@@ -57,7 +60,10 @@ KINDS = (
 """Kinds of operations. ``transcendental`` computes exponentials, ``indexing`` gathers or scatters rows,
 ``random`` draws numbers, such as dropout, and ``view`` moves nothing."""
 
-MEASURED_KINDS = (*KINDS[:-1], "update")
+CAUSAL = {"causal-attention": "attention", "causal-attention-backward": "attention-backward"}
+"""Kind whose mask lets kernels leave out half of the operations -> the kind of the same without a mask."""
+
+MEASURED_KINDS = (*(kind for kind in KINDS if kind not in CAUSAL and kind != "view"), "update")
 """Kinds of which a measured profile has a curve; ``update`` is that of one parameter, by the bytes of its
 operations."""
 

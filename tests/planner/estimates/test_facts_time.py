@@ -1,4 +1,4 @@
-"""Step times of models whose operations are given: sums by hand, errors, and what must hold for all models."""
+"""Step times of models whose operations are given: sums by hand, errors, and properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distributed import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.engine import Engine
 from distributed.planner.estimates.facts_time import FactsTimer, _Step
-from distributed.planner.estimates.hardware import load_profile
+from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     Collective,
@@ -42,9 +42,9 @@ NONE = Size(0)
 
 
 def chain(rows: int = 100, flops: float = 1000.0, blocks: int = 2, cut: Cut | None = None) -> ModelFacts:
-    """Blocks in a row, each with one weight of so many rows of 4 bytes, a product of `flops` operations for each
-    sample forward, and two backward. An update moves 20 bytes for each element. `cut` exchanges 12 bytes of each
-    sample in each direction."""
+    """Blocks in a row, each with one weight of so many rows of 4 bytes, a product of `flops` operations for
+    each sample forward, and two backward. An update moves 20 bytes for each element. `cut` exchanges 12 bytes
+    of each sample in each direction."""
     product = Operations("matmul", 1, Size(0, flops), Size(0, 8.0))
     exchanged = (Collective("all_reduce", "tensor", Size(0, 12.0)),) * (2 if cut and cut.tensor > 1 else 0)
     line = Timeline((), (), {}, (Size(0, 4.0),), exchanged)
@@ -172,7 +172,7 @@ def test_ranks_wait_for_the_slowest_and_for_each_unit() -> None:
 
 
 def test_a_datasheet_by_hand() -> None:
-    """A100 in bf16: products at a share of the peak or bytes at a share of the bandwidth, against launches."""
+    """A100 in bf16: products at a share of the peak, against launches."""
     profile = load_profile("A100")
     facts = chain(flops=1e9)
     work = [block.forward[0] for block in facts.work.blocks[1:]]
@@ -183,6 +183,18 @@ def test_a_datasheet_by_hand() -> None:
     assert parts.optimizer == pytest.approx(4000 / (2.039e12 * 0.8))
     low, high = FactsTimer(facts, profile).interval(split(precision="bf16"))
     assert (low, high) == pytest.approx((parts.total / 1.11, parts.total * 1.11))
+
+
+@pytest.mark.parametrize("profile", [LINEAR, load_profile("A100")], ids=["measured", "datasheet"])
+def test_a_causal_mask_halves_the_time_but_not_the_operations(profile: HardwareProfile) -> None:
+    def attending(kind: str) -> ModelFacts:
+        operation = Operations(kind, 1, Size(0, 1e15), NONE)
+        work = WorkFacts((BlockWork((operation,)),), OptimizerWork())
+        return replace(chain(), work=work)
+
+    full, causal = (FactsTimer(attending(kind), profile) for kind in ("attention", "causal-attention"))
+    assert full.parts(split()).compute == pytest.approx(2 * causal.parts(split()).compute)
+    assert full.mfu(split(), 1.0) == causal.mfu(split(), 1.0) > 0
 
 
 def test_mfu_counts_each_product_once() -> None:

@@ -11,6 +11,7 @@ from distributed.planner.estimates.hardware import load_profile, parse_profile
 from distributed.planner.estimates.measured_node import MeasuredNode, MeasuredRanks, seconds_of
 from tests.planner.estimates.measured_profiles import linear_ranks
 
+OTHERS = linear_ranks().operations
 CURVE = ((100.0, 2.0), (400.0, 4.0), (800.0, 12.0))
 
 
@@ -35,11 +36,11 @@ def test_more_ranks_than_were_measured_share_the_cores() -> None:
     ("changed", "field", "text"),
     [
         ({"operations": {"matmul": [[1, 1.0]]}}, "operations", "thin-matmul"),
-        ({"operations": {**linear_ranks().operations, "tensor": [[1, 1.0]]}}, "operations", "tensor"),
-        ({"operations": {**linear_ranks().operations, "matmul": []}}, "operations.matmul", "at least 1"),
-        ({"operations": {**linear_ranks().operations, "matmul": [[2, 1.0], [1, 2.0]]}}, "operations.matmul", "rise"),
-        ({"operations": {**linear_ranks().operations, "matmul": [[1, 2.0], [2, 1.0]]}}, "operations.matmul", "fall"),
-        ({"operations": {**linear_ranks().operations, "matmul": [[1, -1.0]]}}, "operations.matmul", "greater than 0"),
+        ({"operations": {**OTHERS, "tensor": [[1, 1.0]]}}, "operations", "tensor"),
+        ({"operations": {**OTHERS, "matmul": []}}, "operations.matmul", "at least 1"),
+        ({"operations": {**OTHERS, "matmul": [[2, 1.0], [1, 2.0]]}}, "operations.matmul", "must rise"),
+        ({"operations": {**OTHERS, "matmul": [[1, 2.0], [2, 1.0]]}}, "operations.matmul", "must not fall"),
+        ({"operations": {**OTHERS, "matmul": [[1, -1.0]]}}, "operations.matmul", "greater than 0"),
         ({"overlap": 1.5}, "overlap", "less than or equal to 1"),
         ({"threads": 0}, "threads", "greater than or equal to 1"),
         ({"forward_seconds": None}, "forward_seconds", "lacks"),

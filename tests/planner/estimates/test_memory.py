@@ -157,6 +157,7 @@ def test_what_libraries_take_is_added() -> None:
 @pytest.mark.parametrize(
     ("given", "field", "allowed"),
     [
+        (Split(ParallelDims(), "ray"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(tensor=2), "deepspeed"), "parallel.tensor", "1"),
         (Split(ParallelDims(pipeline=2), "pytorch-ddp", schedule="zbv"), "parallel.schedule", "gpipe, 1f1b"),
@@ -165,7 +166,8 @@ def test_what_libraries_take_is_added() -> None:
         (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),
         (Split(ParallelDims(shard=2), "pytorch-ddp"), "parallel.shard", "1"),
         (Split(ParallelDims(data=2), "pytorch-ddp", zero_stage=1), "zero_stage", "0"),
-        (Split(ParallelDims(data=2), "deepspeed", zero_stage=3), "zero_stage", "0, 1, 2"),
+        (Split(ParallelDims(data=2), "deepspeed", zero_stage=4), "zero_stage", "0, 1, 2"),
+        (Split(ParallelDims(data=2, expert=2), "pytorch-ddp"), "parallel.expert", "1"),
         (Split(ParallelDims(), "serial", codec="topk"), "codec", "none"),
         (Split(ParallelDims(), "serial", offload=True), "offload", "false"),
         (Split(ParallelDims(), "serial", precision="bf16"), "precision", "fp32"),
