@@ -215,6 +215,7 @@ class Trainer:
             raise
         history = outcome.history
         history.total_time = perf_counter() - started
+        _print_comparison(plan, history)
         lost = outcome.lost_state()
         catalog.manager.hook.on_run_end(plan=plan, history=history, error=lost)
         if lost is not None:
@@ -427,6 +428,16 @@ class Trainer:
             training_step=self.training_step,
             **more,
         )
+
+
+def _print_comparison(plan: RunPlan, history: History) -> None:
+    """What a plan predicted for the run, beside what was measured."""
+    if plan.config.planned.split is None or (plan.joined is not None and plan.joined.rank != 0):
+        return
+    from distributed.operations.planning.plan_history import lines_of
+
+    for line in lines_of(plan.config.planned.model_dump(), history):
+        print_line(line, sys.stdout)
 
 
 def _newest(outcome: RunResult) -> str | None:

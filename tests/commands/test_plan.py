@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_script_is_planned_tried_and_trained(
     printed = capsys.readouterr()
     assert "pytorch-ddp: 2 ranks" in printed.out
     assert "a plan ends the script at fit" in printed.err, "train goes on behind fit"
+    assert re.search(r"^plan: step time [\d.]+ \w+, predicted [\d.]+ \w+ \([+-][\d.]+%\)$", printed.out, re.M)
 
     history = said(capsys, "--history", tmp_path)
     assert "pytorch-ddp, data 2" in history

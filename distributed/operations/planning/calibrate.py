@@ -39,7 +39,7 @@ _BUSY = 25.0
 """Percent of the processors in use by others from which on a note is printed."""
 
 _SPREAD = 0.25
-"""Relative half-width of the interval around predictions: see docs/planning.md, "This machine"."""
+"""Relative half-width of the interval around predictions: see docs/predicted-time.md, "This machine"."""
 _NETWORK = {"link_between_nodes": 1.25e9, "latency_between_nodes": 1e-4}
 _NETWORK_SOURCE = "an assumption, 10 Gb/s Ethernet: a single node does not show its network"
 

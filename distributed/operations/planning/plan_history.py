@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed.errors import UserError
+from distributed.interfaces.history import History as RunHistory
 from distributed.operations.planning.quantities import memory_text, seconds_text
 from distributed.operations.report.runs import Run
 from distributed.operations.report.stitch import find_runs, read_runs
 from distributed.planner.estimates.comparison import Comparison, compare, kendall_tau
 
-__all__ = ["History", "comparisons_of", "error_text", "history_of", "quantity"]
+__all__ = ["History", "comparisons_of", "error_text", "history_of", "lines_of", "quantity"]
 
 _FIELDS = ("step_seconds", "memory_bytes")
 
@@ -70,6 +73,20 @@ def history_of(folder: Path) -> History:
             remedy="Check the path",
         )
     return History(rows, unplanned)
+
+
+def lines_of(planned: Mapping[str, Any], history: RunHistory) -> list[str]:
+    """What a run prints at its end about the predictions of its plan; nothing without any.
+
+    Args:
+        planned: fields of the section `planned`.
+    """
+    batch = history.batch.get("global_batch_size", 0)
+    found = [c for c in compare(planned, history.logs, batch) if c.measured is not None]
+    return [
+        f"plan: {c.what} {quantity(c, c.measured)}, predicted {quantity(c, c.predicted)} ({error_text(c)})"
+        for c in found
+    ]
 
 
 def quantity(comparison: Comparison, value: float | None) -> str:
