@@ -234,7 +234,8 @@ class Trainer:
         # Imported only where it is needed: it imports the framework.
         from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks
 
-        chosen = choose_before_run(plan, task, self.launcher)
+        earlier = self.history.batch if self.history is not None and task.progress is not None else None
+        chosen = choose_before_run(plan, task, self.launcher, earlier)
         return chosen, partial(choose_in_ranks, has_fitted=not chosen.micro_batches)
 
     def _explain_memory(self, error: BaseException, plan: RunPlan, task: Task, catalog: Catalog) -> None:

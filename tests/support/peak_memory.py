@@ -123,16 +123,21 @@ class MeasurePeak(Callback):
         kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
         kept.extend(states)
         known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
-        known += sum(map(mapped, _buckets(context))) + tensor_bytes(_received(context))
+        known += sum(map(mapped, _buckets(context)))
+        known += tensor_bytes([*_received(context), *_zero3_buffers(context)])
         (self.folder / str(context.world.rank)).write_text(str(peak - end + known), encoding="utf-8")
 
 
 def _settle_collectives() -> None:
-    """Let FSDP2's collectives return when gloo has dropped their tensors. A thread of gloo wakes the caller
-    first, and drops them when the scheduler lets it continue: by then the caller may have allocated the next
-    ones."""
-    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    for name in ("foreach_all_gather", "foreach_reduce"):
+    """Let collectives of FSDP2 and of the tensor axis return when gloo has dropped their tensors. A thread of
+    gloo wakes the caller first, and drops them when the scheduler lets it continue: by then the caller may
+    have allocated the next ones."""
+    for place, name in (
+        ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_all_gather"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce"),
+        ("distributed.parallel.collectives", "_done"),
+    ):
+        module = sys.modules.get(place)
         function = getattr(module, name, None)
         if function is not None and not hasattr(function, "settles"):
             setattr(module, name, _settled(function))
@@ -171,6 +176,15 @@ def _received(context: Context) -> list[torch.Tensor]:
         for info in chunk
     ]
     return [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
+
+
+def _zero3_buffers(context: Context) -> list[torch.Tensor]:
+    """What ZeRO stage 3 keeps: the shares of the parameters and of their gradients, and its bucket."""
+    zero = getattr(getattr(context.backend, "engine", None), "optimizer", None)
+    if not hasattr(zero, "lp_param_buffer"):
+        return []
+    buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
+    return [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *buckets]
 
 
 def _buckets(context: Context) -> list[int]:

@@ -20,7 +20,9 @@ __all__ = [
     "ALL",
     "CP",
     "DDP",
+    "DECIDING",
     "GPIPE",
+    "MESHES",
     "ONE_F_ONE_B",
     "PAIRS",
     "TP",
@@ -48,6 +50,19 @@ CP = DDP | PAIRS | {"parallel": {"context": 2}}
 GPIPE = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "gpipe"}}
 ONE_F_ONE_B = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "1f1b"}}
 
+MESHES: list[dict[str, Any]] = [
+    TP,
+    CP,
+    GPIPE,
+    ONE_F_ONE_B,
+    FSDP | {"ranks": 4, "parallel": {"data": 2, "shard": 2}},
+    FSDP | {"ranks": 4, "parallel": {"tensor": 2, "shard": 2}},
+    FSDP | PAIRS | {"ranks": 4, "parallel": {"context": 2, "shard": 2}},
+    DDP | {"ranks": 4, "parallel": {"tensor": 2, "data": 2}},
+    ONE_F_ONE_B | {"ranks": 4, "parallel": {"pipeline": 2, "data": 2}},
+]
+"""Ranks that share a model, or hold copies of shards."""
+
 ALL: list[dict[str, Any]] = [
     DDP,
     DDP | AGAIN,
@@ -59,11 +74,26 @@ ALL: list[dict[str, Any]] = [
     ZERO | {"zero_stage": 1} | AGAIN,
     ZERO | {"zero_stage": 2},
     ZERO | {"zero_stage": 2} | AGAIN,
+    ZERO | {"zero_stage": 3},
+    ZERO | {"zero_stage": 3} | AGAIN,
     SERIAL | FULL,
     SERIAL,
     SERIAL | AGAIN,
 ]
 """Those of serial come last in one process, with rising peaks: its maximum never falls."""
+
+DECIDING = [
+    DDP,
+    FSDP,
+    FSDP | FULL,
+    *(ZERO | {"zero_stage": stage} for stage in (1, 2, 3)),
+    TP,
+    CP,
+    GPIPE,
+    ONE_F_ONE_B,
+    SERIAL,
+]
+"""What models that were kept aside are measured with."""
 
 
 def predicted(facts: FactsSource, entry: dict[str, Any]) -> int:

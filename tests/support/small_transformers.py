@@ -76,6 +76,56 @@ def _gpt2() -> nn.Module:
     )
 
 
+def _qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=_VOCABULARY,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+        )
+    )
+
+
+def _mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=192,
+            intermediate_size=640,
+            num_hidden_layers=6,
+            num_attention_heads=6,
+            num_key_value_heads=6,
+            max_position_embeddings=256,
+            sliding_window=None,
+        )
+    )
+
+
+def _opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=256,
+            ffn_dim=1024,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            word_embed_proj_dim=256,
+            max_position_embeddings=256,
+            dropout=0.0,
+        )
+    )
+
+
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -109,6 +159,9 @@ def _vit() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "llama": (_llama, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "gpt2": (_gpt2, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
+    "qwen2": (_qwen2, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
+    "mistral": (_mistral, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
+    "opt": (_opt, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "bert": (_bert, lambda n: {"input_ids": _tokens(n), "labels": _classes(n)}),
     "vit": (_vit, lambda n: {"pixel_values": torch.randn(n, 3, 64, 64), "labels": _classes(n)}),
 }

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from distributed.communication.task_file import measure_task
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.launcher import Launcher
+from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.launch import run
@@ -50,6 +53,10 @@ _STEPS = 2
 """The first step makes the optimizer's state, which is in memory during the second."""
 
 
+_Needs = dict[int, int] | str
+"""Size of a micro-batch -> bytes that a rank needs; or why that is not predicted."""
+
+
 class _Choice(NamedTuple):
     """What the ranks chose.
 
@@ -67,11 +74,17 @@ class _Choice(NamedTuple):
 # -- in the caller -------------------------------------------------------------------
 
 
-def choose_before_run(plan: RunPlan, task: Task, launcher: Launcher | None = None) -> RunPlan:
+def choose_before_run(
+    plan: RunPlan,
+    task: Task,
+    launcher: Launcher | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> RunPlan:
     """`plan` with the micro-batch that its ranks can train with, or as it is where its ranks choose.
 
     Args:
         launcher: starts ranks instead of the backend's own launcher.
+        earlier: the batch of the `fit` that this one continues (`History.batch`); None for the first.
 
     Raises:
         UserError: no size fits, or the training depends on the size.
@@ -79,8 +92,9 @@ def choose_before_run(plan: RunPlan, task: Task, launcher: Launcher | None = Non
     """
     if not plan.micro_batches or plan.mode == "join" or plan.num_nodes > 1:
         return plan
-    size = _saved_size(plan)
-    if size is not None:
+    if earlier is not None and (size := _same_share(plan, earlier)) is not None:
+        return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
+    if (size := _saved_size(plan)) is not None:
         return with_micro_batch(plan, size, _as_saved(size))
     task = replace(
         task, callbacks=[], val_data={}, scheduler=None, metrics=None, validation_step=None, progress=None
@@ -92,11 +106,14 @@ def choose_before_run(plan: RunPlan, task: Task, launcher: Launcher | None = Non
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     sizes, failed = plan.micro_batches, list[int]()
+    step: Any = probe_step
+    if plan.dims.model_axes or plan.dims.expert > 1:
+        step = partial(probe_step, needs=_needs_of_divided(plan, task, launcher))
     while sizes:
         attempt = replace(with_micro_batch(plan, sizes[0]), micro_batches=sizes)
         with PrivateFolder() as folder:
             try:
-                found = run.probe(attempt, task, probe_step, Path(folder), launcher)
+                found = run.probe(attempt, task, step, Path(folder), launcher)
             except WorkerError as error:
                 if not lacks_memory(error):
                     raise
@@ -118,10 +135,35 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     ) from last
 
 
+def _needs_of_divided(plan: RunPlan, task: Task, launcher: Launcher | None) -> _Needs:
+    """What ranks that share a model need, predicted by a process that is no rank: facts of a divided model
+    are collected in groups of its own."""
+    alone = replace(plan, world_size=1, local_size=1, dims=ParallelDims())
+    with PrivateFolder() as folder:
+        found = run.probe(alone, task, partial(_needs_step, plan), Path(folder), launcher)
+    return found["why"] or {int(size): need for size, need in found["needs"].items()}
+
+
+def _needs_step(whole: RunPlan, plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+    try:
+        return {"needs": _needs(whole, task), "why": ""}
+    except UserError as error:
+        return {"needs": {}, "why": _why(error)}
+
+
 def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
     """By prediction alone, in this process: the task cannot be sent to another one."""
     room = _room(plan, task, plan.device_of(0))
     choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
+    if not choice.predicted:
+        raise UserError(
+            f"no size can be tried, because the task cannot be pickled for another process: {choice.reason}",
+            field="batch_size",
+            got="auto",
+            allowed="a number here",
+            remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
+            " that cannot be pickled",
+        )
     return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
 
 
@@ -146,16 +188,19 @@ def _after(failed: list[int]) -> str:
 # -- in the ranks --------------------------------------------------------------------
 
 
-def probe_step(plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+def probe_step(
+    plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs | None = None
+) -> dict[str, Any]:
     """Choose a size by prediction and train two steps with it. Collective; called in ranks of a probe.
 
     Args:
         folder: where rank 0 leaves the size before it is tried.
+        needs: what is predicted, if that is known; otherwise rank 0 predicts it.
 
     Returns:
         ``size`` and ``reason``.
     """
-    choice = _decide(plan, task, backend)
+    choice = _decide(plan, task, backend, needs=needs)
     plan = with_micro_batch(plan, choice.size)
     if backend.world.rank == 0:
         write_private(folder / _ATTEMPT, json.dumps(choice.size).encode())
@@ -200,11 +245,14 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     return chosen
 
 
-def _decide(plan: RunPlan, task: Task, backend: Backend, share: float = 1.0) -> _Choice:
+def _decide(
+    plan: RunPlan, task: Task, backend: Backend, share: float = 1.0, needs: _Needs | None = None
+) -> _Choice:
     """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective.
 
     Args:
         share: of that memory, which may be used.
+        needs: as of `probe_step`.
     """
     own = _room(plan, task, backend.world.device)
     room = min(Room(*each) for each in backend.gather_objects(tuple(own)))
@@ -213,7 +261,10 @@ def _decide(plan: RunPlan, task: Task, backend: Backend, share: float = 1.0) -> 
     if backend.world.rank == 0:
         try:
             saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
-            choice = _predicted(plan, task, room) if saved is None else _Choice(saved, _as_saved(saved), True)
+            if saved is None:
+                choice = _predicted(plan, task, room, needs)
+            else:
+                choice = _Choice(saved, _as_saved(saved), True)
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             choice = error
     choice = backend.broadcast_object(choice)
@@ -223,19 +274,33 @@ def _decide(plan: RunPlan, task: Task, backend: Backend, share: float = 1.0) -> 
     return found
 
 
-def _predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
+def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = None) -> _Choice:
     """The largest size that is predicted to fit; where memory is not predicted, the largest."""
-    memory = PlanMemory(task)
     try:
-        needs = ((size, memory.parts(with_micro_batch(plan, size)).total) for size in plan.micro_batches)
-        size, need = next(((s, n) for s, n in needs if n <= room.nbytes), (0, 0))
-        size = size or plan.micro_batches[-1]
-        need = need or memory.parts(with_micro_batch(plan, size)).total
+        needs = _needs(plan, task) if needs is None else needs
     except UserError as error:
+        needs = _why(error)
+    if isinstance(needs, str):
         size = plan.micro_batches[0]
-        return _Choice(size, f"batch_size=auto: {size} (memory is not predicted: {error.message})", False)
-    of = f"{in_units(need)} predicted of {in_units(room.nbytes)}, {room.limit}"
+        return _Choice(size, f"batch_size=auto: {size} (memory is not predicted, {needs})", False)
+    smallest = plan.micro_batches[-1]
+    size = next((size for size in plan.micro_batches if needs[size] <= room.nbytes), smallest)
+    of = f"{in_units(needs[size])} predicted of {in_units(room.nbytes)}, {room.limit}"
     return _Choice(size, f"batch_size=auto: {size} ({of})", True)
+
+
+def _needs(plan: RunPlan, task: Task) -> dict[int, int]:
+    """Size -> bytes of a rank at the peak of a step.
+
+    Raises:
+        UserError: they are not predicted.
+    """
+    memory = PlanMemory(task)
+    return {size: memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
+
+
+def _why(error: UserError) -> str:
+    return f"{error.field}: {error.message}"
 
 
 def _room(plan: RunPlan, task: Task, device: str) -> Room:
@@ -274,7 +339,7 @@ def _saved_size(plan: RunPlan) -> int | None:
     return None
 
 
-def _same_share(plan: RunPlan, saved: dict[str, int]) -> int | None:
+def _same_share(plan: RunPlan, saved: Mapping[str, int]) -> int | None:
     """The saved size, if `plan` divides the same global batch into as many slices."""
     size, slices = saved.get("batch_size", 0), saved.get("data_parallel_size", 0)
     whole = size * slices * saved.get("gradient_accumulation_steps", 0)

@@ -88,7 +88,7 @@ def advice_on(
         parts = memory.parts(plan)
     except UserError as error:
         found = [f"({number}) {c.text} ({c.note})" for number, c in _first(changes)]
-        return f"The parts of its memory are not predicted: {error.message}. " + _listed(
+        return f"The parts of its memory are not predicted, {error.field}: {error.message}. " + _listed(
             "Smallest changes that need less, not predicted to fit", found
         )
     capacity = _capacity(plan, message)

@@ -76,9 +76,9 @@ class Plans:
                 remedy="Choose a row of the table",
             )
         row, profile = self[index], self.profile
-        fields = plan_fields(
-            row.split, load_layers(self.base), get_catalog(), profile.device, profile.devices_per_node
-        )
+        # CPU ranks are processes, of which a host has as many as are started.
+        per_node = None if profile.device == "cpu" else profile.devices_per_node
+        fields = plan_fields(row.split, load_layers(self.base), get_catalog(), profile.device, per_node)
         given = load_layers(self.asked)
         fields = {name: value_of(given, name) for name in sorted(names_in(self.asked))} | fields
         predicted = {
@@ -94,12 +94,12 @@ class Plans:
         """A configuration file that ``train --config`` reads."""
         import yaml
 
-        row = self[index]
+        fields, row = self.fields(index), self[index]
         head = (
             f"# Plan {index + 1} of {len(self)} for {self.subject} on {self.space.world_size} x"
             f" {self.profile.name}:\n# {describe(row.split)}\n"
         )
-        return head + yaml.safe_dump(nested(self.fields(index)), sort_keys=False)
+        return head + yaml.safe_dump(nested(fields), sort_keys=False)
 
     def save(self, path: str | Path, index: int = 0) -> None:
         """Write `yaml`, whole or not at all, readable by this user only.

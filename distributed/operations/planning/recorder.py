@@ -129,21 +129,22 @@ class Recorder:
         whole = resized_batch(self._batch, num_samples, self._device)
         batch = self._part.slice_of(whole)
         trace, work = MemoryTrace(self.blocks, self._held()), WorkTrace(self.blocks)
-        held = [b for b in self.model.buffers() if not b.is_meta]
+        boundary = self._part.boundary(num_samples)
+        held = [t for t in (*self.model.buffers(), *boundary) if t is not None and not t.is_meta]
         trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
         try:
             work.active = False
             with explained(), _one_sequence_in_each_row(self._batch), trace, work:
                 # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
                 for _ in range(2 if self._part.axes else 1):
-                    self._micro_batch(trace, batch, num_samples)
+                    self._micro_batch(trace, batch, num_samples, boundary)
                 for parameter in self.model.parameters():
                     parameter.grad = None
                 work.active = len(self._work) < len(_SAMPLES)
-                first = self._micro_batch(trace, batch, num_samples)
+                first = self._micro_batch(trace, batch, num_samples, boundary)
                 self._work.append(work.take())
                 work.active = False
-                later = self._micro_batch(trace, batch, num_samples)
+                later = self._micro_batch(trace, batch, num_samples, boundary)
         finally:
             trace.remove()
             work.remove()
@@ -151,10 +152,17 @@ class Recorder:
                 parameter.grad = None
         return first, later
 
-    def _micro_batch(self, trace: MemoryTrace, batch: Any, num_samples: int) -> RawTimeline:
+    def _micro_batch(
+        self,
+        trace: MemoryTrace,
+        batch: Any,
+        num_samples: int,
+        boundary: tuple[Tensor | None, Tensor | None],
+    ) -> RawTimeline:
         self._objective.begin_window()
-        received, gradient = self._part.boundary(num_samples)
-        trace.ignore(t for t in (received, gradient) if t is not None)
+        received, gradient = boundary
+        if received is not None:
+            received.grad = None
         with self._part.running():
             with self._autocast():
                 output = self._part.run(received, num_samples, lambda: self._loss(batch, num_samples))

@@ -17,6 +17,8 @@ class DeviceMemory:
         smallest: tensors with fewer bytes are not counted.
         copies_in_collectives: whether an all-gather receives into memory of its own, and a reduce-scatter
             adds in a copy of its input, as under gloo.
+        segment: most bytes of each of the two pieces that an all-reduce has in memory of its own, as under
+            gloo; 0 for none.
         framework_bytes: what libraries take whatever the model, in bytes.
     """
 
@@ -25,12 +27,22 @@ class DeviceMemory:
     smallest: int = 0
     copies_in_collectives: bool = False
     framework_bytes: int = 0
+    segment: int = 0
 
     def taken(self, nbytes: int) -> int:
         """Bytes of the device for a tensor of `nbytes`."""
         if nbytes < max(1, self.smallest):
             return 0
         return -(-(nbytes + self.overhead) // self.granule) * self.granule
+
+    def scratch_of_sum(self, nbytes: int, ranks: int) -> int:
+        """Bytes that an all-reduce of `nbytes` over `ranks` allocates besides. Source: gloo/allreduce.cc,
+        ``ring``."""
+        if not self.segment or ranks < 2 or not nbytes:
+            return 0
+        segments = max(-(-nbytes // self.segment), 2 * ranks)
+        segments = -(-segments // ranks) * ranks
+        return 2 * -(-nbytes // segments)
 
 
 EXACT = DeviceMemory()
@@ -43,7 +55,9 @@ CUDA = DeviceMemory(granule=512)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it
 reserves in segments beyond them depends on the order of all earlier sizes, and is not included."""
 
-MAPPED_CPU = DeviceMemory(granule=4096, overhead=112, smallest=16384, copies_in_collectives=True)
+MAPPED_CPU = DeviceMemory(
+    granule=4096, overhead=112, smallest=16384, copies_in_collectives=True, segment=2**20
+)
 """gloo, and glibc with a mapping for each tensor of 16 KiB or more: torch's alignment to 64 bytes and glibc's
 record of 48 bytes, in whole pages (malloc/malloc.c of glibc, ``_int_memalign`` and ``sysmalloc_mmap``;
 ProcessGroupGloo.cpp of torch 2.13, ``allgather_into_tensor_coalesced`` and

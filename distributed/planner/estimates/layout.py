@@ -191,6 +191,12 @@ class Layout:
             self.ledger.take("framework", nbytes)
             self.ledger.give("framework", nbytes)
 
+    def sum_over(self, nbytes: int, *axes: str) -> None:
+        """The memory that an all-reduce over the ranks of `axes` takes for itself."""
+        scratch = self.device.scratch_of_sum(nbytes, self.split.dims.size(*axes))
+        self.ledger.take("framework", scratch)
+        self.ledger.give("framework", scratch)
+
     # -- events -----------------------------------------------------------------------
 
     def allocate(self, tensor: int) -> None:
@@ -216,9 +222,12 @@ class Layout:
 
     def exchange(self, collective: int) -> None:
         """Ranks that share the model exchange a tensor."""
-        operation, _, size = self._timeline.collectives[collective]
+        operation, axis, size = self._timeline.collectives[collective]
+        nbytes = size.at(self.split.micro_batch)
         if operation in COPIED:
-            self.collective(size.at(self.split.micro_batch))
+            self.collective(nbytes)
+        elif operation == "all_reduce" and axis:
+            self.sum_over(nbytes, axis)
 
     def begin(self) -> None:
         """Forward of a micro-batch begins."""

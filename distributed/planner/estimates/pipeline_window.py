@@ -24,9 +24,10 @@ def place_buffers(layout: Layout, facts: ModelFacts, split: Split) -> None:
 def play_stages(layout: Layout, first: Timeline, later: Timeline, split: Split) -> None:
     """Forward and backward of all micro-batches of the stage.
 
-    What was sent is live longer than it is used: under gpipe until the end of the step, under 1f1b until the
-    next message in the same direction. Source: torch/distributed/pipelining/schedules.py of torch 2.13,
-    ``fwd_sends_to_wait`` and ``bwd_sends`` in ``_step_microbatches``.
+    What was sent is live longer than it is used: under gpipe until the end of the step. Under 1f1b a gradient
+    is until the next one was computed, and the output of the last forward but one before the first backward
+    until the end. Source: torch/distributed/pipelining/schedules.py of torch 2.13, ``fwd_sends_to_wait``,
+    ``bwd_sends`` and ``send_work`` in ``_step_microbatches``.
 
     Args:
         layout: of the rank.
@@ -37,20 +38,22 @@ def play_stages(layout: Layout, first: Timeline, later: Timeline, split: Split) 
     number, keeps = split.num_micro_batches, split.schedule == "gpipe"
     under_way: dict[int, MicroBatch] = {}
     sent: list[MicroBatch] = []
-    order = stage_order(split.schedule, split.dims.pipeline, number, layout.facts.cut.stage)
-    for kind, position in order:
+    stage, ranks = layout.facts.cut.stage, split.dims.pipeline
+    kept_work = min(number, ranks - stage) - 2
+    for kind, position in stage_order(split.schedule, ranks, number, stage):
         if kind == FORWARD:
             line = later if position and layout.adds_gradients else first
             forward, backward = line.sent
-            held = [tensor for tensor in (forward if keeps else None, backward) if tensor is not None]
+            outputs = [forward] if keeps or position == kept_work else []
+            held = [tensor for tensor in (*outputs, backward) if tensor is not None]
             under_way[position] = MicroBatch(line, held)
             layout.play_forward(under_way[position])
             continue
         micro_batch = under_way.pop(position)
         layout.play_backward(micro_batch, is_last=True)
-        while sent and not keeps:
-            before = sent.pop()
-            layout.let_go(before, before.held)
+        if not keeps:
+            for before in sent:
+                layout.let_go(before, [tensor for tensor in before.held if tensor != before.timeline.sent[0]])
         sent.append(micro_batch)
     for micro_batch in sent:
         layout.let_go(micro_batch, micro_batch.held)

@@ -93,6 +93,7 @@ class FlatGradients(Layout):
         bucket = self._buckets[len(self._sent)]
         self._sent.append(sum(self.facts.parameters[number].nbytes for number in bucket))
         self.ledger.take("gradients", self._sent[-1])
+        self.sum_over(self._sent[-1], "data", "context")
 
     def end_window(self) -> None:
         while len(self._sent) < len(self._buckets):

@@ -148,6 +148,7 @@ class ShardedUnits(Layout):
         if self.split.dims.context > 1:
             nbytes = sum(self.held(self.facts.parameters[number]) for number in self.trained)
             self.ledger.take("gradients", nbytes)
+            self.sum_over(nbytes, "context")
             self.ledger.give("gradients", nbytes)
 
     def _reduce(self, unit: int) -> None:
@@ -165,3 +166,5 @@ class ShardedUnits(Layout):
             self.ledger.give("gradients", nbytes)
         self.ledger.take("gradients", shards)
         self.collective(self._reduced)
+        if self.split.dims.shard > 1:
+            self.sum_over(shards, "data")

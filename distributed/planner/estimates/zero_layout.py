@@ -7,11 +7,9 @@ from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import ModelFacts
 from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.zero3_layout import LARGEST_BUCKET, ParameterShards
 
 __all__ = ["ZeroStages"]
-
-_LARGEST_BUCKET = 500_000_000
-"""Elements of DeepSpeed's bucket at most; the backend makes it as large as the model up to here."""
 
 
 class ZeroStages(Layout):
@@ -38,11 +36,16 @@ class ZeroStages(Layout):
         unit = 2 * self.ranks
         self._flat = -(-elements // unit) * unit * itemsize
         self._share = self._flat // self.ranks
-        self._bucket = min(_LARGEST_BUCKET, elements) * itemsize
+        self._bucket = min(LARGEST_BUCKET, elements) * itemsize
         self._owned = self._largest_owned()
         self._waiting: dict[int, int] = {}
         self._filled = 0
         self._has_bucket = self._has_owned = self._accumulated = False
+
+    @classmethod
+    def of(cls, split: Split) -> type[Layout]:
+        """Stages 0 to 2, or stage 3."""
+        return ParameterShards if split.zero_stage == 3 else cls
 
     def _largest_owned(self) -> int:
         """Bytes of the parameters that lie in the range of one rank, wholly or in part; the most of any

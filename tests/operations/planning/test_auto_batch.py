@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,7 @@ from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
 from distributed.testing.rank_pool import RankPool
 from tests.support.limited_memory import LimitedData, WideModel
-from tests.support.training import make_trainer
+from tests.support.training import Die, make_trainer
 
 MIB = 1 << 20
 WHOLE = 64
@@ -41,13 +43,16 @@ WHOLE = 64
 
 
 def plain_weights(
-    data: LimitedData, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    data: LimitedData,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    whole: int = WHOLE,
+    build: Callable[[], nn.Module] | None = None,
 ) -> list[Tensor]:
     """The oracle: plain PyTorch, one process, each global batch at once."""
-    model = wide_model()
+    model = (build or wide_model)()
     stepper = optimizer(model.parameters(), lr=0.1)
-    for start in range(0, len(data), WHOLE):
-        rows = [data[index] for index in range(start, min(start + WHOLE, len(data)))]
+    for start in range(0, len(data), whole):
+        rows = [data[index] for index in range(start, min(start + whole, len(data)))]
         inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
         stepper.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
@@ -75,10 +80,10 @@ def farthest(one: list[Tensor], other: list[Tensor]) -> float:
     ("backend", "ranks", "limits", "optimizer", "expected"),
     [
         # Predicted: 6 MiB a sample. Rank 1 alone is short of memory, and both ranks take its size.
-        ("pytorch-ddp", 2, {1: 170 * MIB}, torch.optim.SGD, 16),
+        ("pytorch-ddp", 2, {1: 180 * MIB}, torch.optim.SGD, 16),
         # Not predicted: 32 runs out of memory on real ranks, and half of it does not.
-        ("fsdp", 2, {0: 170 * MIB, 1: 170 * MIB}, torch.optim.RMSprop, 16),
-        ("serial", 1, {0: 170 * MIB}, torch.optim.SGD, 16),
+        ("fsdp", 2, {0: 180 * MIB, 1: 180 * MIB}, torch.optim.RMSprop, 16),
+        ("serial", 1, {0: 180 * MIB}, torch.optim.SGD, 16),
     ],
     ids=["pytorch-ddp", "fsdp", "serial"],
 )
@@ -125,6 +130,38 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(
     trainer.fit(data)
     assert "batch_size=auto: 8, as in the checkpoint" in capsys.readouterr().out
     assert all(map(torch.equal, trainer.model.parameters(), uninterrupted.parameters()))
+
+
+def two_stages() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(WideModel(), nn.Linear(1, 16).double(), WideModel())
+
+
+@pytest.mark.starts_processes
+def test_stages_of_a_pipeline_have_the_size_that_fits_into_the_largest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data, model = LimitedData(WHOLE, {0: 180 * MIB, 1: 180 * MIB}), two_stages()
+    parallel = {"pipeline": 2, "stages": ["0", "2"]}
+    trainer_of(model, 2, "pytorch-ddp", parallel=parallel).fit(data)
+    printed = capfd.readouterr().out
+    assert "MiB predicted of" in printed
+    assert "global batch 64 = 64 samples" not in printed
+    assert farthest([*model.parameters()], plain_weights(data, build=two_stages)) < 1e-9
+
+
+@pytest.mark.starts_processes
+def test_fewer_ranks_choose_again_and_train_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, model = LimitedData(24, {}), wide_model()
+    elastic = {"min_ranks": 2, "max_restarts": 2}
+    fields = {"folder": tmp_path, "elastic": elastic, "callbacks": [Die(step=1, rank=2)]}
+    trainer_of(model, 3, "pytorch-ddp", global_batch_size=12, **fields).fit(data)
+    printed = capfd.readouterr().out
+    assert "global batch 12 = 4 samples x 3 ranks" in printed
+    assert "batch_size=auto: 6 " in printed  # was 4 x 3
+    assert farthest([*model.parameters()], plain_weights(data, whole=12)) < 1e-9
 
 
 # -- what a probe leaves ---------------------------------------------------------------
@@ -280,3 +317,39 @@ def test_a_size_that_has_fitted_is_kept_where_memory_is_not_predicted() -> None:
     with pytest.raises(UserError, match="choose by prediction"):
         decided(plan, task, has_fitted=False)
     assert decided(plan, task_of(model), has_fitted=True).batch.batch_size == WHOLE
+
+
+@pytest.mark.starts_processes
+def test_a_second_fit_keeps_the_size_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    data = LimitedData(WHOLE, {0: 180 * MIB})  # of the ranks of the probe; this process has no limit
+    trainer = trainer_of(wide_model(), 1, "serial")
+    trainer.fit(data)
+    trainer.fit(data)
+    printed = capsys.readouterr().out
+    assert printed.count("tried in 2 steps") == 1
+    assert printed.count("batch_size=auto: 16, as in the fit before") == 1
+
+
+class Locked(Drawing):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class LockedData(LimitedData):
+    """Cannot be pickled either."""
+
+    def __init__(self) -> None:
+        super().__init__(WHOLE, {})
+        self.lock = threading.Lock()
+
+
+def test_a_task_that_cannot_be_sent_to_a_probe_needs_predicted_memory() -> None:
+    data = Source.of(LockedData(), "train_loader")
+    chosen = choose_before_run(plan_of(), task_of(Drawing(), train_data=data))
+    assert chosen.batch.batch_size == WHOLE
+    assert "not tried: the task cannot be pickled" in chosen.notes[-1]
+    with pytest.raises(UserError, match="cannot be pickled for another process"):
+        choose_before_run(plan_of(), task_of(Locked()))

@@ -76,7 +76,7 @@ def test_changes_are_named_where_memory_is_not_predicted() -> None:
     with pytest.raises(WorkerError) as raised:
         run(WideModel(), 2, LimitedData(64, {1: 100 * MIB}), optimizer=partial(torch.optim.Rprop, lr=0.1))
     message = raised.value.summary
-    assert "The parts of its memory are not predicted: the memory of this optimizer" in message
+    assert "The parts of its memory are not predicted, optimizer: the memory of this optimizer" in message
     assert "not predicted to fit: (1) --set batch_size=16 --set gradient_accumulation_steps=2" in message
 
 
