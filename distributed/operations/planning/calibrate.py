@@ -33,8 +33,10 @@ from distributed.system.private_files import write_whole
 
 __all__ = ["DURATION", "calibrate", "default_ranks", "write_profile"]
 
-DURATION = 0.03
+DURATION = 0.02
 """Seconds of each point of a curve."""
+_BUSY = 25.0
+"""Percent of the processors in use by others from which on a note is printed."""
 
 _SPREAD = 0.25
 """Relative half-width of the interval around predictions: see docs/planning.md, "This machine"."""
@@ -86,6 +88,7 @@ def calibrate(
             allowed=f"at most {gpus}",
             remedy="Measure fewer ranks, or pass --device cpu",
         )
+    _announce_others(report)
     found: dict[int, dict[str, Any]] = {}
     for number in sorted(set(ranks)):
         report(f"measuring {number} rank{'s' if number > 1 else ''} on this node")
@@ -98,6 +101,18 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
     values = profile.model_dump(mode="json")
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
     write_whole(path, text.encode(), 0o644)
+
+
+def _announce_others(report: Callable[[str], object]) -> None:
+    """Tell if other processes use this machine, which makes everything that is measured slower."""
+    import psutil
+
+    used = psutil.cpu_percent(interval=0.5)
+    if used > _BUSY:
+        report(
+            f"warning: other processes use {used:.0f} % of the processors; the profile will be that of a busy"
+            " machine, and predictions from it too slow. Measure again when nothing else runs"
+        )
 
 
 def _measure(number: int, duration: float, device: str) -> dict[str, Any]:

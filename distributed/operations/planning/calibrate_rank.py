@@ -33,6 +33,8 @@ from distributed.system.private_files import write_private
 __all__ = ["RESULT", "main", "measure"]
 
 RESULT = "calibration.json"
+_LIMIT = 8.0
+"""Seconds after which each operation is timed once only."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,7 +51,7 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
     device = setup_distributed(**fields).device
     try:
         shared = device == "cpu" and dist.get_world_size() > len(os.sched_getaffinity(0))
-        clock = Clock(duration, device, shared=shared)
+        clock = Clock(duration, device, shared=shared, limit=_LIMIT)
         dist.barrier()
         curves = _mean_over_ranks(measure_kinds(clock))
         forward, backward = measure_host(clock, curves)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distributed.errors import UserError
+from distributed.interfaces.task import Task
 from distributed.operations.planning.cut_model import CutOptions, rank_of_cut
 from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
 from distributed.operations.planning.recorder import Recorder, explained, resized_batch
@@ -68,7 +69,8 @@ def collect_facts(
         whole_numel = sum(p.numel() for p in copied.parameters())
         with explained():
             resize = partial(resized_batch, batch, device=device)
-            part.cut(copied, objective, resize, partial(_call_model, training_step))
+            task = Task(copied, loss_fn=loss_fn, training_step=training_step)
+            part.cut(task, objective, resize, partial(_call_model, training_step))
         recorder = Recorder(copied, block_classes, objective, batch, precision, device, part)
         plain = recorder.pair()
         again, refused = _recomputed(recorder)

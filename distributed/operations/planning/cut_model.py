@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.interfaces.task import Task
 from distributed.planner.estimates.model_facts import Cut
 from distributed.planner.pipeline import PipelineShape, pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from distributed.training.objective import Objective
 
 __all__ = ["CutOptions", "RankPart", "rank_of_cut"]
 
@@ -63,8 +65,8 @@ class RankPart:
     def __init__(self) -> None:
         self.axes: dict[str, str] = {}
 
-    def cut(self, model: nn.Module, objective: Any, resize: Resize, call: Call) -> None:
-        """Divide `model` in place."""
+    def cut(self, task: Task, objective: Objective, resize: Resize, call: Call) -> None:
+        """Divide the model of `task` in place."""
 
     def slice_of(self, batch: Any) -> Any:
         """This rank's slice of each sample."""
@@ -194,11 +196,14 @@ class _CutPart(RankPart):
 
     # -- the model, in the order of MeshBackend.place ---------------------------------
 
-    def cut(self, model: nn.Module, objective: Any, resize: Resize, call: Call) -> None:
+    def cut(self, task: Task, objective: Objective, resize: Resize, call: Call) -> None:
+        from distributed.parallel.context_check import check_objective
         from distributed.parallel.original_model import OriginalModel
 
+        model: nn.Module = task.model
         original = OriginalModel(model)
         if self._cut.context > 1:
+            check_objective(task, objective)
             self._divide_sequences(model)
         layout = None
         if self._shape is not None:
@@ -239,7 +244,7 @@ class _CutPart(RankPart):
         divide_experts(layers, self._mesh.experts, original)
 
     def _cut_layers(
-        self, model: nn.Module, original: Any, objective: Any, forward: Callable[[], Any]
+        self, model: nn.Module, original: Any, objective: Objective, forward: Callable[[], Any]
     ) -> None:
         from distributed.parallel.automatic_pairs import find_pairs
         from distributed.parallel.tensor_layers import TensorAxis

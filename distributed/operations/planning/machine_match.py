@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.system.output import print_line
 
-__all__ = ["difference_to_machine"]
+__all__ = ["announce_difference", "difference_to_machine"]
 
 
 def difference_to_machine(
@@ -35,3 +36,10 @@ def difference_to_machine(
     if measured.threads != threads:
         return f"{start} with {measured.threads} threads a rank, and the run has {threads}"
     return None
+
+
+def announce_difference(profile: HardwareProfile, num_ranks: int) -> None:
+    """Print a note if `profile` was measured in another way than `num_ranks` ranks here would compute."""
+    found = difference_to_machine(profile, min(num_ranks, profile.devices_per_node))
+    if found is not None:
+        print_line(f"note: {found}; run `calibrate` here for predictions of this machine")

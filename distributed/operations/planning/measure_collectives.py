@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed.communication.collective_costs import OPERATIONS
 from distributed.operations.planning.measure_operations import rising
 
 __all__ = ["group_sizes", "measure_collectives", "measure_overlap"]
 
-_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
-_REPEATS = 3
+_OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send-recv")
+"""What steps of training call."""
+_BYTES = (2**10, 2**17, 2**20, 2**22, 2**24)
+_REPEATS = 2
 _LEAST = 1e-6
 """Seconds of a call that takes no longer than the noise of what ranks compute between two calls."""
 _OVERLAPPED = 2**24
@@ -44,7 +45,7 @@ def measure_collectives(
     found: dict[str, dict[int, tuple[tuple[float, float], ...]]] = {}
     for size in group_sizes(dist.get_world_size()):
         group = _own_group(size)
-        for operation in OPERATIONS:
+        for operation in _OPERATIONS:
             calls = [_call(operation, nbytes, size, group, device) for nbytes in _BYTES]
             points = [
                 (float(nbytes), _point(call, compute, between, duration, device))
@@ -78,7 +79,7 @@ def _point(
 
     once = _slowest(_timed(both, 1, device))
     length = max(2, min(50, int(duration / _REPEATS / once)))
-    each = _slowest(median(_timed(both, length, device) for _ in range(_REPEATS)))
+    each = _slowest(fmean(_timed(both, length, device) for _ in range(_REPEATS)))
     return max(_LEAST, each - between)
 
 
@@ -118,7 +119,6 @@ def _call(operation: str, nbytes: int, size: int, group: Any, device: str) -> Ca
         "all-reduce": lambda: dist.all_reduce(whole, group=group),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
         "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send-recv": exchange,
     }

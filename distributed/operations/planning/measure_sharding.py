@@ -17,7 +17,7 @@ from distributed.planner.estimates.measured_node import seconds_of
 __all__ = ["Waits", "measure_waits"]
 
 _LAYERS, _WIDTH = 6, 256
-_REPEATS = 6
+_REPEATS = 5
 
 
 class Waits(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.planning.default_hardware import profile_of
+from distributed.operations.planning.machine_match import announce_difference
 from distributed.operations.planning.options import PlanOptions, limited
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.planner.estimates.configuration import refusal_of
@@ -41,6 +42,7 @@ def plan_numbers(
     numbers = _numbers(given, config)
     profile, whence = profile_of(options.hardware)
     devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    announce_difference(profile, devices)
     space = space_of(numbers, config, names_in(asked), profile, devices, catalog, options.codecs)
     space = limited(space, options.axes)
     table = table_of(

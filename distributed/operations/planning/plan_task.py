@@ -15,6 +15,7 @@ from distributed.interfaces.parallel_dims import DATA_AXES
 from distributed.interfaces.plan import Facts, RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.default_hardware import profile_of
+from distributed.operations.planning.machine_match import announce_difference
 from distributed.operations.planning.options import PlanOptions, left_out, limited, recording_seconds
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.operations.planning.task_facts import TaskFacts
@@ -65,6 +66,7 @@ def plan_task(
     catalog, layers = get_catalog(), as_layers(config)
     profile, whence = profile_of(options.hardware)
     devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    announce_difference(profile, devices)
     precision = precision_of(config, profile.device)
     known = TaskFacts(task)
     source = known.source(config, precision, profile.device)

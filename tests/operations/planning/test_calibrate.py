@@ -73,6 +73,19 @@ def test_wrong_flags_are_refused_before_anything_is_measured(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("used", "lines"), [(10.0, 0), (90.0, 1)])
+def test_a_busy_machine_is_announced(used: float, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    from distributed.operations.planning import calibrate
+
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: used)
+    found: list[str] = []
+    calibrate._announce_others(found.append)
+    assert len(found) == lines
+    assert all("use 90 % of the processors" in line for line in found)
+
+
 def test_ranks_that_are_measured_by_default() -> None:
     assert default_ranks(gpus=8) == [1, 2, 4, 8]
     assert default_ranks(gpus=1) == [1]

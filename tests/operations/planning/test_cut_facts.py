@@ -59,7 +59,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def facts_of(model: nn.Module | None = None, cut: Cut | None = None, **given: Any) -> ModelFacts:
     given = {"options": PLAN, **given}
-    return collect_facts(model or Chain(), batch(), training_step=step, cut=cut or Cut(), **given)
+    return collect_facts(model or Chain(), batch(), cut=cut or Cut(), **given)
 
 
 BLOCK = WIDTH * INNER + INNER + INNER * WIDTH + WIDTH
@@ -85,7 +85,7 @@ def test_slices_of_a_sequence_halve_what_forward_saves() -> None:
 
 
 def test_stages_hold_what_they_compute() -> None:
-    source = facts_source(Chain(), batch(), training_step=step)
+    source = facts_source(Chain(), batch())
     first, last = (source(Cut(pipeline=2, stage=stage)) for stage in (0, 1))
     assert first.num_parameters == CLASSES * WIDTH + 2 * BLOCK
     assert last.num_parameters == 2 * BLOCK + WIDTH * CLASSES + CLASSES
@@ -98,7 +98,7 @@ def test_stages_hold_what_they_compute() -> None:
 
 
 def test_a_rank_may_have_several_stages() -> None:
-    source = facts_source(Chain(), batch(), training_step=step)
+    source = facts_source(Chain(), batch())
     parts = [source(Cut(pipeline=2, schedule="interleaved-1f1b", stage=stage)) for stage in range(4)]
     # Stages 0 and 2 are on one rank, which holds the parameters of both, and computes one at a time.
     assert parts[0].parameters == parts[2].parameters
@@ -118,7 +118,7 @@ def test_cuts_of_several_axes_are_products() -> None:
 def test_each_cut_is_collected_once_and_without_data() -> None:
     with torch.device("meta"):
         hollow = Chain()
-    source = facts_source(hollow, batch(), training_step=step, options=PLAN)
+    source = facts_source(hollow, batch(), options=PLAN)
     cut = Cut(tensor=2, pipeline=2)
     assert source(cut) is source(cut)
     assert source(cut) == facts_of(cut=cut)
@@ -151,6 +151,12 @@ def test_a_cut_that_backends_refuse_is_refused(cut: Cut, field: str, message: st
         facts_of(cut=cut)
     assert caught.value.field == field
     assert not dist.is_initialized()
+
+
+def test_a_step_over_slices_that_the_backend_refuses_is_refused() -> None:
+    with pytest.raises(UserError, match="call the model and the loss themselves") as caught:
+        facts_of(cut=Cut(context=2), training_step=step)
+    assert caught.value.field == "training_step"
 
 
 def test_a_rank_of_a_real_group_is_not_disturbed(tmp_path: Any) -> None:

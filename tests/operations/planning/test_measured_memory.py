@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import run
-from tests.support.predicted_memory import AGAIN, DDP, FSDP, FULL, SERIAL, ZERO, compare
+from tests.support.predicted_memory import CP, FSDP, FULL, GPIPE, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -17,9 +17,8 @@ WITHIN = 0.01
 
 # A part of all runs, because each starts ranks: `python -m tests.benchmarks.predicted_memory` measures all.
 RUNS: dict[str, list[dict[str, Any]]] = {
-    "llama": [DDP, FSDP | AGAIN, FSDP | FULL, ZERO | {"zero_stage": 2}, SERIAL | FULL, SERIAL],
-    "bert": [DDP | AGAIN, FSDP, ZERO | {"zero_stage": 2} | AGAIN, SERIAL],
-    "vit": [FSDP, FSDP | AGAIN, ZERO | {"zero_stage": 1}, SERIAL | AGAIN],
+    "qwen2": [TP, CP, GPIPE, ZERO | {"zero_stage": 3}, SERIAL],
+    "opt": [FSDP | FULL, ONE_F_ONE_B, ZERO | {"zero_stage": 2}],
 }
 
 

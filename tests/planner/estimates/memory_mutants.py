@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from distributed.planner.estimates.layout import Layout
-from distributed.planner.estimates.model_facts import ParameterFacts
-from distributed.planner.estimates.replicated_layout import Buckets
+from distributed.planner.estimates.device_memory import DeviceMemory
+from distributed.planner.estimates.layout import Layout, MicroBatch
+from distributed.planner.estimates.ledger import Ledger
+from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts
+from distributed.planner.estimates.replicated_layout import Buckets, FlatGradients
 from distributed.planner.estimates.sharded_layout import ShardedUnits
+from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.zero3_layout import ParameterShards
 from distributed.planner.estimates.zero_layout import ZeroStages
 
 __all__ = ["MUTANTS"]
@@ -91,6 +95,75 @@ class KeepsOwnedGradients(ZeroStages):
         super().step()
 
 
+class ShardsOverCopies(ShardedUnits):
+    """Ranks along `data` have shards of their own beside those along `shard`."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self.ranks = split.dims.data_parallel_size
+
+
+class AddsSlicesInPlace(ShardedUnits):
+    """Gradients of slices are added up where they are."""
+
+    def end_window(self) -> None:
+        return None
+
+
+class AddsUpInPlace(FlatGradients):
+    """Buckets of a mesh are no copies."""
+
+    def _send(self) -> None:
+        self._sent.append(0)
+
+
+class SendsAtTheEnd(FlatGradients):
+    """Buckets of a mesh are sent when activations are gone."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self._early = False
+
+
+class ForgetsScratch(FlatGradients):
+    """An all-reduce needs no memory of its own."""
+
+    def sum_over(self, nbytes: int, *axes: str) -> None:
+        return None
+
+
+class DropsWhatIsSent(FlatGradients):
+    """A message is free as soon as the computation has ended."""
+
+    def _enter(self, micro_batch: MicroBatch) -> None:
+        micro_batch.held = frozenset()
+        super()._enter(micro_batch)
+
+
+class GathersAllInPlace(ParameterShards):
+    """All-gathers of ZeRO 3 write into the parameters."""
+
+    def _gather(self, parameters: list[ParameterFacts]) -> None:
+        for parameter in parameters:
+            self.ledger.take("parameters", parameter.nbytes)
+
+
+class ForgetsGradientShares(ParameterShards):
+    """ZeRO 3 keeps no share of the gradients beside its bucket."""
+
+    def place(self) -> None:
+        super().place()
+        self.ledger.give("gradients", self._share)
+
+
+class FreesAfterForward(ParameterShards):
+    """ZeRO 3 frees a block when its forward has ended."""
+
+    def leave_forward(self, block: int) -> None:
+        if block:
+            self._free(block)
+
+
 MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("serial", ForgetsOptimizerWorkspace),
     ("serial", KeepsActivations),
@@ -103,5 +176,14 @@ MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("deepspeed", ForgetsMasters),
     ("deepspeed", ReducesWithoutFlattening),
     ("deepspeed", KeepsOwnedGradients),
+    ("fsdp", ShardsOverCopies),
+    ("fsdp", AddsSlicesInPlace),
+    ("pytorch-ddp", AddsUpInPlace),
+    ("pytorch-ddp", SendsAtTheEnd),
+    ("pytorch-ddp", ForgetsScratch),
+    ("pytorch-ddp", DropsWhatIsSent),
+    ("deepspeed", GathersAllInPlace),
+    ("deepspeed", ForgetsGradientShares),
+    ("deepspeed", FreesAfterForward),
 )
 """(backend, its wrong layout)."""
