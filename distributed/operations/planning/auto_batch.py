@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import TensorDataset
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.object_store import located
@@ -96,12 +97,28 @@ def choose_before_run(
         return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
     if (size := _saved_size(plan)) is not None:
         return with_micro_batch(plan, size, _as_saved(size))
-    task = replace(
-        task, callbacks=[], val_data={}, scheduler=None, metrics=None, validation_step=None, progress=None
-    )
+    task = _for_probe(plan, task)
     if plan.mode == "in-process" and not _can_travel(plan, task):
         return _unprobed(plan, task)
     return _probed(plan, task, launcher)
+
+
+def _for_probe(plan: RunPlan, task: Task) -> Task:
+    """`task` without what a probe does not use: what is left is sent to other processes."""
+    data = task.train_data
+    if data is not None and data.tensors is not None:
+        number = plan.batch.global_batch_size
+        data = replace(data, dataset=TensorDataset(*(tensor[:number].clone() for tensor in data.tensors)))
+    return replace(
+        task,
+        train_data=data,
+        callbacks=[],
+        val_data={},
+        scheduler=None,
+        metrics=None,
+        validation_step=None,
+        progress=None,
+    )
 
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:

@@ -330,6 +330,17 @@ def test_a_second_fit_keeps_the_size_of_the_first(capsys: pytest.CaptureFixture[
     assert printed.count("batch_size=auto: 16, as in the fit before") == 1
 
 
+def test_a_probe_gets_no_more_data_than_it_reads() -> None:
+    inputs = torch.zeros(10 * WHOLE, 16)
+    task = task_of(
+        Drawing(), train_data=Source.of((inputs, inputs[:, :1]), "train_loader"), callbacks=[Die(1, 0)]
+    )
+    sent = auto_batch._for_probe(plan_of(), task)
+    assert [len(tensor) for tensor in sent.train_data.tensors] == [WHOLE, WHOLE]
+    assert sent.train_data.tensors[0].untyped_storage().nbytes() == WHOLE * 16 * 4
+    assert (sent.callbacks, task.train_data.length, len(task.callbacks)) == ([], 10 * WHOLE, 1)
+
+
 class Locked(Drawing):
     """Cannot be pickled."""
 
