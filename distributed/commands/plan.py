@@ -90,6 +90,10 @@ def run(args: argparse.Namespace) -> int:
     if args.history is not None:
         _print_history(args)
         return 0
+    if args.html is not None:
+        from distributed.operations.report.html import check_plotly
+
+        check_plotly("the page of plans")
     examined = _examined(args)
     plans = examined.plans
     if args.json:
@@ -232,7 +236,9 @@ def _write(plans: Plans, args: argparse.Namespace) -> None:
         lines += [f"plan {index + 1}: {args.output}; train with it:"]
         lines += [f"  {PROG} train{script} --config {args.output}"]
     if args.html is not None:
-        plans.save_page(Path(args.html))
+        from distributed.operations.planning.plan_page import write_page
+
+        write_page(plans, args.html)
         lines.append(f"page: {args.html}")
     for line in lines:
         print(line, file=sys.stderr if args.json else sys.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from html import escape
+from pathlib import Path
 
 from distributed.operations.planning.plan_text import (
     HEADS,
@@ -22,7 +23,7 @@ from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.search import Ranked
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["page_of"]
+__all__ = ["write_page"]
 
 _BARS = 12
 """Most plans of which bars are drawn."""
@@ -30,8 +31,16 @@ _REASONS = 200
 """Most rejected candidates that the page names one by one."""
 
 
-def page_of(plans: Plans) -> str:
-    """The page."""
+def write_page(plans: Plans, path: str | Path) -> None:
+    """Write an HTML page with the table and a picture of time and memory.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    html.write(Path(path), _page(plans), "--html")
+
+
+def _page(plans: Plans) -> str:
     panels, best = _panels(plans), plans[0]
     title = f"Plans for {plans.subject}"
     time, memory = part_rows(best)

@@ -11,7 +11,6 @@ from typing import Any
 from distributed.config import Layer, load_layers
 from distributed.config.load import all_fields, nested, value_of
 from distributed.errors import UserError
-from distributed.operations.report.html import write
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.configuration import plan_fields
 from distributed.planner.estimates.hardware import HardwareProfile
@@ -117,19 +116,6 @@ class Plans:
                 got=str(path),
                 remedy="Choose a file in a folder that exists",
             ) from None
-
-    def save_page(self, path: str | Path) -> None:
-        """Write an HTML page with the table and a picture of time and memory.
-
-        Raises:
-            UserError: plotly is not installed, or the page cannot be written there.
-        """
-        from distributed.operations.report.html import check_plotly
-
-        check_plotly("the page of plans")
-        from distributed.operations.planning.plan_page import page_of
-
-        write(Path(path), page_of(self), "--html")
 
     def to_dict(self) -> dict[str, Any]:
         """All plans and reasons, for JSON."""
