@@ -209,6 +209,8 @@ def _print(plans: Plans, args: argparse.Namespace) -> None:
 
     print(plan_text.headline(plans))
     print(f"hardware: {plans.profile.name} ({plans.whence})")
+    for note in plans.notes:
+        print(f"note: {note}")
     print_table(plan_text.HEADS, plan_text.rows_of(plans), ["bold"])
     time, memory = plan_text.part_rows(plans[0])
     print("plan 1 by part:")

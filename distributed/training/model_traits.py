@@ -26,6 +26,7 @@ __all__ = [
     "check_slices_of_one",
     "check_whole",
     "refuse",
+    "with_statistics",
     "written_weights",
 ]
 
@@ -90,24 +91,33 @@ def check_micro_batches(
         )
 
 
-def check_chosen_batch(model: nn.Module) -> None:
-    """Raise a UserError for layers whose training depends on the size of a micro-batch, which
-    ``batch_size=auto`` chooses by the memory of a machine."""
+def with_statistics(model: nn.Module) -> str | None:
+    """The first layer that computes statistics over a micro-batch in training, by name and class; None
+    without."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trains = module.training
         else:
             trains = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         if trains and module.training:
-            raise UserError(
-                f"'{name}' ({type(module).__name__}) computes statistics over a micro-batch, so that the size"
-                " chosen by batch_size=auto would change the training",
-                field="batch_size",
-                got="auto",
-                allowed="a number, or auto for a model without such layers",
-                remedy="Set batch_size and gradient_accumulation_steps to numbers, or use GroupNorm or"
-                " LayerNorm, or put the layer into evaluation mode to train with fixed statistics",
-            )
+            return f"'{name}' ({type(module).__name__})"
+    return None
+
+
+def check_chosen_batch(model: nn.Module) -> None:
+    """Raise a UserError for layers whose training depends on the size of a micro-batch, which
+    ``batch_size=auto`` chooses by the memory of a machine."""
+    layer = with_statistics(model)
+    if layer is not None:
+        raise UserError(
+            f"{layer} computes statistics over a micro-batch, so that the size chosen by batch_size=auto"
+            " would change the training",
+            field="batch_size",
+            got="auto",
+            allowed="a number, or auto for a model without such layers",
+            remedy="Set batch_size and gradient_accumulation_steps to numbers, or use GroupNorm or"
+            " LayerNorm, or put the layer into evaluation mode to train with fixed statistics",
+        )
 
 
 def undivided(parts: tuple[int, int]) -> str:

@@ -37,6 +37,7 @@ from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
+    Trait,
     check_chosen_batch,
     check_materialized,
     check_micro_batches,
@@ -163,6 +164,21 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
         if self.compression is not None:
             refuse(built, f"{self.config.backend} with a codec", CANNOT_SEND)
+
+    @classmethod
+    def cannot_train(cls, plan: RunPlan) -> dict[Trait, str]:
+        """Traits of parameters that ranks of `plan` cannot train, and why."""
+        return {}
+
+    @classmethod
+    def check_model(cls, model: nn.Module, plan: RunPlan) -> None:
+        """Refuse a model that ranks of `plan` would refuse, before they start.
+
+        Raises:
+            UserError: a layer or parameter of it cannot be trained so.
+        """
+        refuse(model, plan.spec.name, cls.cannot_train(plan))
+        check_micro_batches(model, plan.spec.name, plan.world_size, plan.batch, (1, plan.dims.context))
 
     def build(self, model: Any) -> nn.Module:
         """The user's module, or what the user's factory builds; the same weights on every rank,

@@ -27,7 +27,15 @@ from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.resilience.divergence import trained
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse, UsedParameters
-from distributed.training.model_traits import COMPLEX, EMPTY, HOOKED, SPARSE, refuse, written_weights
+from distributed.training.model_traits import (
+    COMPLEX,
+    EMPTY,
+    HOOKED,
+    SPARSE,
+    Trait,
+    refuse,
+    written_weights,
+)
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.torch_backend import StepModule
 from distributed.training.whole_model import copy_with, read_only
@@ -38,6 +46,19 @@ from distributed_backends.deepspeed.restore import Before
 from distributed_backends.deepspeed.state import ShardedOptimizer
 
 __all__ = ["DeepSpeedBackend"]
+
+
+def _cannot(stage: int) -> dict[Trait, str]:
+    """Traits of parameters that DeepSpeed cannot train with a stage of ZeRO, and why."""
+    found = {
+        SPARSE: "DeepSpeed flattens dense gradients",
+        COMPLEX: "DeepSpeed reduces real gradients only",
+    }
+    if stage > 0:
+        found[HOOKED] = "ZeRO reduces gradients in partitions, so that none is whole"
+    if stage == 3:
+        found[EMPTY] = "ZeRO 3 does not gather such parameters"
+    return found
 
 
 class EngineScaler(torch.amp.GradScaler):
@@ -162,18 +183,17 @@ class DeepSpeedBackend(ProcessGroupBackend):
     def offload_optimizer(self) -> None:
         return None  # the engine does so: see `engine_options`
 
+    @classmethod
+    def cannot_train(cls, plan: RunPlan) -> dict[Trait, str]:
+        return _cannot(plan.spec.zero_stage(plan.config) if plan.spec.zero_stage else 0)
+
     def wrap(self, step: StepModule) -> Callable[..., Any]:
         from distributed_backends.deepspeed.engine import Root, build_engine, engine_options
 
         optimizer, model = self.optimizer, self.module
-        cannot = {
-            SPARSE: "DeepSpeed flattens dense gradients",
-            COMPLEX: "DeepSpeed reduces real gradients only",
-        }
-        if self.stage > 0 and self._hooks:
-            cannot[HOOKED] = "ZeRO reduces gradients in partitions, so that none is whole"
-        if self.stage == 3:
-            cannot[EMPTY] = "ZeRO 3 does not gather such parameters"
+        cannot = _cannot(self.stage)
+        if not self._hooks:
+            cannot.pop(HOOKED, None)
         refuse(model, "deepspeed", cannot)
         check_weights(optimizer, model, self.stage, self.config)
         weights = weights_dtype(self.config, self.stage, model)

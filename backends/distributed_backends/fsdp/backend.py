@@ -24,7 +24,7 @@ from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
-from distributed.training.model_traits import HOOKED, SPARSE, refuse, written_weights
+from distributed.training.model_traits import HOOKED, SPARSE, Trait, refuse, written_weights
 from distributed.training.torch_backend import StepModule
 from distributed_backends.fsdp.reduction import CodecReduction, Reduction
 from distributed_backends.fsdp.section import FSDPSection
@@ -91,6 +91,10 @@ class FSDPBackend(MeshBackend):
     @property
     def builds_on_one(self) -> bool:
         return super().builds_on_one or (not self.has_stages and self.world.data_parallel_size > 1)
+
+    @classmethod
+    def cannot_train(cls, plan: RunPlan) -> dict[Trait, str]:
+        return _CANNOT if plan.world_size > 1 else {}
 
     def place(self, model: nn.Module) -> nn.Module:
         model = self.with_shared_statistics(model)

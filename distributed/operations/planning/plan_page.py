@@ -47,6 +47,7 @@ def _page(plans: Plans) -> str:
     body = [
         Html(f"<h1>{escape(title)}</h1>\n"),
         html.paragraph(f"{headline(plans)}."),
+        *map(html.note, plans.notes),
         html.facts(
             [
                 ("step of the fastest plan", seconds_text(best.time.total)),

@@ -10,8 +10,9 @@ from torch import nn
 
 from distributed.config import DistributedConfig, Layer
 from distributed.config.load import as_layers
+from distributed.errors import UserError
 from distributed.interfaces.framework import Framework
-from distributed.interfaces.parallel_dims import DATA_AXES
+from distributed.interfaces.parallel_dims import DATA_AXES, ParallelDims
 from distributed.interfaces.plan import Facts, RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.default_hardware import profile_of
@@ -33,8 +34,9 @@ from distributed.planner.estimates.search import Ranked, Rejected
 from distributed.planner.estimates.space_of_config import precision_of, space_of
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.table import table_of
-from distributed.registry.catalog import get_catalog
+from distributed.registry.catalog import get_catalog, load_target
 from distributed.system.output import print_line
+from distributed.training.model_traits import with_statistics
 
 __all__ = ["plan_task", "predict_row"]
 
@@ -81,11 +83,14 @@ def plan_task(
         micro_batch=facts.train_batch_size or space.micro_batch,
         checkpointing=space.checkpointing if whole.first_recomputed else (False,),
     )
+    space, notes = _same_statistics(space, task.model, config, facts)
     space, rejected = _affordable(space, whole, options, names_in(asked))
 
     def refuses(split: Split) -> str | None:
         def check(plan: RunPlan) -> None:
             framework.check_split(task.model, plan)
+            if isinstance(task.model, nn.Module):
+                load_target(plan.spec.target).check_model(task.model, plan)
 
         return refusal_of(split, catalog, profile.device, layers, facts, check)
 
@@ -93,7 +98,47 @@ def plan_task(
     table = table_of(space, lambda space: predictions, profile, options.num_plans, refuses)
     table.rejected += rejected
     subject = f"{whole.name} with {whole.num_parameters:,} parameters"
-    return Plans(subject, space, profile, table, tuple(layers), tuple(asked), whence)
+    return Plans(subject, space, profile, table, tuple(layers), tuple(asked), whence, notes)
+
+
+def _same_statistics(
+    space: SearchSpace, model: Any, config: DistributedConfig, facts: Facts
+) -> tuple[SearchSpace, tuple[str, ...]]:
+    """`space` with the micro-batches and ranks that the configuration has, if layers compute statistics over
+    a micro-batch: with others the model would be trained in another way."""
+    layer = with_statistics(model) if isinstance(model, nn.Module) else None
+    if layer is None:
+        return space, ()
+    slices = _slices(config, space.world_size)
+    size = facts.train_batch_size or space.micro_batch
+    size = size or (config.batch_size if isinstance(config.batch_size, int) else DEFAULT_BATCH_SIZE)
+    number, left = divmod(space.sizes.global_batch, size * slices)
+    if left or not number:
+        raise UserError(
+            f"{layer} computes statistics over a micro-batch, so that a plan keeps its size, which does not"
+            " divide the share of a rank",
+            field="global_batch_size",
+            got=space.sizes.global_batch,
+            allowed=f"a multiple of {size * slices}, for micro-batches of {size} on {slices} ranks",
+            remedy="Choose such a number, or set batch_size",
+        )
+    before = space.admits
+
+    def admits(dims: ParallelDims, zero_stage: int) -> bool:
+        return before(dims, zero_stage) and dims.data_parallel_size == slices
+
+    note = (
+        f"{layer} computes statistics over a micro-batch: every plan has {number} micro-batches of {size}"
+        f" samples on {slices} ranks with different samples, as the configuration"
+    )
+    kept = replace(space, micro_batch=size, num_micro_batches=number, admits=admits)
+    return kept, (note,)
+
+
+def _slices(config: DistributedConfig, devices: int) -> int:
+    """Ranks with different samples that the configuration makes of so many devices."""
+    sharing = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+    return max(1, devices // sharing)
 
 
 def _affordable(
@@ -135,8 +180,7 @@ def _global_batch(config: DistributedConfig, facts: Facts, devices: int) -> int:
     if config.global_batch_size is not None:
         return config.global_batch_size
     size = facts.train_batch_size or config.batch_size
-    sharing = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-    slices = max(1, devices // sharing)
+    slices = _slices(config, devices)
     each = size if isinstance(size, int) else DEFAULT_BATCH_SIZE
     return each * (config.gradient_accumulation_steps or 1) * slices
 

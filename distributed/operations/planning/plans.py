@@ -39,6 +39,7 @@ class Plans:
         base: layers of the configuration that a plan overrides, such as a script's.
         asked: layers with the fields that a plan has to have.
         whence: where the profile is from.
+        notes: what else decided which plans there are.
     """
 
     subject: str
@@ -48,6 +49,7 @@ class Plans:
     base: tuple[Layer, ...] = ()
     asked: tuple[Layer, ...] = ()
     whence: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> Sequence[Ranked]:
@@ -135,6 +137,7 @@ class Plans:
             "model": self.subject,
             "hardware": self.profile.name,
             "devices": self.space.world_size,
+            "notes": list(self.notes),
             "plans": plans,
             "reasons": dict(self.table.reasons().most_common()),
             "rejected": [asdict(entry) for entry in self.table.rejected],

@@ -101,6 +101,32 @@ def test_the_batches_of_a_loader_are_kept() -> None:
     assert {row.split.micro_batch for row in plans.rows} == {4}
 
 
+def normalized(**given: Any) -> Plans:
+    """Plans for a model with BatchNorm."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    return distributed.plan(model, vectors(), {"batch_size": 4}, hardware="CPU", num_plans=99, **given)
+
+
+def test_statistics_over_a_micro_batch_stay_as_they_are() -> None:
+    plans = normalized(num_devices=4, global_batch_size=32)
+    assert {(r.split.micro_batch, r.split.num_micro_batches) for r in plans.rows} == {(4, 2)}
+    assert {row.split.dims.data_parallel_size for row in plans.rows} == {4}
+    assert len(plans) > 3
+    assert plans.notes[0].startswith("'1' (BatchNorm1d) computes statistics over a micro-batch: every plan")
+    with pytest.raises(UserError, match=r"global_batch_size: '1' .*keeps its size.*a multiple of 16"):
+        normalized(num_devices=4, global_batch_size=24)
+
+
+def test_parameters_that_a_backend_refuses_are_not_planned_under_it() -> None:
+    """A hook on a parameter is refused by FSDP2 and by stages of ZeRO."""
+    model = chain()
+    next(model.parameters()).register_hook(lambda grad: grad)
+    options: dict[str, Any] = {"hardware": "CPU", "num_devices": 2, "axes": ["data", "shard"]}
+    plans = distributed.plan(model, vectors(), global_batch_size=16, num_plans=99, **options)
+    assert {row.split.backend for row in plans.rows} == {"pytorch-ddp"}
+    assert any("has a hook" in reason for reason in plans.table.reasons())
+
+
 # -- the file of a plan ------------------------------------------------------------------------------
 
 
