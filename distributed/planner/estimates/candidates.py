@@ -176,9 +176,8 @@ def refusal(space: SearchSpace, group: Group) -> str | None:
         return "the backend has one rank"
     if space.precision not in able.precisions:
         return f"the backend does not train in {space.precision}"
-    for axis, name, size in sizes.divided():
-        if size % dims.size(axis):
-            return f"{axis} ranks do not divide {name}={size}"
+    if (reason := sizes.indivisible(dims)) is not None:
+        return reason
     if dims.pipeline > sizes.layers:
         return f"there are more pipeline ranks than layers={sizes.layers}"
     if sizes.global_batch % dims.data_parallel_size:

@@ -37,9 +37,9 @@ class FactsSizes:
         """The same model with another batch."""
         return replace(self, global_batch=global_batch)
 
-    def divided(self) -> tuple[tuple[str, str, int], ...]:
-        """Nothing that is known before the model is cut."""
-        return ()
+    def indivisible(self, dims: ParallelDims) -> str | None:
+        """Nothing is known before the model is cut."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import ParallelDims
 
 __all__ = ["FAMILIES", "ModelNumbers", "model_numbers"]
 
@@ -164,15 +165,22 @@ class ModelNumbers:
         """The same model with another batch."""
         return replace(self, global_batch=global_batch)
 
-    def divided(self) -> tuple[tuple[str, str, int], ...]:
-        """(axis, name, size) of each size that the ranks of an axis have to divide."""
-        return (
+    def indivisible(self, dims: ParallelDims) -> str | None:
+        """Why ranks cannot divide the model so; None if they can."""
+        pairs = (
             ("tensor", "heads", self.heads),
             ("tensor", "kv_heads", self.kv_heads),
             ("tensor", "ffn", self.ffn),
             ("tensor", "vocabulary", self.vocabulary),
             ("context", "sequence", self.sequence),
         )
+        for axis, name, size in pairs:
+            if size % dims.size(axis):
+                return f"{axis} ranks do not divide {name}={size}"
+        # Ring attention gives each rank two chunks of a sequence; Ulysses divides heads instead.
+        if self.sequence % (2 * dims.context) and self.heads // dims.tensor % dims.context:
+            return f"context ranks do not divide sequence={self.sequence} into two chunks each, nor the heads"
+        return None
 
     def activation_bytes(self, tensor: int = 1, sequence_parallel: bool = False, itemsize: int = 2) -> float:
         """Bytes that a block stores for backward per token of one rank.

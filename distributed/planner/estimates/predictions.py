@@ -30,8 +30,8 @@ class ModelSizes(Protocol):
     def with_batch(self, global_batch: int) -> ModelSizes:
         """The same model with another batch."""
 
-    def divided(self) -> tuple[tuple[str, str, int], ...]:
-        """(axis, name, size) of each size that the ranks of an axis have to divide."""
+    def indivisible(self, dims: ParallelDims) -> str | None:
+        """Why ranks cannot divide the model so, as far as its sizes show it; None if they can."""
 
 
 class Predictions(Protocol):

@@ -270,3 +270,14 @@ def test_codecs_are_tried_when_they_are_asked_for() -> None:
         for codec in ("none", "fp16")
     }
     assert best["fp16"] < 0.6 * best["none"]
+
+
+def test_context_ranks_need_two_chunks_of_a_sequence_each_or_heads() -> None:
+    """8 ranks of ring attention cannot divide 8 tokens; 2 ranks divide 6 tokens by heads."""
+    sizes = {"layers": 2, "hidden": 64, "global_batch": 8, "vocabulary": 64}
+    short = model_numbers(heads=4, sequence=8, **sizes)
+    assert short.indivisible(ParallelDims(context=4)) is None
+    assert "two chunks each" in str(short.indivisible(ParallelDims(context=8)))
+    odd = model_numbers(heads=4, sequence=6, **sizes)
+    assert odd.indivisible(ParallelDims(context=2)) is None
+    assert "do not divide sequence=6" in str(odd.indivisible(ParallelDims(context=4)))
