@@ -84,18 +84,14 @@ def test_models_of_any_kind(kind: str, split: Split) -> None:
     assert parts.bubble == 0
 
 
-def test_ranks_that_divide_a_model_exchange_what_its_cut_exchanges() -> None:
-    size = (128, 2, 16, 64)
-    source = facts_source(build("llama", size), batch_of("llama", size, 2))
+def test_a_stage_computes_and_updates_its_part() -> None:
+    size = (32, 5)  # five layers and the output layer: three modules for each stage
+    source = facts_source(build("mlp", size), batch_of("mlp", size, 2))
     timer = FactsTimer(source, load_profile("A100"))
-    whole, cut, staged = (
-        timer.parts(Split(ParallelDims(**dims), "pytorch-ddp", micro_batch=2, num_micro_batches=4))
-        for dims in ({}, {"tensor": 1, "context": 2}, {"pipeline": 2})
+    whole, staged = (
+        timer.parts(Split(ParallelDims(pipeline=ranks), "pytorch-ddp", micro_batch=2, num_micro_batches=4))
+        for ranks in (1, 2)
     )
-    assert whole.exposed_communication == 0
-    assert cut.exposed_communication > 0
-    assert cut.optimizer == pytest.approx(whole.optimizer)
-    assert staged.bubble > 0
-    # Both stages compute the angles of the positions.
-    assert 0.5 <= staged.compute / whole.compute < 0.6
-    assert staged.optimizer < whole.optimizer
+    assert whole.bubble == 0 < staged.bubble
+    assert 0.4 < staged.compute / whole.compute < 0.6
+    assert 0.4 < staged.optimizer / whole.optimizer < 0.7
