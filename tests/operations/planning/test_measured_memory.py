@@ -18,7 +18,7 @@ WITHIN = 0.01
 # A part of all runs, because each starts ranks: `python -m tests.benchmarks.predicted_memory` measures all.
 RUNS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [TP, CP, GPIPE, ZERO | {"zero_stage": 3}, SERIAL],
-    "opt": [FSDP | FULL, ONE_F_ONE_B, ZERO | {"zero_stage": 2}],
+    "phi": [FSDP | FULL, ONE_F_ONE_B, ZERO | {"zero_stage": 2}],
 }
 
 
