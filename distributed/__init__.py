@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
     from distributed.parallel.microbatches import MicrobatchPipelineTrainer
+    from distributed.planner.estimates.quick_answers import (
+        choose_parallelism_strategy,
+        estimate_memory,
+        scaling_efficiency,
+    )
+    from distributed.planning import plan
     from distributed.rank_trainers import (
         AdvancedDistributedTrainer,
         DistributedTrainer,
@@ -75,6 +81,12 @@ _NAMES = {
     "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
     "distributed.operations.bench.profile": ("profile_communication", "profile_communication_overhead"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
+    "distributed.planner.estimates.quick_answers": (
+        "choose_parallelism_strategy",
+        "estimate_memory",
+        "scaling_efficiency",
+    ),
+    "distributed.planning": ("plan",),
     "distributed.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "TensorParallelModel"),
     "distributed.parallel.microbatches": ("MicrobatchPipelineTrainer",),
     "distributed.rank_trainers": (
@@ -142,12 +154,16 @@ __all__ = [
     "WorkerError",
     "World",
     "__version__",
+    "choose_parallelism_strategy",
     "cleanup_distributed",
     "compress_gradient",
+    "estimate_memory",
     "hookimpl",
+    "plan",
     "profile_communication",
     "profile_communication_overhead",
     "random_sparse",
+    "scaling_efficiency",
     "setup_distributed",
     "setup_horovod",
 ]

@@ -174,8 +174,18 @@ class WorkerError(RuntimeError):
         self.summary, self.rank, self.host = summary, rank, host
         self.exc_type, self.worker_traceback = exc_type, worker_traceback
         self.phase, self.step = phase, step
-        text = f"{summary}\n\n{worker_traceback}" if worker_traceback else summary
-        super().__init__(text.rstrip())
+        super().__init__(self._text())
+
+    def extend(self, text: str) -> None:
+        """Add sentences to the message, before the rank's traceback."""
+        from distributed.redaction import redact_text
+
+        self.summary = f"{self.summary} {redact_text(text)}"
+        self.args = (self._text(),)
+
+    def _text(self) -> str:
+        trace = self.worker_traceback
+        return (f"{self.summary}\n\n{trace}" if trace else self.summary).rstrip()
 
 
 def remedy_of(error: Exception, remedies: Mapping[str, str]) -> str | None:

@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig, Layer, load_layers, read_file
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, override
 from distributed.config.paths import with_absolute_paths
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
@@ -27,6 +28,7 @@ from distributed.interfaces.task import Task
 from distributed.planner.backend_choice import BackendChoice, choose_backend
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
+from distributed.resilience.memory_failures import lacks_memory
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
 from distributed.system.output import print_line
@@ -185,7 +187,7 @@ class Trainer:
         if script:
             script.num_fits += 1
             if script.examine is not None:
-                script.examine(self, config, task)
+                script.examine(self, config, task, train_loader)
                 raise SystemExit(0)
         plan = self._plan(config, catalog, task)
         if script and script.dry_run:
@@ -200,17 +202,20 @@ class Trainer:
         from distributed.training.unused_fields import warn_of_unused
 
         check_trackers(plan.config, catalog)
+        plan, choose = self._with_micro_batch(plan, task)
         if plan.joined is None or plan.joined.rank == 0:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
         try:
-            outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher)
+            outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
+            self._explain_memory(error, plan, task, catalog)
             catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
         history = outcome.history
         history.total_time = perf_counter() - started
+        _print_comparison(plan, history)
         lost = outcome.lost_state()
         catalog.manager.hook.on_run_end(plan=plan, history=history, error=lost)
         if lost is not None:
@@ -221,6 +226,29 @@ class Trainer:
         if history.preempted:
             raise self._stopped(history, outcome, plan)
         return history
+
+    def _with_micro_batch(self, plan: RunPlan, task: Task) -> tuple[RunPlan, Any]:
+        """Under ``batch_size=auto``: the plan with the size that fits, and what ranks choose with where they
+        choose."""
+        if not plan.config.chooses_batch:
+            return plan, None
+        # Imported only where it is needed: it imports the framework.
+        from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks
+
+        earlier = self.history.batch if self.history is not None and task.progress is not None else None
+        chosen = choose_before_run(plan, task, self.launcher, earlier)
+        return chosen, partial(choose_in_ranks, has_fitted=not chosen.micro_batches)
+
+    def _explain_memory(self, error: BaseException, plan: RunPlan, task: Task, catalog: Catalog) -> None:
+        """Add to an error by lack of memory the parts of memory, and changes that fit."""
+        if plan.spec.framework != "torch" or not lacks_memory(error):
+            return
+        from distributed.operations.planning.memory_advice import add_advice
+
+        def replan(fields: Mapping[str, Any]) -> RunPlan:
+            return self._plan(override(plan.config, fields, "changed"), catalog, task)
+
+        add_advice(error, plan, task, catalog, replan)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history
@@ -302,18 +330,23 @@ class Trainer:
     def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
         choice, framework = self._choose(config)
         choice = replace(choice, config=with_absolute_paths(choice.config))
-        facts = Facts(
-            train_batch_size=self._loader_batch_size(task),
-            val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),
-            num_samples=task.train_data.length if task.train_data else None,
-            has_optimizer=framework.carries_rate(self._model, self.optimizer),
-            drop_last=bool(task.train_data and task.train_data.drop_last),
-        )
+        facts = self.facts_of(task)
         joined = detect(os.environ) if config.launch in ("auto", "join") else None
         resources = self._resources(choice.spec, framework, config, joined)
         plan = resolve(config, catalog, facts, resources, joined, choice)
         framework.check_split(self._model, plan)
         return plan
+
+    def facts_of(self, task: Task) -> Facts:
+        """What the planner needs to know of the objects of `task`."""
+        return Facts(
+            train_batch_size=self._loader_batch_size(task),
+            val_batch_size=next((s.batch_size for s in task.val_data.values() if s.batch_size), None),
+            num_samples=task.train_data.length if task.train_data else None,
+            has_optimizer=self.framework.carries_rate(self._model, self.optimizer),
+            drop_last=bool(task.train_data and task.train_data.drop_last),
+            has_batches=bool(task.train_data and task.train_data.order == "batch_sampler"),
+        )
 
     def _loader_batch_size(self, task: Task) -> int | None:
         """The training loader's own batch size, unless a search has sampled another."""
@@ -395,6 +428,16 @@ class Trainer:
             training_step=self.training_step,
             **more,
         )
+
+
+def _print_comparison(plan: RunPlan, history: History) -> None:
+    """What a plan predicted for the run, beside what was measured."""
+    if plan.config.planned.split is None or (plan.joined is not None and plan.joined.rank != 0):
+        return
+    from distributed.operations.planning.plan_history import lines_of
+
+    for line in lines_of(plan.config.planned.model_dump(), history):
+        print_line(line, sys.stdout)
 
 
 def _newest(outcome: RunResult) -> str | None:

@@ -14,8 +14,14 @@ OPERATIONS = (
     Verb(
         "tune", "distributed.commands.tune", "Search for the best hyperparameters of a script or the example."
     ),
+    Verb("plan", "distributed.commands.plan", "Predict memory and step time, and choose the fastest split."),
     Verb("deploy", "distributed.commands.deploy", "Write the files that run the training on a cluster."),
     Verb("bench", "distributed.commands.bench", "Measure how throughput grows with the number of ranks."),
+    Verb(
+        "calibrate",
+        "distributed.commands.calibrate",
+        "Measure a hardware profile of this machine for predictions.",
+    ),
     Verb(
         "report",
         "distributed.commands.report",
@@ -26,5 +32,5 @@ OPERATIONS = (
 
 @hookimpl
 def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``tune``, ``deploy``, ``bench`` and ``report``."""
+    """Add ``tune``, ``plan``, ``deploy``, ``bench``, ``calibrate`` and ``report``."""
     add_verbs(subparsers, OPERATIONS)

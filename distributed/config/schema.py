@@ -94,8 +94,10 @@ class DistributedConfig(BaseModel):
     )
 
     # Batch (C1)
-    batch_size: PositiveInt | None = Field(
-        None, description="Samples per rank and micro-batch. None: the DataLoader's batch size."
+    batch_size: PositiveInt | Literal["auto"] | None = Field(
+        None,
+        description="Samples per rank and micro-batch. None: the DataLoader's batch size; auto: the largest"
+        " that fits into memory, which needs `global_batch_size`.",
     )
     global_batch_size: PositiveInt | None = Field(
         None,
@@ -359,6 +361,11 @@ class DistributedConfig(BaseModel):
         if self.gpus_per_node is not None:
             return self.gpus_per_node * self.num_nodes
         return self.elastic.max_ranks
+
+    @property
+    def chooses_batch(self) -> bool:
+        """Whether the run chooses the size of a micro-batch by the memory there is."""
+        return self.batch_size == "auto"
 
     @property
     def max_restarts(self) -> int:

@@ -17,8 +17,8 @@ class ScriptRun:
         layers: configuration from the command line, strongest last.
         dry_run: print the plan instead of running it.
         num_fits: how often the script called `fit`.
-        examine: called by `fit` with the trainer, its configuration and its task, instead of training; the
-            script ends there.
+        examine: called by `fit` with the trainer, its configuration, its task and the training data, instead
+            of training; the script ends there.
         sampled: names of the fields that a search has set.
         tracker_contexts: tracker name -> context that is added to what it captures.
     """
@@ -26,7 +26,7 @@ class ScriptRun:
     def __init__(self, layers: Sequence[Layer], dry_run: bool = False) -> None:
         self.sampled: frozenset[str] = frozenset()
         self.layers, self.dry_run, self.num_fits = list(layers), dry_run, 0
-        self.examine: Callable[[Any, DistributedConfig, Any], None] | None = None
+        self.examine: Callable[[Any, DistributedConfig, Any, Any], None] | None = None
         self.tracker_contexts: Mapping[str, dict[str, Any]] = {}
 
     def complete(self, config: DistributedConfig) -> DistributedConfig:

@@ -102,6 +102,8 @@ def _in_words(schema: dict[str, Any]) -> str | None:
         return " or ".join(words)
     if "enum" in schema:
         return ", ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
     if schema.get("type") == "array":
         return f"a list of {_in_words(schema.get('items', {})) or 'values'}"
     kind = {

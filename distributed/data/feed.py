@@ -139,6 +139,15 @@ class Feed:
         self._restored = None if lost else state
 
     @property
+    def batch(self) -> dict[str, int]:
+        """How a global batch is divided, for a resumed run that chooses its micro-batch."""
+        return {
+            "batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "data_parallel_size": self.size,
+        }
+
+    @property
     def order(self) -> dict[str, Any] | None:
         """Name of the shuffled order, its ``seed`` and ``num_samples``, for `continue_order`; None of other
         orders."""

@@ -143,6 +143,11 @@ class Backend(ABC):
             UserError: the rendezvous or the device cannot be had.
         """
 
+    def take_batch(self, plan: RunPlan) -> None:
+        """Take the batch of `plan` in place of that which `setup` was given. Between `setup` and `prepare`,
+        where ranks have chosen a micro-batch; only with the capability ``auto_batch``."""
+        raise NotImplementedError(f"{type(self).__name__} claims auto_batch and has no take_batch")
+
     @abstractmethod
     def prepare(self, task: Task) -> None:
         """Take the task's model and optimizer, place and wrap them. Collective."""

@@ -49,6 +49,8 @@ class Capabilities:
         levers: of `LEVERS`: the settings of memory and speed that it applies.
         exchanges: of ``sum``, ``gather`` and ``scatter``: the collectives with which gradient codecs
             (`distributed.interfaces.codec`) may replace its own reduction; empty if it has no codecs.
+        auto_batch: refuses models and losses whose training depends on the size of a micro-batch, and has
+            `Backend.take_batch`, so that ``batch_size=auto`` may choose that size.
         low_communication: values of ``low_communication.mode`` besides ``none``; needs
             `BackendSpec.low_communication`.
     """
@@ -66,6 +68,7 @@ class Capabilities:
     schedules: frozenset[str] = frozenset()
     levers: frozenset[str] = frozenset()
     exchanges: frozenset[str] = frozenset()
+    auto_batch: bool = False
     low_communication: frozenset[str] = frozenset()
 
 

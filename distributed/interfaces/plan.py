@@ -65,6 +65,7 @@ class Facts:
         num_samples: training samples in an epoch, None when unknown.
         has_optimizer: an optimizer object was given.
         drop_last: the training loader drops the last, smaller global batch.
+        has_batches: the training loader has a batch sampler, whose batches are used as they are.
     """
 
     train_batch_size: int | None = None
@@ -72,6 +73,7 @@ class Facts:
     num_samples: int | None = None
     has_optimizer: bool = False
     drop_last: bool = False
+    has_batches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class RunPlan(RankPlacement):
         dims: number of ranks along each axis of the mesh.
         codec: how gradients are sent; None as they are.
         counts: numbers of ranks with which an elastic run may continue, largest first.
+        micro_batches: sizes of a micro-batch from which ``batch_size=auto`` still has to choose, largest
+            first; empty once the size is known.
         lease: in a rank, the run whose lease on ``checkpoint_dir`` its launcher holds; empty without one.
     """
 
@@ -98,6 +102,7 @@ class RunPlan(RankPlacement):
     dims: ParallelDims = field(default_factory=ParallelDims)
     codec: CodecSpec | None = None
     counts: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = ()
     lease: str = ""
 
     def device_of(self, local_rank: int) -> str:
@@ -114,9 +119,15 @@ class RunPlan(RankPlacement):
         over = f" over {self.communication_backend}" if self.world_size > 1 else ""
         several = self.dims.model_axes or self.dims.expert > 1 or min(self.dims.data, self.dims.shard) > 1
         mesh = f" ({self.dims})" if several else ""
-        first = f"{self.spec.label}: {ranks}{mesh}{nodes} on {where}{over}, {self.precision}; {self.batch}"
+        first = f"{self.spec.label}: {ranks}{mesh}{nodes} on {where}{over}, {self.precision}; {self._batch()}"
         notes = [*self.notes, *([self._elastic()] if self.counts else [])]
         return "\n".join([first, *(f"note: {note}" for note in notes)])
+
+    def _batch(self) -> str:
+        if not self.micro_batches:
+            return str(self.batch)
+        sizes = ", ".join(map(str, self.micro_batches))
+        return f"global batch {self.batch.global_batch_size}, in micro-batches of one of {sizes} samples"
 
     def _elastic(self) -> str:
         fewer = f", and continue with as few as {self.counts[-1]}" if len(self.counts) > 1 else ""

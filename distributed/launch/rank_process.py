@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["RankPayload", "main", "report_error", "run_folder", "run_here", "watch_parent"]
 
 
+RESULT = "result.json"
+"""File in the folder of a run in which rank 0 of a host leaves the result."""
+
 _ENDED: list[Any] = []
 """Loops that are done. Freeing DDP's reducer while gloo's threads still hold tensors can
 deadlock (both want the interpreter's lock), so a rank leaves that to the end of its process."""
@@ -46,37 +49,39 @@ class RankPayload:
 
     Attributes:
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
+        choose: makes the plan of these ranks, once they have met: what they decide together.
+        probe: called in place of training; returns what the caller reads.
     """
 
     plan: RunPlan
     task: Task
     tracker_contexts: dict[str, Any] = field(default_factory=dict)
+    choose: Callable[[RunPlan, Task, Backend], RunPlan] | None = None
+    probe: Callable[[RunPlan, Task, Backend, Path], dict[str, Any]] | None = None
 
 
-def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
-    """Run one rank: set up the backend, train and return the loop.
+def run_here(job: RankPayload, result_dir: Path | None = None) -> Any:
+    """Run one rank: set up the backend, train and return the loop; None after a probe.
 
     Args:
-        result_dir: folder for the final state and ``result.json``; None writes neither.
+        result_dir: folder for the final state and ``result.json``; None writes neither. A probe needs it.
     """
     from distributed.registry.catalog import get_catalog
-    from distributed.training.loop import TrainingLoop
 
     # A scheduler that travelled has lost its mark on optimizer.step, and would warn.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     # A run that was preempted in the last step of an epoch resumes with the epoch's end.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-    plan, catalog = job.plan, get_catalog()
-    backend = catalog.load_backend(plan.spec)
+    plan = job.plan
+    backend = get_catalog().load_backend(plan.spec)
     board, observed = None, MonitoredRank(plan)
     try:
         backend.setup(plan)
         observed.joined(backend)
         board = _board(plan, backend)
-        loop = TrainingLoop(plan, job.task, backend, catalog, job.tracker_contexts)
-        loop.run()
-        if result_dir is not None:
-            _leave_result(loop, plan, result_dir)
+        if job.choose is not None:
+            plan = job.choose(plan, job.task, backend)
+        ended = (_train if job.probe is None else _probe)(job, plan, backend, result_dir)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again, or as its cause
         freeze_journal()
         leave_dump()
@@ -92,7 +97,27 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> TrainingLoop:
         raise cause from (None if cause is error else error)
     observed.end()
     backend.teardown()
+    return ended
+
+
+def _train(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path | None) -> TrainingLoop:
+    from distributed.registry.catalog import get_catalog
+    from distributed.training.loop import TrainingLoop
+
+    loop = TrainingLoop(plan, job.task, backend, get_catalog(), job.tracker_contexts)
+    loop.run()
+    if result_dir is not None:
+        _leave_result(loop, plan, result_dir)
     return loop
+
+
+def _probe(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path | None) -> None:
+    assert job.probe is not None
+    assert result_dir is not None
+    found = job.probe(plan, job.task, backend, result_dir)
+    if backend.world.local_rank == 0:
+        with needs_room("the result of the run", result_dir):
+            write_with_reserve(result_dir / RESULT, json.dumps(found).encode())
 
 
 def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
@@ -110,7 +135,7 @@ def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
         history = loop.backend.broadcast_object(loop.history.to_dict())
         result = {"history": history, "progress": asdict(loop.progress), "state": asdict(state)}
         with needs_room("the result of the run", folder):
-            write_with_reserve(folder / "result.json", json.dumps(result).encode())
+            write_with_reserve(folder / RESULT, json.dumps(result).encode())
     else:
         loop.backend.broadcast_object(None)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -19,6 +19,7 @@ from distributed.communication.task_file import measure_task, save_task
 from distributed.config import DistributedConfig
 from distributed.config.load import override
 from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
 from distributed.interfaces.framework import Framework
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
@@ -27,7 +28,7 @@ from distributed.interfaces.task import Progress, Task
 from distributed.launch.final_state import FinalState, check_room
 from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
-from distributed.launch.rank_process import RankPayload, run_here
+from distributed.launch.rank_process import RESULT, RankPayload, run_here
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
@@ -37,7 +38,7 @@ from distributed.system.private_files import write_private
 from distributed.system.private_folders import PrivateFolder, start_sweep
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["RunResult", "Rendezvous", "run", "run_script"]
+__all__ = ["RunResult", "Rendezvous", "probe", "run", "run_script"]
 
 logger = logging.getLogger("distributed")
 
@@ -87,19 +88,24 @@ class RunResult:
 
 
 def run(
-    plan: RunPlan, task: Task, tracker_contexts: Mapping[str, Any], launcher: Launcher | None = None
+    plan: RunPlan,
+    task: Task,
+    tracker_contexts: Mapping[str, Any],
+    launcher: Launcher | None = None,
+    choose: Callable[[RunPlan, Task, Backend], RunPlan] | None = None,
 ) -> RunResult:
     """Run `task` by `plan`: in this process, as one of a launcher's ranks, or in new ranks.
 
     Args:
         tracker_contexts: tracker name -> what its `capture` returned here.
         launcher: starts the ranks instead of the backend's own launcher.
+        choose: called in each rank when the ranks have met; returns the plan of the rank.
 
     Raises:
         UserError: a mistake that only a rank could see.
         WorkerError: a rank failed.
     """
-    job = RankPayload(plan, task, dict(tracker_contexts))
+    job = RankPayload(plan, task, dict(tracker_contexts), choose)
     if plan.mode != "spawn":
         with isolated_rng() if plan.mode == "in-process" else nullcontext():
             loop = run_here(job)
@@ -118,7 +124,7 @@ def run(
         _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))
-        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         for name in ("task.bin", RESERVE):
             (path / name).unlink(missing_ok=True)
         history = History.from_dict({**result["history"], "restarts": read_restarts(path)})
@@ -127,6 +133,39 @@ def run(
     except BaseException:
         folder.cleanup()
         raise
+
+
+def probe(
+    plan: RunPlan,
+    task: Task,
+    step: Callable[[RunPlan, Task, Backend, Path], dict[str, Any]],
+    folder: Path,
+    launcher: Launcher | None = None,
+) -> dict[str, Any]:
+    """Call `step` in new ranks in place of training. The ranks end with it, so that it changes nothing of
+    this process, and a rank that the kernel ends does not end this process.
+
+    Args:
+        plan: of the ranks, on this host.
+        step: ``(plan, task, backend, folder) ->`` what rank 0 returns to the caller, as JSON. The backend has
+            been set up.
+        folder: empty private folder of the ranks.
+        launcher: starts the ranks instead of the backend's own launcher.
+
+    Raises:
+        UserError: a mistake that only a rank could see.
+        WorkerError: a rank failed.
+    """
+    # Nothing is saved, so that no signal has to be waited for.
+    config = plan.config.model_copy(update={"checkpoint_dir": None})
+    plan = replace(plan, mode="spawn", joined=None, counts=(), config=config)
+    starter: Launcher = launcher or load_target(plan.spec.launcher)()
+    starter.prepare(plan)
+    framework: Framework = load_target(plan.spec.objects)()
+    _save(RankPayload(plan, framework.pack(task), probe=step), folder / "task.bin")
+    starter.run(plan, RankCommand(_RANK, folder))
+    found: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return found
 
 
 def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> int:

@@ -68,6 +68,12 @@ class MeshState(ProcessGroupBackend):
             self.counts_with_gradients = False  # a stage that sees no loss has no count
         return world
 
+    def take_batch(self, plan: RunPlan) -> None:
+        super().take_batch(plan)
+        self._plan = plan
+        if plan.dims.pipeline > 1:
+            self._shape = pipeline_shape(plan.config, plan.dims, plan.batch)
+
     def needs_mesh(self, dims: ParallelDims) -> bool:
         """Whether there is more than ranks with different samples and copies of the model."""
         return dims.model_parallel_size > 1 or dims.expert > 1

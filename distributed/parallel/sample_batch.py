@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from distributed.data import Source
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.parallel.context_axis import ContextAxis
@@ -19,7 +20,7 @@ from distributed.training.batch_transfer import move
 from distributed.training.forward_state import Buffers
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["forward_of", "is_short", "undisturbed"]
+__all__ = ["first_samples", "forward_of", "is_short", "undisturbed"]
 
 _WITHOUT_SAMPLES = {
     "parallel.tensor": "name modules in parallel.tensor_plan, such as {'layers.*.up': colwise,"
@@ -64,16 +65,26 @@ def forward_of(
             allowed="datasets with __getitem__ and __len__",
             remedy=f"Give such a dataset, or {_WITHOUT_SAMPLES[field]}",
         )
-    different = 1 if repeated else min(number, source.length or number)
-    with isolated_rng():
-        samples = [source.dataset[index] for index in range(different)]
-        # Copies, because a collate function may change its samples.
-        batch = source.collate_fn([deepcopy(samples[0]) for _ in range(number)] if repeated else samples)
+    batch = first_samples(source, number, repeated)
     batch = move(batch, device or str(next(model.parameters()).device))
     if slices is None:
         return partial(_call, task, model, batch), batch
     own = slices.cut(batch)
     return partial(_call_over, slices, task, model, own), own
+
+
+def first_samples(source: Source, number: int, repeated: bool = False) -> Any:
+    """A batch of the first samples of a map-style dataset, on the host.
+
+    Args:
+        number: of samples; fewer if there are no more.
+        repeated: take the first sample `number` times.
+    """
+    different = 1 if repeated else min(number, source.length or number)
+    with isolated_rng():
+        samples = [source.dataset[index] for index in range(different)]
+        # Copies, because a collate function may change its samples.
+        return source.collate_fn([deepcopy(samples[0]) for _ in range(number)] if repeated else samples)
 
 
 def is_short(model: nn.Module, batch: Any) -> bool:

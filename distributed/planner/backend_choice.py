@@ -125,6 +125,12 @@ _NEEDS: list[_Need] = [
         lambda k: k.accumulation,
         "accumulate gradients",
     ),
+    (
+        "batch_size",
+        lambda c: c.chooses_batch,
+        lambda k: k.auto_batch,
+        "choose the micro-batch by itself",
+    ),
     ("gradient_clipping", lambda c: c.gradient_clipping is not None, lambda k: k.clipping, "clip gradients"),
     ("sync_batchnorm", lambda c: c.sync_batchnorm, lambda k: k.sync_batchnorm, "synchronise BatchNorm"),
     (

@@ -15,6 +15,7 @@ from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import BatchPlan, Facts, Resources, RunPlan
+from distributed.planner.auto_batch import auto_sizes, check_auto
 from distributed.planner.backend_choice import (
     BackendChoice,
     check_accumulation,
@@ -32,6 +33,7 @@ from distributed.planner.low_communication import (
 from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
+from distributed.planner.planned import with_own_predictions
 from distributed.planner.warnings import core_notes, lever_notes, sample_notes
 from distributed.registry.catalog import Catalog
 
@@ -61,13 +63,8 @@ def resolve(
     placement = place_ranks(config, spec, resources, joined)
     num_devices = placement.world_size * placement.num_replicas
     dims = resolve_dims(config, spec, placement.world_size)
-    batch = resolve_batch(
-        batch_size=config.batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        global_batch_size=config.global_batch_size,
-        data_parallel_size=data_parallel_size(config, spec, dims) * placement.num_replicas,
-        loader_batch_size=facts.train_batch_size,
-    )
+    num_slices = data_parallel_size(config, spec, dims) * placement.num_replicas
+    batch, sizes = _resolve_batch(config, spec, facts, dims, num_slices)
     if dims.pipeline > 1:
         pipeline_shape(config, dims, batch)
     check_low_communication(config, spec, dims, placement.precision, catalog)
@@ -85,6 +82,7 @@ def resolve(
         learning_rate=_learning_rate(config, batch, facts),
         dims=dims,
         codec=codec,
+        micro_batches=sizes,
     )
     ours = [*meeting_notes(config, spec, placement), *core_notes(spec, placement)]
     ours += [*lever_notes(config, placement), *low_communication_notes(config, placement.world_size)]
@@ -93,7 +91,29 @@ def resolve(
     notes = (*choice.notes, *placement.notes, *ours, *sample_notes(config, batch, facts))
     found = catalog.manager.hook.check_plan(plan=plan)
     counts = _counts(plan, catalog) if config.is_elastic else ()
-    return replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts)
+    return with_own_predictions(replace(plan, notes=(*notes, *chain.from_iterable(found)), counts=counts))
+
+
+def _resolve_batch(
+    config: DistributedConfig, spec: BackendSpec, facts: Facts, dims: ParallelDims, num_slices: int
+) -> tuple[BatchPlan, tuple[int, ...]]:
+    """The batch, and under ``batch_size=auto`` the sizes of a micro-batch, of which it has the largest."""
+    given = config.batch_size
+    if given is None or isinstance(given, int):
+        batch = resolve_batch(
+            batch_size=given,
+            accumulation=config.gradient_accumulation_steps,
+            global_batch_size=config.global_batch_size,
+            data_parallel_size=num_slices,
+            loader_batch_size=facts.train_batch_size,
+        )
+        return batch, ()
+    if not spec.capabilities.auto_batch:
+        return BatchPlan(1, 1, num_slices), ()  # `check_capabilities` refuses it
+    check_auto(config, facts)
+    sizes = auto_sizes(config, spec, dims, num_slices)
+    assert config.global_batch_size is not None
+    return BatchPlan(sizes[0], config.global_batch_size // num_slices // sizes[0], num_slices), sizes
 
 
 def _copies(spec: BackendSpec, dims: ParallelDims) -> int:
@@ -119,6 +139,7 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
         local_size=local_size,
         node_rank=node_rank,
         batch=rescale_batch(plan.batch, size),
+        micro_batches=auto_sizes(plan.config, plan.spec, dims, size) if plan.config.chooses_batch else (),
         dims=dims,
     )
 

@@ -12,9 +12,9 @@ from distributed.resilience import stack_dumps
 from distributed.resilience.collective_mismatch import Comparison
 from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.hang_diagnosis import Diagnosis, LoaderWorker, RankSnapshot, diagnose, name_ranks
+from distributed.resilience.memory_failures import is_out_of_memory
 
 _FRAMES = 8
-_MEMORY = ("memoryerror", "outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 _TRY = {
     "setup": "check the load of this rank's host: the ranks are still connecting",
     "prepare": "check the load of this rank's host, and the model's factory or compilation",
@@ -270,7 +270,6 @@ def _group_by_place(ranks: Iterable[RankSnapshot]) -> dict[str, list[int]]:
 
 def _describe_cause(report: FailureReport, oom: int) -> str:
     """The cause, if known, and what to try; empty if the traceback is enough."""
-    text = f"{report.exc_type} {report.what}".lower()
     if report.exc_type == "SIGKILL":
         if oom > 0:
             return f"the kernel killed a process of this job for lack of memory. Try: {_TRY['memory']}"
@@ -278,7 +277,7 @@ def _describe_cause(report: FailureReport, oom: int) -> str:
             "try: find the sender of the signal in the scheduler's log, or an out-of-memory kill in the"
             f" kernel's log (dmesg); then {_TRY['memory']}"
         )
-    if any(word in text for word in _MEMORY):
+    if is_out_of_memory(report.exc_type, report.what):
         limit = f" within its limit of {report.memory_limit} (ulimit -v)" if report.memory_limit else ""
         return f"the rank ran out of memory{limit}. Try: {_TRY['memory']}"
     if worker := re.search(r"DataLoader worker \(pid[^)]*\) [^.\n]*", report.what):

@@ -84,15 +84,35 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
             got=mode,
             allowed="none with BatchNorm inside the blocks",
         )
-    return Recomputed(blocks, mode)
+    return Recomputed(blocks, mode, _caching(model))
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    """Configurations by which models of transformers fill a cache of keys and values: the recomputation of a
+    block would add its keys a second time."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(c): c for c in configs if getattr(c, "use_cache", None) is True}.values())
 
 
 class Recomputed(Forwards):
-    """Blocks whose forward was replaced by one that stores little."""
+    """Blocks whose forward was replaced by one that stores little.
 
-    def __init__(self, blocks: Sequence[nn.Module], mode: str) -> None:
-        self._mode = mode
+    Args:
+        blocks: whose activations are recomputed.
+        mode: see `recompute`.
+        caching: configurations whose ``use_cache`` is false meanwhile. No training step reads the cache.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], mode: str, caching: Sequence[Any] = ()) -> None:
+        self._mode, self._caching = mode, caching
+        for config in caching:
+            config.use_cache = False
         super().__init__([(block, _Forward(block, mode)) for block in blocks])
+
+    def undo(self) -> None:
+        for config in self._caching:
+            config.use_cache = True
+        super().undo()
 
     def explained(self) -> AbstractContextManager[None]:
         return _explained(self._mode)

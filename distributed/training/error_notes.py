@@ -92,8 +92,8 @@ def _described(value: Any) -> str:
 
 
 def _range(tensor: Tensor) -> str:
-    # A device whose kernel has just failed cannot be read.
+    # A device whose kernel has just failed cannot be read, and a subclass may have no values.
     integers = not (tensor.is_floating_point() or tensor.is_complex())
-    if not integers or not tensor.numel() or tensor.device.type != "cpu":
+    if not integers or not tensor.numel() or tensor.device.type != "cpu" or type(tensor) is not Tensor:
         return ""
     return f" from {int(tensor.min())} to {int(tensor.max())}"

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Buffers", "warn_of_changes"]
+from distributed.errors import UserError
+
+__all__ = ["Buffers", "refuse_changes", "warn_of_changes"]
 
 logger = logging.getLogger("distributed")
 
@@ -62,6 +64,24 @@ def warn_of_changes(changed: list[str]) -> None:
             " its own samples, so training depends on their number. Rank 0's values are validated and saved."
             " Change it in a callback with all_ranks = True to train in the same way on any number of ranks",
             *(changed[0], f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
+        )
+
+
+def refuse_changes(changed: list[str]) -> None:
+    """The same where ``batch_size=auto`` chooses the number of forward passes.
+
+    Raises:
+        UserError: `changed` has a name.
+    """
+    for name in changed[:1]:
+        raise UserError(
+            f"the forward pass changes the buffer '{name}', once per micro-batch, so that the size chosen by"
+            " batch_size=auto would change the training",
+            field="batch_size",
+            got="auto",
+            allowed="a number, or auto for a model whose forward pass changes no buffer",
+            remedy="Set batch_size and gradient_accumulation_steps to numbers, or change the buffer in a"
+            " callback with all_ranks = True",
         )
 
 

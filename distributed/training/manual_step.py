@@ -33,6 +33,14 @@ class Stepper:
                 allowed="1 here, or ranks that a launcher started",
                 remedy=f"torchrun --nproc_per_node={plan.local_size} script.py, or use fit",
             )
+        if plan.micro_batches:
+            raise UserError(
+                "a loop of your own brings batches of its own size, so that there is no size to choose",
+                field="batch_size",
+                got="auto",
+                allowed="a number, or nothing",
+                remedy="Leave batch_size out, or use fit",
+            )
         if plan.config.low_communication.is_active:
             raise UserError(
                 "ranks that train on their own are made equal where an epoch or the training ends, which a"

@@ -20,6 +20,7 @@ __all__ = [
     "META",
     "SPARSE",
     "Trait",
+    "check_chosen_batch",
     "check_materialized",
     "check_micro_batches",
     "check_slices_of_one",
@@ -87,6 +88,26 @@ def check_micro_batches(
             allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
             remedy="Or build the embedding with scale_grad_by_freq=False",
         )
+
+
+def check_chosen_batch(model: nn.Module) -> None:
+    """Raise a UserError for layers whose training depends on the size of a micro-batch, which
+    ``batch_size=auto`` chooses by the memory of a machine."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            trains = module.training
+        else:
+            trains = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if trains and module.training:
+            raise UserError(
+                f"'{name}' ({type(module).__name__}) computes statistics over a micro-batch, so that the size"
+                " chosen by batch_size=auto would change the training",
+                field="batch_size",
+                got="auto",
+                allowed="a number, or auto for a model without such layers",
+                remedy="Set batch_size and gradient_accumulation_steps to numbers, or use GroupNorm or"
+                " LayerNorm, or put the layer into evaluation mode to train with fixed statistics",
+            )
 
 
 def undivided(parts: tuple[int, int]) -> str:

@@ -65,6 +65,8 @@ class Objective:
     Args:
         warns: whether to warn of a loss whose weight is not known, which matters if a global batch consists
             of several micro-batches.
+        is_chosen: whether ``batch_size=auto`` chooses the size of a micro-batch: a loss whose value depends
+            on it is refused.
 
     Attributes:
         counted: whether the count is only known after the forward pass, so that it has to be
@@ -86,6 +88,7 @@ class Objective:
         validation_step: Callable[..., Any] | None = None,
         device: str = "cpu",
         warns: bool = False,
+        is_chosen: bool = False,
     ) -> None:
         check_loss(loss_fn)
         loss_fn = _placed(loss_fn, device)
@@ -98,7 +101,7 @@ class Objective:
         if metrics is None and classifies:
             metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
         self.metrics = dict(metrics or {})
-        self._means, self._warns = MeanLosses(), warns
+        self._means, self._warns, self._is_chosen = MeanLosses(), warns, is_chosen
         self.averaged_over: str | None = None
         self.averages = 0
         self.pieces = 1
@@ -276,6 +279,15 @@ class Objective:
                 got=self.pieces,
                 allowed="1",
                 remedy="Set parallel.num_microbatches=1 and raise gradient_accumulation_steps",
+            )
+        if self._is_chosen and num_pairs:
+            raise UserError(
+                f"the loss of {field} compares the samples of a micro-batch with each other ({num_pairs} x"
+                f" {num_pairs} scores), so that the size chosen by batch_size=auto would change the training",
+                field="batch_size",
+                got="auto",
+                allowed="a number, or auto for a loss that is a mean over samples",
+                remedy="Set batch_size and gradient_accumulation_steps to numbers",
             )
         if self._warns and num_pairs:
             logger.warning(

@@ -39,8 +39,8 @@ class Snapshot:
     """A copy of a `TrainState` as plain data.
 
     Attributes:
-        common: equal on all ranks: ``progress``, ``order`` of the samples, ``scheduler``, ``lineage``,
-            ``frozen`` and rank 0's ``callbacks``.
+        common: equal on all ranks: ``progress``, ``order`` of the samples, ``batch``, ``scheduler``,
+            ``lineage``, ``frozen`` and rank 0's ``callbacks``.
         rank: of this rank: ``rng``, ``records`` and ``stream``.
     """
 
@@ -125,6 +125,7 @@ class TrainState:
             {
                 "progress": asdict(self.progress),
                 "order": None if self.feed is None else self.feed.order,
+                "batch": None if self.feed is None else self.feed.batch,
                 "scheduler": self.schedule.state_dict(),
                 "lineage": self.lineage,
                 "frozen": self.frozen_at_start,

@@ -25,7 +25,7 @@ from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
-from distributed.training.forward_state import Buffers, warn_of_changes
+from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
 from distributed.training.gradient_scaling import (
     group_by_dtype,
     inverse,
@@ -37,6 +37,7 @@ from distributed.training.mixins.accumulation import AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
+    check_chosen_batch,
     check_materialized,
     check_micro_batches,
     check_slices_of_one,
@@ -108,6 +109,9 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             plan.precision, plan.device, plan.config.scaler_init_scale, plan.config.scaler_growth_interval
         )
 
+    def take_batch(self, plan: RunPlan) -> None:
+        self._batch = plan.batch
+
     def prepare(self, task: Task) -> None:
         if self.compression is not None and task.run_state:
             self.compression.left = task.run_state["backend"]
@@ -131,6 +135,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             task.validation_step,
             self.world.device,
             warns=self.world.rank == 0 and several,
+            is_chosen=self.config.chooses_batch,
         )
         self._declare_counts(task)
         parallel = self.num_contributors > 1 and self.counts_with_gradients
@@ -141,13 +146,15 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
-        self._watches_buffers = several and self.world.rank == 0
+        self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
 
     def _check_model(self, built: nn.Module, task: Task) -> None:
         """Raise a UserError if these ranks cannot train the model exactly. Collective."""
         check_trainable(built)
+        if self.config.chooses_batch:
+            check_chosen_batch(built)
         check_materialized(built, self.config.backend, self.world.size)
         check_whole(built)
         check_slices_of_one(built, self.config, self.world.size)
@@ -207,7 +214,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._count, self._num_samples = count if counted else None, window.num_samples
         if first is not None:
             self._watches_buffers = False
-            warn_of_changes(first.changed())
+            (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
         return total, count
 
     def run_micro_batches(

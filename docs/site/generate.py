@@ -66,6 +66,7 @@ def abilities() -> str:
         ("`find_unused_parameters`", "find_unused_parameters"),
         ("`bucket_cap_mb`, `gradient_as_bucket_view`", "gradient_buckets"),
         ("portable checkpoints", "checkpoint"),
+        ("`batch_size: auto`", "auto_batch"),
     ):
         rows.append([label, *(mark[getattr(c, field)] for c in able)])
     rows += [[f"`{field}`", *(mark[field in c.levers] for c in able)] for field in sorted(LEVERS)]

@@ -113,11 +113,15 @@ def _llama(tied: bool) -> nn.Module:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    model = LlamaForCausalLM(config)
+    return with_exact_norms(LlamaForCausalLM(config))
+
+
+def with_exact_norms(model: nn.Module) -> nn.Module:
+    """A Llama with norms in its own dtype: theirs compute in float32, whose rounding would hide what is
+    looked for."""
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":
-            # Theirs computes in float32, whose rounding would hide what is looked for.
-            model.set_submodule(name, nn.RMSNorm(WIDTH, eps=config.rms_norm_eps))
+            model.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))
     return model
 
 

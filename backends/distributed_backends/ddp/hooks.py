@@ -31,6 +31,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 gradient_buckets=True,
                 checkpoint=True,
+                auto_batch=True,
                 axes=("data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS,

@@ -47,6 +47,7 @@ def register_backends() -> list[BackendSpec]:
             capabilities=Capabilities(
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 checkpoint=True,
+                auto_batch=True,
                 levers=LEVERS - {"optimizer_bits", "fp8"},
                 zero_stages=frozenset({0, 1, 2, 3}),
                 exchanges=EXCHANGES,

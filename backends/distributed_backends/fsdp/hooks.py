@@ -53,6 +53,7 @@ def register_backends() -> list[BackendSpec]:
                 find_unused_parameters=True,
                 sync_batchnorm=True,
                 checkpoint=True,
+                auto_batch=True,
                 axes=("shard", "data", "pipeline", "context", "tensor", "expert"),
                 schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},

@@ -39,6 +39,7 @@ def register_backends() -> list[BackendSpec]:
                 precisions=frozenset({"fp32", "bf16", "fp16"}),
                 find_unused_parameters=True,
                 checkpoint=True,
+                auto_batch=True,
                 levers=LEVERS,
                 exchanges=EXCHANGES,
             ),

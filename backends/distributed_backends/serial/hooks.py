@@ -23,6 +23,7 @@ def register_backends() -> list[BackendSpec]:
                 sync_batchnorm=True,
                 find_unused_parameters=True,
                 checkpoint=True,
+                auto_batch=True,
                 levers=LEVERS,
             ),
         )

@@ -167,7 +167,7 @@ def _pipeline(dataset: Any, make: Any, argument: str, config: DistributedConfig)
 
 
 def _batch_size(config: DistributedConfig) -> int:
-    return config.batch_size or 32
+    return config.batch_size if isinstance(config.batch_size, int) else 32
 
 
 def _check_order(dataset: Any, stream: PipelineStream, argument: str) -> None:

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.operations.planning.cut_model import CutOptions, rank_of_cut
-from distributed.operations.planning.optimizer_facts import optimizer_facts
+from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
 from distributed.operations.planning.recorder import Recorder, explained, resized_batch
 from distributed.planner.estimates.model_facts import WHOLE, Cut, FactsSource, ModelFacts, Timeline
+from distributed.planner.estimates.work_facts import WorkFacts
 from distributed.training.activation_checkpointing import recompute
 from distributed.training.objective import Objective
 
@@ -87,6 +88,9 @@ def collect_facts(
         optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=device != "cpu"),
         precision=precision,
         optimizer_name=optimizer,
+        work=WorkFacts(
+            recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=device != "cpu")
+        ),
         cut=cut,
         received=received,
         whole_numel=whole_numel,

@@ -10,7 +10,7 @@ from distributed.errors import UserError
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.planner.estimates.model_facts import ModelFacts
 
-__all__ = ["Decoder", "facts_from_numbers"]
+__all__ = ["Decoder", "facts_from_numbers", "next_token_loss"]
 
 
 class Decoder(nn.Module):
@@ -167,7 +167,7 @@ def facts_from_numbers(
     return collect_facts(
         model,
         (tokens, targets),
-        training_step=_cross_entropy,
+        training_step=next_token_loss,
         precision=precision,
         optimizer=optimizer,
         momentum=momentum,
@@ -175,6 +175,7 @@ def facts_from_numbers(
     )
 
 
-def _cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of the targets, as a `training_step`."""
     tokens, targets = batch
     return nn.functional.cross_entropy(model(tokens), targets.flatten())

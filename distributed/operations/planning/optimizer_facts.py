@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from distributed.config import DistributedConfig
 from distributed.operations.planning.memory_trace import MemoryTrace
+from distributed.operations.planning.work_trace import WorkTrace, merge
 from distributed.planner.estimates.model_facts import Kind, OptimizerFacts
+from distributed.planner.estimates.work_facts import OptimizerWork
 from distributed.training.optimizers import build_optimizer
 
-__all__ = ["optimizer_facts"]
+__all__ = ["optimizer_facts", "optimizer_work"]
 
 _ROWS = 256
 _SMALL = 8
@@ -54,6 +56,34 @@ def optimizer_facts(name: str, *, momentum: float = 0.0, foreach: bool = False) 
         per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
         at_once=foreach,
     )
+
+
+def optimizer_work(name: str, *, momentum: float = 0.0, foreach: bool = False) -> OptimizerWork:
+    """Operations of the update of one parameter, as lines in its elements.
+
+    Args:
+        name: of the optimizer, as the configuration has it.
+        momentum: of SGD.
+        foreach: whether parameters are updated together, as torch does by default on GPUs.
+    """
+    config = DistributedConfig(optimizer=name, momentum=momentum)
+    sides = (_ROWS, 2 * _ROWS)
+    counted = []
+    for side in sides:
+        model = nn.Linear(side, 1, bias=False)
+        optimizer = build_optimizer(None, model, config, 1e-3)
+        for group in optimizer.param_groups:
+            if "foreach" in group:
+                group["foreach"] = foreach
+        trace = WorkTrace()
+        for _ in range(2):  # state exists after the first step
+            model.weight.grad = torch.zeros_like(model.weight)
+            trace.take()
+            with trace:
+                optimizer.step()
+        counted.append(trace.take())
+    (block,) = merge(counted[0], counted[1], 1, sides)
+    return OptimizerWork(block.forward, foreach)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.planning.default_hardware import profile_of
+from distributed.operations.planning.machine_match import announce_difference
+from distributed.operations.planning.options import PlanOptions, limited
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.planner.estimates.configuration import refusal_of
-from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
 from distributed.planner.estimates.space_of_config import space_of
 from distributed.planner.estimates.table import predictions_from, table_of
@@ -28,10 +28,7 @@ def plan_numbers(
     given: Mapping[str, Any] | ModelNumbers,
     base: Sequence[Layer],
     asked: Sequence[Layer],
-    hardware: str | Path | HardwareProfile | None = None,
-    num_devices: int | None = None,
-    num_plans: int = 10,
-    codecs: Collection[str] = (),
+    options: PlanOptions,
 ) -> Plans:
     """See `distributed.plan`.
 
@@ -43,18 +40,20 @@ def plan_numbers(
     catalog, layers = get_catalog(), (*base, *asked)
     config = load_layers(layers)
     numbers = _numbers(given, config)
-    profile, whence = profile_of(hardware)
-    devices = num_devices or config.num_ranks or profile.devices_per_node
-    space = space_of(numbers, config, names_in(asked), profile, devices, catalog, codecs)
+    profile, whence = profile_of(options.hardware)
+    devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    announce_difference(profile, devices)
+    space = space_of(numbers, config, names_in(asked), profile, devices, catalog, options.codecs)
+    space = limited(space, options.axes)
     table = table_of(
         space,
         predictions_from(profile),
         profile,
-        num_plans,
+        options.num_plans,
         lambda split: refusal_of(split, catalog, profile.device, layers),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, whence)
+    return Plans(subject, space, profile, table, layers, tuple(asked), whence)
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from html import escape
+from pathlib import Path
 
 from distributed.operations.planning.plan_text import (
     HEADS,
     headline,
-    memory_text,
     part_rows,
     rows_of,
-    seconds_text,
     settings_of,
 )
 from distributed.operations.planning.plans import Plans
+from distributed.operations.planning.quantities import memory_text, seconds_text
 from distributed.operations.report import html
 from distributed.operations.report.figures import stacked_bars
 from distributed.operations.report.html import Html, Panel
@@ -23,7 +23,7 @@ from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.search import Ranked
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["page_of"]
+__all__ = ["write_page"]
 
 _BARS = 12
 """Most plans of which bars are drawn."""
@@ -31,8 +31,16 @@ _REASONS = 200
 """Most rejected candidates that the page names one by one."""
 
 
-def page_of(plans: Plans) -> str:
-    """The page."""
+def write_page(plans: Plans, path: str | Path) -> None:
+    """Write an HTML page with the table and a picture of time and memory.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    html.write(Path(path), _page(plans), "--html")
+
+
+def _page(plans: Plans) -> str:
     panels, best = _panels(plans), plans[0]
     title = f"Plans for {plans.subject}"
     time, memory = part_rows(best)

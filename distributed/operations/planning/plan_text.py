@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from distributed.operations.planning.plans import Plans
-from distributed.operations.report.formats import number
+from distributed.operations.planning.quantities import memory_text, seconds_text
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.search import Ranked
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = [
-    "HEADS",
-    "headline",
-    "memory_text",
-    "part_rows",
-    "row_of",
-    "rows_of",
-    "seconds_text",
-    "settings_of",
-]
+__all__ = ["HEADS", "headline", "part_rows", "rows_of", "settings_of"]
 
 HEADS = ["#", "backend", "ranks", "micro-batch", "settings", "step", "interval", "MFU", "memory", "of device"]
-
-_DIGITS = 3
 
 
 def headline(plans: Plans) -> str:
@@ -39,11 +28,10 @@ def headline(plans: Plans) -> str:
 def rows_of(plans: Plans) -> Iterator[list[str]]:
     """A row for each plan."""
     for index, row in enumerate(plans.rows, 1):
-        yield row_of(index, row, plans)
+        yield _row(index, row, plans)
 
 
-def row_of(index: int, row: Ranked, plans: Plans) -> list[str]:
-    """Cells of a plan."""
+def _row(index: int, row: Ranked, plans: Plans) -> list[str]:
     split, profile = row.split, plans.profile
     low, high = row.time.interval(profile.achievable.spread)
     micro = f"{split.micro_batch} x {split.num_micro_batches}"
@@ -79,25 +67,8 @@ def part_rows(row: Ranked) -> tuple[list[list[str]], list[list[str]]]:
     return _parts(row.time, seconds_text), _parts(row.memory, memory_text)
 
 
-def _parts(parts: TimeParts | MemoryParts, text: object) -> list[list[str]]:
-    assert callable(text)
+def _parts(parts: TimeParts | MemoryParts, text: Callable[[float], str]) -> list[list[str]]:
     found = [(field.name, getattr(parts, field.name)) for field in fields(parts)]
     whole = parts.total or 1
     rows = [[name.replace("_", " "), text(value), f"{value / whole:.1%}"] for name, value in found]
     return [*rows, ["total", text(parts.total), ""]]
-
-
-def seconds_text(value: float) -> str:
-    """``1.23 s``, ``45.6 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{number(value / scale, _DIGITS)} {unit}"
-    return f"{number(value * 1e6, _DIGITS)} us"
-
-
-def memory_text(nbytes: float) -> str:
-    """``12.3 GB``, ``45.6 MB``, of 1000 bytes each."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if nbytes >= scale:
-            return f"{number(nbytes / scale, _DIGITS)} {unit}"
-    return f"{number(nbytes / 1e3, _DIGITS)} kB"

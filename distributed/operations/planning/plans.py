@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.config import Layer, load_layers
-from distributed.config.load import all_fields, nested
+from distributed.config.load import all_fields, nested, value_of
 from distributed.errors import UserError
-from distributed.operations.report.html import write
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.configuration import plan_fields
 from distributed.planner.estimates.hardware import HardwareProfile
@@ -38,6 +37,7 @@ class Plans:
         profile: the hardware.
         table: plans and rejected candidates.
         base: layers of the configuration that a plan overrides, such as a script's.
+        asked: layers with the fields that a plan has to have.
         whence: where the profile is from.
     """
 
@@ -46,6 +46,7 @@ class Plans:
     profile: HardwareProfile
     table: Table
     base: tuple[Layer, ...] = ()
+    asked: tuple[Layer, ...] = ()
     whence: str = ""
 
     @property
@@ -74,9 +75,11 @@ class Plans:
                 remedy="Choose a row of the table",
             )
         row, profile = self[index], self.profile
-        fields = plan_fields(
-            row.split, load_layers(self.base), get_catalog(), profile.device, profile.devices_per_node
-        )
+        # CPU ranks are processes, of which a host has as many as are started.
+        per_node = None if profile.device == "cpu" else profile.devices_per_node
+        fields = plan_fields(row.split, load_layers(self.base), get_catalog(), profile.device, per_node)
+        given = load_layers(self.asked)
+        fields = {name: value_of(given, name) for name in sorted(names_in(self.asked))} | fields
         predicted = {
             "split": describe(row.split),
             "hardware": profile.name,
@@ -90,12 +93,12 @@ class Plans:
         """A configuration file that ``train --config`` reads."""
         import yaml
 
-        row = self[index]
+        fields, row = self.fields(index), self[index]
         head = (
             f"# Plan {index + 1} of {len(self)} for {self.subject} on {self.space.world_size} x"
             f" {self.profile.name}:\n# {describe(row.split)}\n"
         )
-        return head + yaml.safe_dump(nested(self.fields(index)), sort_keys=False)
+        return head + yaml.safe_dump(nested(fields), sort_keys=False)
 
     def save(self, path: str | Path, index: int = 0) -> None:
         """Write `yaml`, whole or not at all, readable by this user only.
@@ -113,19 +116,6 @@ class Plans:
                 got=str(path),
                 remedy="Choose a file in a folder that exists",
             ) from None
-
-    def save_page(self, path: str | Path) -> None:
-        """Write an HTML page with the table and a picture of time and memory.
-
-        Raises:
-            UserError: plotly is not installed, or the page cannot be written there.
-        """
-        from distributed.operations.report.html import check_plotly
-
-        check_plotly("the page of plans")
-        from distributed.operations.planning.plan_page import page_of
-
-        write(Path(path), page_of(self), "--html")
 
     def to_dict(self) -> dict[str, Any]:
         """All plans and reasons, for JSON."""

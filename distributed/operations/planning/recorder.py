@@ -22,6 +22,7 @@ from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.operations.planning.cut_model import RankPart
 from distributed.operations.planning.memory_trace import MemoryTrace, RawTimeline
+from distributed.operations.planning.work_trace import RawOperation, WorkTrace, merge
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     Collective,
@@ -30,6 +31,7 @@ from distributed.planner.estimates.model_facts import (
     Size,
     Timeline,
 )
+from distributed.planner.estimates.work_facts import BlockWork
 from distributed.training.blocks import find_blocks
 from distributed.training.objective import Objective
 
@@ -76,6 +78,7 @@ class Recorder:
         self._flops: dict[int, Size] = {}
         self._outputs: dict[int, Size] = {}
         self._calls: dict[int, int] = {}
+        self._work: list[list[RawOperation]] = []
 
     def pair(self) -> tuple[Timeline, Timeline]:
         """The first and a later micro-batch of an optimizer step."""
@@ -125,21 +128,26 @@ class Recorder:
     def _record(self, num_samples: int) -> tuple[RawTimeline, RawTimeline]:
         whole = resized_batch(self._batch, num_samples, self._device)
         batch = self._part.slice_of(whole)
-        trace = MemoryTrace(self.blocks, self._held())
+        trace, work = MemoryTrace(self.blocks, self._held()), WorkTrace(self.blocks)
         boundary = self._part.boundary(num_samples)
         held = [t for t in (*self.model.buffers(), *boundary) if t is not None and not t.is_meta]
         trace.ignore([*held, *(t for t in tree_leaves((whole, batch)) if isinstance(t, Tensor))])
         try:
-            with explained(), _one_sequence_in_each_row(self._batch), trace:
+            work.active = False
+            with explained(), _one_sequence_in_each_row(self._batch), trace, work:
                 # Some work is done once only, such as checks of the loss, or for each operation on DTensors.
                 for _ in range(2 if self._part.axes else 1):
                     self._micro_batch(trace, batch, num_samples, boundary)
                 for parameter in self.model.parameters():
                     parameter.grad = None
+                work.active = len(self._work) < len(_SAMPLES)
                 first = self._micro_batch(trace, batch, num_samples, boundary)
+                self._work.append(work.take())
+                work.active = False
                 later = self._micro_batch(trace, batch, num_samples, boundary)
         finally:
             trace.remove()
+            work.remove()
             for parameter in self.model.parameters():
                 parameter.grad = None
         return first, later
@@ -181,6 +189,11 @@ class Recorder:
         return torch.autocast(self._device.split(":")[0], dtype=self._dtype, enabled=self._dtype is not None)
 
     # -- facts ------------------------------------------------------------------------
+
+    def work(self) -> tuple[BlockWork, ...]:
+        """Operations of the first micro-batch of a step without activation checkpointing."""
+        small, large = self._work[:2]
+        return merge(small, large, len(self.blocks), _SAMPLES)
 
     def parameter_facts(self) -> tuple[ParameterFacts, ...]:
         """All parameters with their innermost block."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from distributed.operations.planning.plan_history import comparisons_of, error_text, quantity
 from distributed.operations.report import html
 from distributed.operations.report.compare import Scaling, differences, names_of, scalings
 from distributed.operations.report.figures import line_panel, panels_of
@@ -53,6 +54,7 @@ def _alone(run: Run, title: str) -> tuple[list[Html], list[Panel]]:
         html.facts(_facts(run)),
         *map(html.note, run.notes),
         html.section("Curves", html.plots(panels, key=_key(run))),
+        html.section("Predicted and measured", _predicted(run)),
         html.section("Failures and restarts", *map(_event, run.failures)),
         html.section("Attempts", _attempts(run)),
         html.section("Configuration", *_config(run)),
@@ -111,6 +113,18 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if skipped:
         found.append(("steps skipped, gradients not finite", str(skipped)))
     return found
+
+
+def _predicted(run: Run) -> Html:
+    """What the plan of the run predicted; empty without a plan."""
+    rows = [
+        [c.what, quantity(c, c.predicted), quantity(c, c.measured), error_text(c)]
+        for c in comparisons_of(run)
+    ]
+    if not rows:
+        return Html("")
+    split = html.note(f"The plan: {run.setting('planned.split')} on {run.setting('planned.hardware')}.")
+    return Html(split + html.table(["", "predicted", "measured", "error"], rows, numbers=(1, 2, 3)))
 
 
 def _peak(run: Run) -> tuple[str, float] | None:

@@ -186,7 +186,7 @@ class Run:
     @property
     def epochs(self) -> list[Line]:
         """The epochs' metrics that count, in order."""
-        return list(self._kept("epoch"))
+        return list(self.kept("epoch"))
 
     def best(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best epoch by the metric that decides; None without validation."""
@@ -206,13 +206,11 @@ class Run:
 
     def figures(self, kind: str = "log") -> list[str]:
         """Names of the logged metrics, in order of first use."""
-        return list(dict.fromkeys(name for line in self._kept(kind) for name in line["figures"]))
+        return list(dict.fromkeys(name for line in self.kept(kind) for name in line["figures"]))
 
     def series(self, name: str, kind: str = "log") -> Series:
         """The metric `name` of log steps (or epochs); for each step, the last attempt's value."""
-        pairs = [
-            (line["step"], line["figures"][name]) for line in self._kept(kind) if name in line["figures"]
-        ]
+        pairs = [(line["step"], line["figures"][name]) for line in self.kept(kind) if name in line["figures"]]
         return Series([step for step, _ in pairs], [value for _, value in pairs])
 
     def repeated(self, name: str) -> list[Series]:
@@ -232,7 +230,7 @@ class Run:
 
     def checkpoints(self) -> list[int]:
         """Steps that were saved and count."""
-        return [line["step"] for line in self._kept("checkpoint")]
+        return [line["step"] for line in self.kept("checkpoint")]
 
     def throughput(self) -> float | None:
         """Median samples per second of the log steps, None without any."""
@@ -260,7 +258,7 @@ class Run:
         starts = [attempt.step for attempt in self.attempts]
         return [min(starts[index + 1 :], default=float("inf")) for index in range(len(starts))]
 
-    def _kept(self, kind: str) -> Iterator[Line]:
+    def kept(self, kind: str) -> Iterator[Line]:
         for attempt, end in zip(self.attempts, self._ends(), strict=True):
             yield from (line for line in attempt.of(kind) if line["step"] <= end)
 

@@ -50,7 +50,6 @@ def split_fields(split: Split, device: str = "cuda", devices_per_node: int | Non
         "batch_size": split.micro_batch,
         "gradient_accumulation_steps": split.num_micro_batches,
         "global_batch_size": split.micro_batch * split.num_micro_batches * dims.data_parallel_size,
-        "optimizer": split.optimizer,
     }
     fields |= {f"parallel.{axis}": dims.size(axis) for axis in _AXES if dims.size(axis) > 1}
     if dims.pipeline > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CUDA", "EXACT", "MAPPED_CPU", "DeviceMemory"]
+__all__ = ["CUDA", "EXACT", "HOST", "MAPPED_CPU", "DeviceMemory"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class DeviceMemory:
 
 EXACT = DeviceMemory()
 """Bytes of tensors as they are, without copies in collectives."""
+
+HOST = DeviceMemory(copies_in_collectives=True)
+"""Tensors of CPU ranks as they are, with the copies that gloo makes."""
 
 CUDA = DeviceMemory(granule=512)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it

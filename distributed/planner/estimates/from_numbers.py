@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from distributed.config.compression import CompressionSection
-from distributed.interfaces.codec import DENSE, CodecSpec, dense_bytes
+from distributed.interfaces.codec import CodecSpec
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.block_time import block_time, output_time
+from distributed.planner.estimates.codec_shares import codec_share
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.memory_by_numbers import rank_memory
@@ -75,7 +75,8 @@ class FromNumbers:
     @cached_property
     def timer(self) -> StepTimer:
         """The time model."""
-        return StepTimer(self.numbers, self.profile, codec_share=self._codec_share)
+        shape = (self.numbers.hidden, self.numbers.hidden)
+        return StepTimer(self.numbers, self.profile, codec_share=codec_share(self.codecs, [shape]))
 
     def _stage_time(self, dims: ParallelDims, micro_batch: int, precision: str) -> float:
         """Mean seconds of a stage for one micro-batch, without recomputation."""
@@ -83,17 +84,3 @@ class FromNumbers:
         block = block_time(self.numbers, split, self.profile, timer.engine)
         output = output_time(self.numbers, split, self.profile)
         return (self.numbers.layers * (block.compute + block.exposed) + output.compute) / dims.pipeline
-
-    @cached_property
-    def _shares(self) -> dict[tuple[str, int], float]:
-        return {}
-
-    def _codec_share(self, codec: str, ranks: int) -> float:
-        """Bytes that a codec sends for a square matrix of the model, relative to the dense gradient."""
-        if codec == DENSE or ranks == 1:
-            return 1.0
-        if (codec, ranks) not in self._shares:
-            shape = (self.numbers.hidden, self.numbers.hidden)
-            sent = self.codecs[codec].wire_bytes(shape, 4, CompressionSection(codec=codec), ranks)
-            self._shares[codec, ranks] = sent / dense_bytes(shape, 4, ranks)
-        return self._shares[codec, ranks]

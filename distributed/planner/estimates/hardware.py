@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from distributed.errors import UserError, did_you_mean
+from distributed.planner.estimates.measured_node import MeasuredNode
 
 __all__ = ["Achievable", "HardwareProfile", "load_profile", "parse_profile", "shipped_profiles"]
 
 _FOLDER = Path(__file__).with_name("profiles")
 _DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-_UNSOURCED = {"name", "summary", "device", "sources", "achievable"}
+_UNSOURCED = {"name", "summary", "device", "sources", "achievable", "measured"}
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -67,6 +68,8 @@ class HardwareProfile(_Section):
         host_memory: bytes of host memory for each device.
         host_link: bytes per second between a device and host memory.
         achievable: what software reaches.
+        measured: times of operations and collectives on one node, which `calibrate` measures; None where
+            there are only rates.
         sources: name of a value -> where it was published or measured.
     """
 
@@ -84,6 +87,7 @@ class HardwareProfile(_Section):
     host_memory: Positive
     host_link: Positive
     achievable: Achievable
+    measured: MeasuredNode | None = None
     sources: Mapping[str, str]
 
     def flops(self, precision: str) -> float:

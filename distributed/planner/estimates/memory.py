@@ -18,7 +18,7 @@ from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFac
 from distributed.planner.estimates.pipeline_window import place_buffers, play_stages
 from distributed.planner.estimates.split import Split
 
-__all__ = ["MemoryParts", "predict_memory"]
+__all__ = ["MemoryParts", "check_split", "predict_memory"]
 
 
 def predict_memory(
@@ -41,6 +41,11 @@ def predict_memory(
     stages = range(split.dims.pipeline)
     ranks = [_of_rank(_facts_of(facts, split.cut(stage)), split, device, layout) for stage in stages]
     return max(ranks, key=lambda parts: parts.total)
+
+
+def check_split(split: Split) -> None:
+    """Raise a UserError if the memory of such a split is not predicted for any model."""
+    _check_layout(split, layout_of(split))
 
 
 def _facts_of(facts: ModelFacts | FactsSource, cut: Cut) -> ModelFacts:

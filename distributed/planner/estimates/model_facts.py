@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from distributed.planner.estimates.size import Size
+from distributed.planner.estimates.work_facts import NOT_COUNTED, WorkFacts
+
 __all__ = [
     "BlockFacts",
     "Collective",
@@ -24,22 +27,6 @@ __all__ = [
     "Timeline",
     "WHOLE",
 ]
-
-
-class Size(NamedTuple):
-    """Bytes of a tensor as a function of the samples of a micro-batch.
-
-    Attributes:
-        fixed: bytes for any number of samples.
-        per_sample: further bytes for each sample.
-    """
-
-    fixed: float
-    per_sample: float = 0.0
-
-    def at(self, num_samples: int) -> int:
-        """Bytes for a micro-batch of `num_samples` samples."""
-        return round(self.fixed + self.per_sample * num_samples)
 
 
 _NOTHING = Size(0), Size(0)
@@ -250,6 +237,7 @@ class ModelFacts:
             what it does not receive.
         whole_numel: elements of all parameters of the uncut model.
         cannot_recompute: why `first_recomputed` is None.
+        work: operations of a micro-batch and of the optimizer; without blocks where they were not counted.
     """
 
     name: str
@@ -267,6 +255,7 @@ class ModelFacts:
     received: tuple[Size, Size] = _NOTHING
     whole_numel: int = 0
     cannot_recompute: str = ""
+    work: WorkFacts = NOT_COUNTED
 
     @property
     def num_parameters(self) -> int:

@@ -14,6 +14,7 @@ from heapq import heappush, heapreplace
 from math import inf
 
 from distributed.errors import UserError
+from distributed.interfaces.codec import DENSE
 from distributed.planner.estimates.candidates import (
     Group,
     SearchSpace,
@@ -231,11 +232,13 @@ class _Search:
 
 def describe(split: Split) -> str:
     """`split` in one line."""
-    parts = [split.backend, str(split.dims), f"micro_batch {split.micro_batch}"]
+    parts = [split.backend, str(split.dims), f"micro_batch {split.micro_batch} x {split.num_micro_batches}"]
     if split.dims.pipeline > 1:
         parts.append(split.schedule)
     parts += [name for name in ("activation_checkpointing", "offload") if getattr(split, name)]
     parts += [f"zero_stage {split.zero_stage}"] if split.zero_stage else []
+    parts += [f"codec {split.codec}"] if split.codec != DENSE else []
+    parts += [split.precision] if split.precision != "fp32" else []
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Time of an optimizer step by part, for a model given by numbers. See docs/planning.md for its error.
+"""Time of an optimizer step by part, for a model given by numbers. See docs/predicted-time.md for its error.
 
 Sources: Narayanan et al., 2021 (arXiv:2104.04473), for the bubble of a pipeline; Rajbhandari et al., 2020
 (arXiv:1910.02054), for the traffic of ZeRO; Qi et al., 2024 (arXiv:2401.10241), for schedules that split

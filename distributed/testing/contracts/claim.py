@@ -54,6 +54,7 @@ class ClaimContracts(Suite):
         needs: list[tuple[bool, dict[str, Any]]] = [
             (claimed.accumulation, {"gradient_accumulation_steps": 2}),
             (claimed.accumulation, {"global_batch_size": 4, "batch_size": 2}),
+            (claimed.auto_batch, {"global_batch_size": 4, "batch_size": "auto"}),
             (claimed.clipping, {"gradient_clipping": 1.0}),
             (claimed.sync_batchnorm, {"sync_batchnorm": True}),
             (claimed.find_unused_parameters, {"find_unused_parameters": True}),

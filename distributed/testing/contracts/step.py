@@ -29,15 +29,19 @@ class StepContracts(Suite):
     # -- C1 ----------------------------------------------------------------------------
 
     def test_c1_global_batch_is_kept_on_any_number_of_ranks(self) -> None:
-        """The same global batch from one, two or three ranks is the same training."""
+        """The same global batch from one, two or three ranks is the same training, also with a micro-batch
+        that the most ranks choose, where that is claimed."""
         data = problem(60)
         reference, _ = self.train_oracle(12, data, Run(steps=10))
-        for ranks in self.sizes:
+        chosen: list[tuple[int, int | str]] = (
+            [(self.sizes[-1], "auto")] if self.capabilities.auto_batch else []
+        )
+        for ranks, size in [*((ranks, 2) for ranks in self.sizes), *chosen]:
             model = self.bench.model(torch.float64)
             trainer = self.trainer(
                 model,
                 ranks,
-                batch_size=2,
+                batch_size=size,
                 global_batch_size=12,
                 learning_rate=0.3,
                 optimizer=self.bench.optimizer("sgd"),

@@ -36,7 +36,7 @@ def _plan(**fields: Any) -> RunPlan:
 
 @pytest.mark.parametrize("split", _SPLITS, ids=lambda s: f"{s.backend}: {s.dims}")
 def test_round_trip(split: Split) -> None:
-    fields = split_fields(split, "cuda")
+    fields = {**split_fields(split, "cuda"), "optimizer": split.optimizer}
     assert split_of(_plan(**fields)) == split
 
 

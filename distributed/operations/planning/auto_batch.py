@@ -1,0 +1,365 @@
+"""``batch_size=auto``: the largest micro-batch that fits, by prediction and by two steps of training.
+
+The ranks of a probe are processes of their own. They train two steps and end, so that the run itself begins
+as without a probe: weights, buffers, optimizer, random numbers and data are untouched, and a rank that the
+kernel ends for lack of memory is no failure of the run. A size that runs out of memory is followed by the
+next smaller one. Accumulation makes up the same global batch, so that the training is the same (C1, C2).
+
+Where ranks cannot be started for a probe, the ranks of the run choose by prediction: those of another
+launcher, of several hosts, and those that an elastic run restarts in another number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import TensorDataset
+
+from distributed.checkpoint.checkpointer import PortableCheckpointer
+from distributed.checkpoint.object_store import located
+from distributed.checkpoint.reader import PortableReader
+from distributed.communication.task_file import measure_task
+from distributed.errors import UserError, WorkerError
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.launcher import Launcher
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.launch import run
+from distributed.launch.rank_process import RankPayload
+from distributed.operations.planning.plan_memory import PlanMemory, in_units
+from distributed.planner.auto_batch import with_micro_batch
+from distributed.resilience.memory_failures import lacks_memory
+from distributed.system.host_memory import Room, host_memory
+from distributed.system.output import print_line
+from distributed.system.private_files import write_private
+from distributed.system.private_folders import PrivateFolder
+from distributed.training.feeds import train_feed
+
+__all__ = ["choose_before_run", "choose_in_ranks", "probe_step"]
+
+_ATTEMPT = "attempt.json"
+_UNTRIED = 0.85
+"""Share of the memory there is that is used where no step is tried: a prediction may be too low, and what an
+allocator loses between tensors is not predicted."""
+_STEPS = 2
+"""The first step makes the optimizer's state, which is in memory during the second."""
+
+
+_Needs = dict[int, int] | str
+"""Size of a micro-batch -> bytes that a rank needs; or why that is not predicted."""
+
+
+class _Choice(NamedTuple):
+    """What the ranks chose.
+
+    Attributes:
+        size: samples of a micro-batch.
+        reason: why, for the first lines of a run.
+        predicted: whether memory was predicted.
+    """
+
+    size: int
+    reason: str
+    predicted: bool
+
+
+# -- in the caller -------------------------------------------------------------------
+
+
+def choose_before_run(
+    plan: RunPlan,
+    task: Task,
+    launcher: Launcher | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> RunPlan:
+    """`plan` with the micro-batch that its ranks can train with, or as it is where its ranks choose.
+
+    Args:
+        launcher: starts ranks instead of the backend's own launcher.
+        earlier: the batch of the `fit` that this one continues (`History.batch`); None for the first.
+
+    Raises:
+        UserError: no size fits, or the training depends on the size.
+        WorkerError: a rank failed for another reason.
+    """
+    if not plan.micro_batches or plan.mode == "join" or plan.num_nodes > 1:
+        return plan
+    if earlier is not None and (size := _same_share(plan, earlier)) is not None:
+        return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
+    if (size := _saved_size(plan)) is not None:
+        return with_micro_batch(plan, size, _as_saved(size))
+    task = _for_probe(plan, task)
+    if plan.mode == "in-process" and not _can_travel(plan, task):
+        return _unprobed(plan, task)
+    return _probed(plan, task, launcher)
+
+
+def _for_probe(plan: RunPlan, task: Task) -> Task:
+    """`task` without what a probe does not use: what is left is sent to other processes."""
+    data = task.train_data
+    if data is not None and data.tensors is not None:
+        number = plan.batch.global_batch_size
+        data = replace(data, dataset=TensorDataset(*(tensor[:number].clone() for tensor in data.tensors)))
+    return replace(
+        task,
+        train_data=data,
+        callbacks=[],
+        val_data={},
+        scheduler=None,
+        metrics=None,
+        validation_step=None,
+        progress=None,
+    )
+
+
+def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
+    sizes, failed = plan.micro_batches, list[int]()
+    step: Any = probe_step
+    if plan.dims.model_axes or plan.dims.expert > 1:
+        step = partial(probe_step, needs=_needs_of_divided(plan, task, launcher))
+    while sizes:
+        attempt = replace(with_micro_batch(plan, sizes[0]), micro_batches=sizes)
+        with PrivateFolder() as folder:
+            try:
+                found = run.probe(attempt, task, step, Path(folder), launcher)
+            except WorkerError as error:
+                if not lacks_memory(error):
+                    raise
+                last = error
+                failed.append(_attempted(Path(folder), sizes[0]))
+            else:
+                return with_micro_batch(plan, found["size"], found["reason"] + _after(failed))
+        # The prediction was wrong once: near misses are tried once, and then halves.
+        most = failed[-1] - 1 if len(failed) == 1 else failed[-1] // 2
+        sizes = tuple(size for size in plan.micro_batches if size <= most)
+    raise UserError(
+        f"a step runs out of memory with every micro-batch, down to {failed[-1]} samples:"
+        f" {last.summary.splitlines()[0]}",
+        field="batch_size",
+        got="auto",
+        allowed="a model and a sample that fit into the memory of a rank",
+        remedy="Set activation_checkpointing=full, use fsdp or a higher zero_stage, or more memory for each"
+        " rank",
+    ) from last
+
+
+def _needs_of_divided(plan: RunPlan, task: Task, launcher: Launcher | None) -> _Needs:
+    """What ranks that share a model need, predicted by a process that is no rank: facts of a divided model
+    are collected in groups of its own."""
+    alone = replace(plan, world_size=1, local_size=1, dims=ParallelDims())
+    with PrivateFolder() as folder:
+        found = run.probe(alone, task, partial(_needs_step, plan), Path(folder), launcher)
+    return found["why"] or {int(size): need for size, need in found["needs"].items()}
+
+
+def _needs_step(whole: RunPlan, plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+    try:
+        return {"needs": _needs(whole, task), "why": ""}
+    except UserError as error:
+        return {"needs": {}, "why": _why(error)}
+
+
+def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
+    """By prediction alone, in this process: the task cannot be sent to another one."""
+    room = _room(plan, task, plan.device_of(0))
+    choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
+    if not choice.predicted:
+        raise UserError(
+            f"no size can be tried, because the task cannot be pickled for another process: {choice.reason}",
+            field="batch_size",
+            got="auto",
+            allowed="a number here",
+            remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
+            " that cannot be pickled",
+        )
+    return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
+
+
+def _can_travel(plan: RunPlan, task: Task) -> bool:
+    try:
+        measure_task(RankPayload(plan, task, probe=probe_step))
+    except Exception:  # noqa: BLE001 - pickling calls code of the user's objects
+        return False
+    return True
+
+
+def _attempted(folder: Path, largest: int) -> int:
+    """The size that the ranks tried, or the largest if they failed before they chose one."""
+    path = folder / _ATTEMPT
+    return int(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else largest
+
+
+def _after(failed: list[int]) -> str:
+    return f"; out of memory with {', '.join(map(str, failed))}" if failed else ""
+
+
+# -- in the ranks --------------------------------------------------------------------
+
+
+def probe_step(
+    plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs | None = None
+) -> dict[str, Any]:
+    """Choose a size by prediction and train two steps with it. Collective; called in ranks of a probe.
+
+    Args:
+        folder: where rank 0 leaves the size before it is tried.
+        needs: what is predicted, if that is known; otherwise rank 0 predicts it.
+
+    Returns:
+        ``size`` and ``reason``.
+    """
+    choice = _decide(plan, task, backend, needs=needs)
+    plan = with_micro_batch(plan, choice.size)
+    if backend.world.rank == 0:
+        write_private(folder / _ATTEMPT, json.dumps(choice.size).encode())
+    backend.take_batch(plan)
+    backend.prepare(task)
+    backend.set_training(True)
+    feed = train_feed(plan, task, backend)
+    assert feed is not None
+    for window in islice(feed.windows(0), 1):  # none, of a stream without samples
+        for _ in range(_STEPS):
+            backend.run_window(window)
+            backend.optimizer_step(plan.config.gradient_clipping)
+    return {"size": choice.size, "reason": f"{choice.reason}, tried in {_STEPS} steps"}
+
+
+def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: bool = False) -> RunPlan:
+    """The plan of this rank: where a size is still to be chosen, the ranks choose one by prediction.
+    Collective.
+
+    Args:
+        has_fitted: the size in `plan` has fitted on another number of ranks.
+
+    Raises:
+        UserError: memory is not predicted, and no size has fitted before.
+    """
+    if not plan.micro_batches:
+        return plan
+    choice = _decide(plan, task, backend, _UNTRIED)
+    if not choice.predicted and not has_fitted:
+        raise UserError(
+            f"the ranks of another launcher, or of several hosts, choose by prediction: {choice.reason}",
+            field="batch_size",
+            got="auto",
+            allowed="a number here",
+            remedy="Set batch_size to a number, or let `fit` start the ranks of one host (launch=spawn)",
+        )
+    size = choice.size if choice.predicted else plan.batch.batch_size
+    if backend.world.rank == 0:
+        print_line(f"{choice.reason}, not tried", sys.stdout)
+    chosen = with_micro_batch(plan, size)
+    backend.take_batch(chosen)
+    return chosen
+
+
+def _decide(
+    plan: RunPlan, task: Task, backend: Backend, share: float = 1.0, needs: _Needs | None = None
+) -> _Choice:
+    """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective.
+
+    Args:
+        share: of that memory, which may be used.
+        needs: as of `probe_step`.
+    """
+    own = _room(plan, task, backend.world.device)
+    room = min(Room(*each) for each in backend.gather_objects(tuple(own)))
+    room = room._replace(nbytes=int(room.nbytes * share))
+    choice: Any = None
+    if backend.world.rank == 0:
+        try:
+            saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
+            if saved is None:
+                choice = _predicted(plan, task, room, needs)
+            else:
+                choice = _Choice(saved, _as_saved(saved), True)
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+            choice = error
+    choice = backend.broadcast_object(choice)
+    if isinstance(choice, Exception):
+        raise choice
+    found: _Choice = choice
+    return found
+
+
+def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = None) -> _Choice:
+    """The largest size that is predicted to fit; where memory is not predicted, the largest."""
+    try:
+        needs = _needs(plan, task) if needs is None else needs
+    except UserError as error:
+        needs = _why(error)
+    if isinstance(needs, str):
+        size = plan.micro_batches[0]
+        return _Choice(size, f"batch_size=auto: {size} (memory is not predicted, {needs})", False)
+    smallest = plan.micro_batches[-1]
+    size = next((size for size in plan.micro_batches if needs[size] <= room.nbytes), smallest)
+    of = f"{in_units(needs[size])} predicted of {in_units(room.nbytes)}, {room.limit}"
+    return _Choice(size, f"batch_size=auto: {size} ({of})", True)
+
+
+def _needs(plan: RunPlan, task: Task) -> dict[int, int]:
+    """Size -> bytes of a rank at the peak of a step.
+
+    Raises:
+        UserError: they are not predicted.
+    """
+    memory = PlanMemory(task)
+    return {size: memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
+
+
+def _why(error: UserError) -> str:
+    return f"{error.field}: {error.message}"
+
+
+def _room(plan: RunPlan, task: Task, device: str) -> Room:
+    """What this rank can allocate for training, the parameters that are there already included."""
+    if device != "cpu":
+        return Room(torch.cuda.mem_get_info(device)[0], f"the free memory of {device}")
+    room = host_memory(plan.local_size)
+    tensors: list[torch.Tensor] = []
+    if isinstance(task.model, torch.nn.Module):
+        tensors = [*task.model.parameters(), *task.model.buffers()]
+    return Room(room.nbytes + sum(t.nbytes for t in tensors if t.device.type == "cpu"), room.limit)
+
+
+# -- what a checkpoint says ----------------------------------------------------------
+
+
+def _as_saved(size: int) -> str:
+    return f"batch_size=auto: {size}, as in the checkpoint"
+
+
+def _saved_size(plan: RunPlan) -> int | None:
+    """The size with which the checkpoint that the run resumes was trained, if its ranks had the same share
+    of the same global batch: resuming repeats the same bits."""
+    config = plan.config
+    source = config.checkpoint_dir if config.resume_from_checkpoint is True else config.resume_from_checkpoint
+    if not source:
+        return None
+    directory = located(str(source))[1]
+    for path in (directory, *PortableCheckpointer(directory, keep_last=None).candidates()):
+        try:
+            reader = PortableReader(path)
+        except UserError:
+            continue  # a directory of checkpoints, or a damaged one
+        reader.close()
+        return _same_share(plan, reader.extra.get("batch") or {})
+    return None
+
+
+def _same_share(plan: RunPlan, saved: Mapping[str, int]) -> int | None:
+    """The saved size, if `plan` divides the same global batch into as many slices."""
+    size, slices = saved.get("batch_size", 0), saved.get("data_parallel_size", 0)
+    whole = size * slices * saved.get("gradient_accumulation_steps", 0)
+    batch = plan.batch
+    same = (whole, slices) == (batch.global_batch_size, batch.data_parallel_size)
+    return size if same and size in plan.micro_batches else None

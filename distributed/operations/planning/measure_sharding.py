@@ -1,0 +1,97 @@
+"""Measure what ranks wait for beyond collectives: each other, and the bookkeeping of FSDP2 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.operations.planning.measure_operations import Curves, network
+from distributed.planner.estimates.measured_node import seconds_of
+
+__all__ = ["Waits", "measure_waits"]
+
+_LAYERS, _WIDTH = 6, 256
+_REPEATS = 5
+
+
+class Waits(NamedTuple):
+    """What `measure_waits` found.
+
+    Attributes:
+        skew: by how much the slowest rank is behind the mean one, as a share of the computation.
+        unit_seconds: for each gather and each reduction of a unit of FSDP2, beyond the collective and copies.
+        sharded_update_seconds: for the update of each sharded parameter, beyond its curve.
+    """
+
+    skew: float
+    unit_seconds: float
+    sharded_update_seconds: float
+
+
+def measure_waits(curves: Curves, collective: Callable[[str, float], float], device: str) -> Waits:
+    """Train a small network on all ranks, whole and sharded. Collective.
+
+    Args:
+        curves: kind -> (size, seconds).
+        collective: (operation, bytes) -> seconds, among all ranks.
+        device: of this rank.
+    """
+    torch.manual_seed(0)
+    model = network(_LAYERS, _WIDTH).to(device)
+    values = torch.randn(4, 128, _WIDTH, device=device)
+    computed, skew = _plain(model, values, device)
+    unit_bytes = sum(p.numel() * p.element_size() for p in model[0].parameters())
+    exchanged = 2 * collective("all-gather", unit_bytes) + collective("reduce-scatter", unit_bytes)
+    copied = 4 * seconds_of(curves["elementwise"], 2.0 * unit_bytes)
+    expected = computed + _LAYERS * (exchanged + copied)
+    measured, updated, rest = _sharded(model, values, device, curves)
+    each = max(0.0, measured - expected) / (3 * _LAYERS)
+    return Waits(skew, each, max(0.0, updated - rest) / sum(1 for _ in model.parameters()))
+
+
+def _plain(model: nn.Module, values: Tensor, device: str) -> tuple[float, float]:
+    """Seconds of a pass of the whole network on the slowest rank, and its share behind the mean one."""
+    slowest, skews = [], []
+    for _ in range(_REPEATS):
+        seconds = _timed(lambda: model(values).sum().backward(), device)
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, seconds)
+        slowest.append(max(each))
+        skews.append(max(each) / fmean(each) - 1.0)
+    return median(slowest[1:]), median(skews[1:])
+
+
+def _sharded(model: Any, values: Tensor, device: str, curves: Curves) -> tuple[float, float, float]:
+    """Seconds of a pass under FSDP2, of the update, and of the update by its curve."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.split(":")[0], (ranks,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    passes, updates = [], []
+    for _ in range(_REPEATS):
+        optimizer.zero_grad()
+        passes.append(_timed(lambda: model(values).sum().backward(), device))
+        updates.append(_timed(optimizer.step, device))
+    bytes_each = [76.0 * -(-p.numel() // ranks) for p in model.parameters()]
+    known = sum(seconds_of(curves["update"], nbytes) for nbytes in bytes_each)
+    return median(passes[1:]), median(updates[1:]), known
+
+
+def _timed(call: Callable[[], object], device: str) -> float:
+    dist.barrier()
+    start = perf_counter()
+    call()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start

@@ -1,0 +1,90 @@
+"""PlanOptions: what a user chooses of a search for plans beside the fields of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distributed.errors import UserError
+from distributed.interfaces.parallel_dims import AXES, ParallelDims
+from distributed.planner.estimates.candidates import SearchSpace, groups
+from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.planner.estimates.model_facts import Cut, ModelFacts
+
+__all__ = ["PlanOptions", "left_out", "limited", "recording_seconds"]
+
+_ALL = (*AXES, "expert")
+
+_SECONDS_PER_EVENT = 5.5e-3
+"""To record an event of a timeline at both numbers of samples, with and without recomputation; measured on a
+Llama on one core of a server."""
+_PATIENCE = 120.0
+"""Seconds that the facts of divided models may take if their axes were not asked for."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Arguments of `distributed.plan`.
+
+    Attributes:
+        hardware: name of a shipped profile, path of a file, or a profile; None for this machine's.
+        num_devices: number of devices, each with one rank; None for those of the configuration or of a node.
+        num_plans: number of plans to list.
+        codecs: gradient codecs to try.
+        axes: axes of the mesh along which a plan may have several ranks; None for those that are worth it.
+    """
+
+    hardware: str | Path | HardwareProfile | None = None
+    num_devices: int | None = None
+    num_plans: int = 10
+    codecs: Collection[str] = ()
+    axes: Collection[str] | None = None
+
+    def __post_init__(self) -> None:
+        for axis in self.axes or ():
+            if axis not in _ALL:
+                raise UserError(
+                    "the mesh has no such axis",
+                    field="axes",
+                    got=axis,
+                    allowed=", ".join(_ALL),
+                    remedy="Choose some of these, or leave it out",
+                )
+
+
+def limited(space: SearchSpace, axes: Collection[str] | None) -> SearchSpace:
+    """`space` with several ranks along `axes` alone; None for all."""
+    if axes is None:
+        return space
+    others, before = tuple(axis for axis in _ALL if axis not in axes), space.admits
+
+    def admits(dims: ParallelDims, zero_stage: int) -> bool:
+        return before(dims, zero_stage) and all(dims.size(axis) == 1 for axis in others)
+
+    return replace(space, admits=admits)
+
+
+def recording_seconds(space: SearchSpace, whole: ModelFacts) -> float:
+    """About how long it takes to record facts of the parts of a model that `space` has."""
+    cuts = {
+        Cut(group.dims.tensor, group.dims.context, group.dims.expert, group.dims.pipeline)
+        for group, refused in groups(space)
+        if refused is None
+    }
+    # All stages of a pipeline have the events of the whole model between them.
+    return len(cuts - {Cut()}) * len(whole.first.events) * _SECONDS_PER_EVENT
+
+
+def left_out(seconds: float) -> str | None:
+    """Why ranks do not share the model in plans for it; None if facts of its parts take little time.
+
+    Args:
+        seconds: to record these facts.
+    """
+    if seconds <= _PATIENCE:
+        return None
+    return (
+        f"not tried: facts of the parts of the model would take about {seconds / 60:.0f} minutes to record;"
+        " name the axes to try (axes), or set fields of parallel"
+    )

@@ -1,0 +1,49 @@
+"""PlanMemory: predict the memory of a rank for plans of one task, from facts of the task's own objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.operations.planning.task_facts import TaskFacts
+from distributed.planner.estimates.device_memory import CUDA, HOST
+from distributed.planner.estimates.ledger import MemoryParts
+from distributed.planner.estimates.memory import predict_memory
+from distributed.planner.estimates.split_of_plan import split_of
+
+__all__ = ["PlanMemory", "in_units"]
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+class PlanMemory:
+    """Predicts from the task's model, its loss and its first samples. Facts are collected once for each
+    precision and optimizer.
+
+    Args:
+        task: the objects of the run.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._facts = TaskFacts(task)
+
+    def parts(self, plan: RunPlan) -> MemoryParts:
+        """Memory of the rank that needs most, at the peak of a step.
+
+        Raises:
+            UserError: it is not predicted; the message says why.
+        """
+        split = split_of(plan)
+        split = replace(split, optimizer=self._facts.optimizer(plan.config)[0])
+        device = "cpu" if plan.device == "cpu" else "cuda"
+        source = self._facts.source(plan.config, split.precision, device)
+        return predict_memory(source, split, HOST if device == "cpu" else CUDA)
+
+
+def in_units(nbytes: int) -> str:
+    """``1.4 GiB``: three digits."""
+    for unit, name in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,147 @@
+"""Plans for the model object of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from distributed.config import DistributedConfig, Layer
+from distributed.config.load import as_layers
+from distributed.interfaces.framework import Framework
+from distributed.interfaces.parallel_dims import DATA_AXES
+from distributed.interfaces.plan import Facts, RunPlan
+from distributed.interfaces.task import Task
+from distributed.operations.planning.default_hardware import profile_of
+from distributed.operations.planning.machine_match import announce_difference
+from distributed.operations.planning.options import PlanOptions, left_out, limited, recording_seconds
+from distributed.operations.planning.plans import Plans, names_in
+from distributed.operations.planning.task_facts import TaskFacts
+from distributed.parallel.expert_layers import expert_layers
+from distributed.planner.batch import DEFAULT_BATCH_SIZE
+from distributed.planner.estimates.candidates import SearchSpace
+from distributed.planner.estimates.codec_shares import codec_share
+from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.device_memory import CUDA, HOST
+from distributed.planner.estimates.facts_time import FactsTimer
+from distributed.planner.estimates.from_facts import FactsSizes, FromFacts
+from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
+from distributed.planner.estimates.search import Ranked, Rejected
+from distributed.planner.estimates.space_of_config import precision_of, space_of
+from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.table import table_of
+from distributed.registry.catalog import get_catalog
+from distributed.system.output import print_line
+
+__all__ = ["plan_task", "predict_row"]
+
+
+_ANNOUNCED = 10.0
+"""Seconds from which on recording is announced."""
+
+
+def plan_task(
+    task: Task,
+    framework: Framework,
+    facts: Facts,
+    config: DistributedConfig,
+    asked: Sequence[Layer],
+    options: PlanOptions,
+) -> Plans:
+    """See `distributed.plan`.
+
+    Args:
+        task: what a run would train.
+        framework: of its objects.
+        facts: what the planner of runs knows of them.
+        config: the configuration of the run, the fields of `asked` included.
+        asked: layers with the fields that a plan has to have.
+
+    Raises:
+        UserError: the control flow of the model depends on values; and as `distributed.plan`.
+    """
+    catalog, layers = get_catalog(), as_layers(config)
+    profile, whence = profile_of(options.hardware)
+    devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    announce_difference(profile, devices)
+    precision = precision_of(config, profile.device)
+    known = TaskFacts(task)
+    source = known.source(config, precision, profile.device)
+    whole = source(Cut())
+    sizes = FactsSizes(
+        _global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(task.model)
+    )
+    space = space_of(sizes, config, names_in(asked), profile, devices, catalog, options.codecs)
+    space = replace(
+        space,
+        optimizer=known.optimizer(config)[0],
+        micro_batch=facts.train_batch_size or space.micro_batch,
+        checkpointing=space.checkpointing if whole.first_recomputed else (False,),
+    )
+    space, rejected = _affordable(space, whole, options, names_in(asked))
+
+    def refuses(split: Split) -> str | None:
+        def check(plan: RunPlan) -> None:
+            framework.check_split(task.model, plan)
+
+        return refusal_of(split, catalog, profile.device, layers, facts, check)
+
+    predictions = _predictions(source, profile, space)
+    table = table_of(space, lambda space: predictions, profile, options.num_plans, refuses)
+    table.rejected += rejected
+    subject = f"{whole.name} with {whole.num_parameters:,} parameters"
+    return Plans(subject, space, profile, table, tuple(layers), tuple(asked), whence)
+
+
+def _affordable(
+    space: SearchSpace, whole: ModelFacts, options: PlanOptions, asked: Collection[str]
+) -> tuple[SearchSpace, list[Rejected]]:
+    """`space`, without ranks that share the model if facts of its parts would take long, and what is left
+    out."""
+    names_parts = any(name.startswith("parallel.") for name in asked)
+    if options.axes is not None or names_parts:
+        space, reason = limited(space, options.axes), None
+    else:
+        reason = left_out(recording_seconds(space, whole))
+    if reason is not None:
+        return limited(space, DATA_AXES), [Rejected("splits in which ranks share the model", reason)]
+    seconds = recording_seconds(space, whole)
+    if seconds > _ANNOUNCED:
+        print_line(f"recording facts of the parts of the model, about {seconds:.0f} s")
+    return space, []
+
+
+def predict_row(task: Task, config: DistributedConfig, plans: Plans, split: Split) -> Ranked:
+    """Predictions for another model than that of `plans`, under one of their splits."""
+    profile = plans.profile
+    source = TaskFacts(task).source(config, split.precision, profile.device)
+    predictions = _predictions(source, profile, plans.space)
+    time = predictions.time(split)
+    return Ranked(split, time, predictions.memory(split), predictions.mfu(split, time.total))
+
+
+def _predictions(source: FactsSource, profile: HardwareProfile, space: SearchSpace) -> FromFacts:
+    """Predictions of the model of `source` on `profile`."""
+    share = codec_share(space.codec_specs, [p.shape for p in source(Cut()).parameters if p.trained])
+    timer = FactsTimer(source, profile, codec_share=share)
+    return FromFacts(source, timer, HOST if profile.device == "cpu" else CUDA)
+
+
+def _global_batch(config: DistributedConfig, facts: Facts, devices: int) -> int:
+    """Samples of a step: as set, else what the configuration makes of its batch on all devices."""
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    size = facts.train_batch_size or config.batch_size
+    sharing = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+    slices = max(1, devices // sharing)
+    each = size if isinstance(size, int) else DEFAULT_BATCH_SIZE
+    return each * (config.gradient_accumulation_steps or 1) * slices
+
+
+def _experts(model: Any) -> int:
+    """Experts of a block whose layers can be divided; 1 without a mixture."""
+    layers = expert_layers(model) if isinstance(model, nn.Module) else []
+    return max((layer.num_experts for layer in layers), default=1)

@@ -1,0 +1,51 @@
+"""A model with fewer of its blocks, to verify a plan where the whole model does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from distributed.errors import UserError
+from distributed.training.blocks import find_blocks
+
+__all__ = ["keep_blocks"]
+
+
+def keep_blocks(model: nn.Module, number: int, names: Sequence[str] = ()) -> None:
+    """Leave the first `number` blocks of each list of blocks in `model`.
+
+    Args:
+        names: class names of the blocks, as `block_classes` has them.
+
+    Raises:
+        UserError: the blocks are in no list, or there are fewer of them.
+    """
+    blocks = set(find_blocks(model, names))
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and blocks & set(module.children())
+    ]
+    most = max((len(blocks & set(module.children())) for module in lists), default=0)
+    if not 1 <= number <= most:
+        raise UserError(
+            "the model cannot be shortened to so many layers",
+            field="--verify-layers",
+            got=number,
+            allowed=f"1 to {most}" if most else "a model whose blocks are in a ModuleList or Sequential",
+            remedy="Choose a number in this range, or leave it out",
+        )
+    for module in lists:
+        kept, count = [], 0
+        for child in module.children():
+            count += child in blocks
+            if child not in blocks or count <= number:
+                kept.append(child)
+        del module[:]
+        for child in kept:
+            module.append(child)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "num_hidden_layers", None) is not None:
+        config.num_hidden_layers = number

@@ -1,0 +1,150 @@
+"""TaskFacts: facts of the model that a task trains, of whole and of divided ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.config import DistributedConfig
+from distributed.errors import UserError
+from distributed.interfaces.task import Task
+from distributed.operations.planning.collect_facts import collect_facts
+from distributed.operations.planning.cut_model import CutOptions
+from distributed.parallel.deferred_build import build_without_data
+from distributed.parallel.sample_batch import first_samples
+from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
+from distributed.planner.stage_order import ONE_STAGE
+from distributed.training.seeding import isolated_rng
+
+__all__ = ["TaskFacts"]
+
+_NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+_SAMPLES = 2
+
+
+def _sharing(source: FactsSource) -> FactsSource:
+    """A source whose stages are the same under all schedules with one stage on each rank."""
+
+    @cache
+    def shared(cut: Cut) -> ModelFacts:
+        if cut.schedule in ONE_STAGE:
+            return replace(source(cut._replace(schedule=ONE_STAGE[0])), cut=cut)
+        return source(cut)
+
+    return shared
+
+
+class TaskFacts:
+    """Collects facts from the task's model, its loss and its first samples, under fake tensors. Nothing is
+    computed and no memory of a device is used.
+
+    Args:
+        task: the objects of the run.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._sources: dict[tuple[Any, ...], FactsSource] = {}
+        self._model: nn.Module | None = None
+        self._batch: Any = None
+
+    def source(self, config: DistributedConfig, precision: str, device: str) -> FactsSource:
+        """Facts of each part of the model, collected once.
+
+        Args:
+            config: optimizer, blocks and ways to divide the model are its own.
+            precision: ``fp32``, ``bf16`` or ``fp16``.
+            device: ``cpu`` or ``cuda``.
+        """
+        name, momentum = self.optimizer(config)
+        options = CutOptions(
+            tensor_plan=config.parallel.tensor_plan,
+            context_attention=config.parallel.context_attention,
+            stages=config.parallel.stages,
+        )
+        key = (name, momentum, precision, device, config.block_classes, str(options))
+        if key not in self._sources:
+            given = {
+                "optimizer": name,
+                "momentum": momentum,
+                "precision": precision,
+                "device": device,
+                "block_classes": config.block_classes,
+                "options": options,
+            }
+            self._sources[key] = _sharing(cache(partial(self._collect, config.seed, given)))
+        return self._sources[key]
+
+    def optimizer(self, config: DistributedConfig) -> tuple[str, float]:
+        """Name and momentum of the optimizer of the task.
+
+        Raises:
+            UserError: predictions do not know it.
+        """
+        given: Any = self._task.optimizer
+        if given is None:
+            return config.optimizer, config.momentum
+        settings: Any = {}
+        if isinstance(given, partial):
+            given, settings = given.func, given.keywords
+        if isinstance(given, torch.optim.Optimizer):
+            given, settings = type(given), given.defaults
+        if given not in _NAMES or settings.get("amsgrad"):
+            raise UserError(
+                "the memory of this optimizer is not predicted",
+                field="optimizer",
+                got=getattr(given, "__name__", type(given).__name__),
+                allowed="AdamW, Adam, SGD",
+                remedy="Choose one of these, or measure a run",
+            )
+        return _NAMES[given], float(settings.get("momentum", 0.0))
+
+    def _collect(self, seed: int, given: dict[str, Any], cut: Cut) -> ModelFacts:
+        task = self._task
+        try:
+            with isolated_rng():
+                return collect_facts(
+                    self._built(seed),
+                    self._samples(),
+                    loss_fn=task.loss_fn,
+                    training_step=task.training_step,
+                    cut=cut,
+                    **given,
+                )
+        except UserError:
+            raise
+        except Exception as error:
+            # The user's own code may raise anything where tensors have no values.
+            raise UserError(
+                f"the model does not run without values ({type(error).__name__}: {error})",
+                field="model",
+                got=type(self._model).__name__,
+                allowed="operations on tensors that are not read in Python",
+                remedy="Set batch_size to a number, or let batch_size=auto find it by running steps",
+            ) from error
+
+    def _built(self, seed: int) -> nn.Module:
+        if self._model is None:
+            given = self._task.model
+            is_built = isinstance(given, nn.Module)
+            self._model = given if is_built else build_without_data(given, seed)
+        return self._model
+
+    def _samples(self) -> Any:
+        source = self._task.train_data
+        if source is None or not source.is_map:
+            raise UserError(
+                "facts are read from the first samples, and the data is a stream, of which they would be"
+                " missing afterwards",
+                field="train_loader",
+                got="an iterable dataset" if source is not None else "nothing",
+                allowed="datasets with __getitem__ and __len__",
+                remedy="Give such a dataset, or set batch_size to a number",
+            )
+        if self._batch is None:
+            self._batch = first_samples(source, _SAMPLES)
+        return self._batch

@@ -1,0 +1,83 @@
+"""Predicted beside measured for a plan that was tried here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from distributed.interfaces.history import History
+from distributed.operations.planning.quantities import memory_text, seconds_text
+from distributed.planner.estimates.comparison import Comparison, compare
+from distributed.planner.estimates.search import Ranked
+
+__all__ = ["HEADS", "Verification", "run_fields"]
+
+HEADS = ["", "predicted", "measured", "error"]
+
+_PHASES = {
+    "compute": ("time_forward", "time_backward"),
+    "exposed_communication": ("time_communication",),
+    "data": ("time_data",),
+    "optimizer": ("time_optimizer",),
+}
+"""Part of a predicted step -> shares of a log record. Stages of a pipeline wait in forward and backward."""
+
+
+def run_fields(steps: int) -> dict[str, Any]:
+    """Fields of a run that only measures."""
+    return {
+        "epochs": 10**6,
+        "max_steps": steps,
+        "log_every_n_steps": 2,
+        "checkpoint_dir": None,
+        "resume_from_checkpoint": False,
+        "return_weights": "none",
+        "mlflow_tracking": False,
+        "tensorboard": False,
+        "tensorboard_dir": None,
+        "tracking.progress": "off",
+        "tracking.mlflow_experiment": None,
+        "tracking.record_dir": None,
+    }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a trial of a plan showed.
+
+    Attributes:
+        row: the plan, with its predictions.
+        history: of the trial.
+    """
+
+    row: Ranked
+    history: History
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Step time and memory."""
+        planned = {"step_seconds": self.row.time.total, "memory_bytes": self.row.memory.total}
+        return compare(planned, self.history.logs, self.history.batch["global_batch_size"])
+
+    def rows(self) -> Iterator[list[str]]:
+        """Cells below `HEADS`: the step, its parts where they are known, and the memory."""
+        step, memory = self.comparisons
+        yield [step.what, *_cells(step)]
+        for part, measured in self._parts(step.measured):
+            yield [f"  {part.replace('_', ' ')}", seconds_text(getattr(self.row.time, part)), measured, ""]
+        yield [memory.what, *_cells(memory)]
+
+    def _parts(self, seconds: float | None) -> Iterator[tuple[str, str]]:
+        logs = self.history.logs[1:] or self.history.logs
+        for part, names in _PHASES.items():
+            shares = [sum(log[name] for name in names) for log in logs if all(name in log for name in names)]
+            yield part, seconds_text(median(shares) * seconds) if shares and seconds else "not measured"
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    text = seconds_text if comparison.what == "step time" else memory_text
+    if comparison.measured is None or comparison.error is None:
+        return [text(comparison.predicted), "not measured", ""]
+    return [text(comparison.predicted), text(comparison.measured), f"{comparison.error:+.1%}"]

@@ -1,0 +1,104 @@
+"""``batch_size=auto``: the sizes of a micro-batch from which a run may choose, with the same training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distributed.config import DistributedConfig
+from distributed.errors import UserError
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.plan import BatchPlan, Facts, RunPlan
+from distributed.planner.pipeline import pipeline_shape
+
+__all__ = ["auto_sizes", "check_auto", "with_micro_batch"]
+
+
+def check_auto(config: DistributedConfig, facts: Facts) -> None:
+    """Check that ``batch_size=auto`` has something to choose, and may choose it.
+
+    Raises:
+        UserError: there is no `global_batch_size`, or another setting fixes the micro-batch.
+    """
+    if config.global_batch_size is None:
+        raise UserError(
+            "batch_size=auto chooses the micro-batch of a fixed global batch, and there is none",
+            field="global_batch_size",
+            allowed="the number of samples per optimizer step",
+            remedy="Set global_batch_size, or batch_size to a number",
+        )
+    if config.gradient_accumulation_steps is not None:
+        raise UserError(
+            "batch_size=auto chooses the number of micro-batches as well, and this setting fixes it",
+            field="gradient_accumulation_steps",
+            got=config.gradient_accumulation_steps,
+            allowed="nothing with batch_size=auto",
+            remedy="Leave it out, or leave batch_size out to derive it from global_batch_size",
+        )
+    if facts.train_batch_size is not None or facts.has_batches:
+        size = "a batch sampler" if facts.has_batches else f"batch_size={facts.train_batch_size}"
+        raise UserError(
+            "batch_size=auto chooses the micro-batch, and the DataLoader makes batches of its own",
+            field="batch_size",
+            got=f"auto, and a DataLoader with {size}",
+            allowed="auto with a Dataset, tensors or a sequence of samples",
+            remedy="Pass the dataset in place of the DataLoader, or leave batch_size out to take the size of"
+            " the loader",
+        )
+
+
+def auto_sizes(
+    config: DistributedConfig, spec: BackendSpec, dims: ParallelDims, num_slices: int
+) -> tuple[int, ...]:
+    """Sizes of a micro-batch that divide the share of a rank, so that accumulation is exact, and that the
+    backend and the schedule of a pipeline accept; largest first.
+
+    Args:
+        num_slices: into how many slices a global batch is cut.
+
+    Raises:
+        UserError: the slices are not equal, or there is no such size.
+    """
+    assert config.global_batch_size is not None
+    share, left = divmod(config.global_batch_size, num_slices)
+    if left or not share:
+        low = config.global_batch_size - left
+        raise UserError(
+            f"{num_slices} ranks with different samples cannot have equal shares of it",
+            field="global_batch_size",
+            got=config.global_batch_size,
+            allowed=f"a multiple of {num_slices}; nearest: "
+            + (f"{low} or {low + num_slices}" if low else str(num_slices)),
+        )
+    found, refusal = [], None
+    for size in range(share, 0, -1):
+        if share % size or (size < share and not spec.capabilities.accumulation):
+            continue
+        try:
+            if dims.pipeline > 1:
+                pipeline_shape(config, dims, BatchPlan(size, share // size, num_slices))
+            found.append(size)
+        except UserError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return tuple(found)
+
+
+def with_micro_batch(plan: RunPlan, size: int, note: str = "") -> RunPlan:
+    """`plan` with micro-batches of `size` samples and the same global batch.
+
+    Args:
+        note: why that size, for the first lines of the run.
+    """
+    before = plan.batch
+    share = before.global_batch_size // before.data_parallel_size
+    follows = plan.val_batch_size == before.batch_size
+    return replace(
+        plan,
+        batch=BatchPlan(size, share // size, before.data_parallel_size),
+        val_batch_size=size if follows else plan.val_batch_size,
+        micro_batches=(),
+        notes=(*plan.notes, *([note] if note else [])),
+    )

@@ -1,0 +1,157 @@
+"""plan: which split of a model over the ranks is fastest and fits, before a rank starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.config import DistributedConfig, Layer, load_layers
+from distributed.config.load import as_layers
+from distributed.config.script_overlay import ScriptRun, command_line
+from distributed.errors import UserError, hide_own_frames
+from distributed.operations.planning.options import PlanOptions
+from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.trainer import Trainer, config_layers
+
+if TYPE_CHECKING:
+    from distributed.operations.planning.plans import Plans
+    from distributed.operations.planning.verification import Verification
+    from distributed.planner.estimates.search import Ranked
+
+__all__ = ["plan", "verify"]
+
+
+@hide_own_frames
+def plan(
+    model: Any,
+    train_loader: Any = None,
+    config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    hardware: str | Path | HardwareProfile | None = None,
+    num_devices: int | None = None,
+    num_plans: int = 10,
+    codecs: Collection[str] = (),
+    axes: Collection[str] | None = None,
+    optimizer: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    training_step: Callable[..., Any] | None = None,
+    **fields: Any,
+) -> Plans:
+    """The fastest ways to train `model` that fit, without starting a rank.
+
+    Args:
+        model: as the `Trainer` takes it; or the numbers of a transformer: a mapping with the arguments of
+            `distributed.planner.estimates.numbers.model_numbers`, such as ``parameters`` or ``layers`` and
+            ``hidden``.
+        train_loader: as `Trainer.fit` takes it, for a model object. Its first samples are read.
+        config: where to start from: precision, optimizer and the global batch are kept, and how the ranks
+            divide model and batch is chosen.
+        hardware: name of a shipped profile, path of a file such as `calibrate` writes, or a profile. None:
+            ``hardware.yaml`` of the working directory, else the profile of this machine's GPU, else ``CPU``.
+        num_devices: number of devices, each with one rank. None: the configuration's number of ranks, else
+            those of one node of the hardware.
+        num_plans: number of plans to list.
+        codecs: gradient codecs to try. They change gradients, so that none is tried by default.
+        axes: axes of the mesh along which a plan may have several ranks, such as ``("data", "tensor")``.
+            None: all; for a large model object ``data`` and ``shard`` alone, because facts of its parts take
+            minutes to record.
+        optimizer: as the `Trainer` takes it.
+        loss_fn: as the `Trainer` takes it.
+        training_step: as the `Trainer` takes it.
+        fields: fields of the configuration that a plan has to have, e.g. ``backend="fsdp"``,
+            ``global_batch_size=64`` or ``parallel={"tensor": 2}``.
+
+    Raises:
+        UserError: a wrong value; a global batch that no split divides; a model larger than the cluster, with
+            the smallest cluster that fits; a model whose control flow depends on values.
+    """
+    base, asked = config_layers(config), [Layer("argument", fields)]
+    options = PlanOptions(hardware, num_devices, num_plans, tuple(codecs), axes)
+    if isinstance(model, Mapping | ModelNumbers):
+        from distributed.operations.planning.plan_numbers import plan_numbers
+
+        _check_no_data(train_loader)
+        return plan_numbers(model, base, asked, options)
+    from distributed.operations.planning.plan_task import plan_task
+
+    trainer = Trainer(
+        model, config, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step, **fields
+    )
+    task = trainer.task_of(trainer.config, train_loader, None)
+    facts = trainer.facts_of(task)
+    return plan_task(task, trainer.framework, facts, trainer.config, asked, options)
+
+
+def _check_no_data(train_loader: Any) -> None:
+    if train_loader is not None:
+        raise UserError(
+            "numbers of a transformer were given together with data",
+            field="train_loader",
+            got=type(train_loader).__name__,
+            allowed="None beside numbers",
+            remedy="Leave it out, or give the model object",
+        )
+
+
+def verify(
+    plans: Plans,
+    trainer: Trainer,
+    train_loader: Any,
+    index: int = 0,
+    steps: int = 10,
+    layers: int | None = None,
+) -> Verification:
+    """Train a few steps with a plan here, and compare what it predicted with what was measured.
+
+    The model of `trainer` and its optimizer are copied; they are not trained.
+
+    Args:
+        plans: made for the model of `trainer`.
+        index: of the plan.
+        steps: optimizer steps. Those of the first log record are not timed.
+        layers: train with so many blocks only, for which the prediction is made again.
+
+    Raises:
+        UserError: there are not so many devices here, or the model cannot be shortened.
+        WorkerError: a rank failed.
+    """
+    from distributed.operations.planning.shorter_model import keep_blocks
+    from distributed.operations.planning.verification import Verification, run_fields
+
+    if steps < 3:
+        raise UserError(
+            "the first two steps are not timed",
+            field="--steps",
+            got=steps,
+            allowed="3 or more",
+            remedy="Train more steps",
+        )
+    model, optimizer = deepcopy((trainer.model, trainer.optimizer))
+    row = plans[index]
+    if layers is not None:
+        keep_blocks(model, layers, trainer.config.block_classes)
+    fields = plans.fields(index) | run_fields(steps)
+    config = load_layers([*as_layers(trainer.config), Layer("plan", fields)])
+    with command_line(ScriptRun([])):
+        probe = Trainer(
+            model,
+            config,
+            optimizer=optimizer,
+            loss_fn=trainer.loss_fn,
+            training_step=trainer.training_step,
+        )
+        if layers is not None:
+            row = _predicted_again(probe, train_loader, plans, row)
+        history = probe.fit(train_loader)
+    return Verification(row, history)
+
+
+def _predicted_again(trainer: Trainer, data: Any, plans: Plans, row: Ranked) -> Ranked:
+    from distributed.operations.planning.plan_task import predict_row
+
+    task = trainer.task_of(trainer.config, data, None)
+    return predict_row(task, trainer.config, plans, row.split)

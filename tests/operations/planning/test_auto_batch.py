@@ -1,0 +1,366 @@
+"""``batch_size=auto``: the largest micro-batch that fits, and the same training (C1, C2).
+
+Memory is limited by the kernel in the ranks (RLIMIT_DATA), so that allocations really fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distributed import Trainer
+from distributed.config import load
+from distributed.data import Source
+from distributed.errors import UserError
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.plan import Facts, Resources, RunPlan
+from distributed.interfaces.task import Task
+from distributed.launch import run
+from distributed.operations.planning import auto_batch
+from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks, probe_step
+from distributed.planner.resolve import resolve
+from distributed.registry.catalog import get_catalog
+from distributed.system.private_folders import PrivateFolder
+from distributed.testing.rank_pool import RankPool
+from tests.support.limited_memory import LimitedData, WideModel
+from tests.support.training import Die, make_trainer
+
+MIB = 1 << 20
+WHOLE = 64
+"""Samples of a global batch."""
+
+
+def plain_weights(
+    data: LimitedData,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    whole: int = WHOLE,
+    build: Callable[[], nn.Module] | None = None,
+) -> list[Tensor]:
+    """The oracle: plain PyTorch, one process, each global batch at once."""
+    model = (build or wide_model)()
+    stepper = optimizer(model.parameters(), lr=0.1)
+    for start in range(0, len(data), whole):
+        rows = [data[index] for index in range(start, min(start + whole, len(data)))]
+        inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
+        stepper.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        stepper.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def wide_model() -> WideModel:
+    torch.manual_seed(0)
+    return WideModel()
+
+
+def trainer_of(model: nn.Module, ranks: int, backend: str, **fields: Any) -> Trainer:
+    given = {"batch_size": "auto", "global_batch_size": WHOLE, "learning_rate": 0.1, "optimizer": "sgd"}
+    given |= {"data": {"shuffle": False}, "loss_fn": nn.MSELoss(), **fields}
+    return make_trainer(model, ranks, backend=backend, **given)
+
+
+def farthest(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("backend", "ranks", "limits", "optimizer", "expected"),
+    [
+        # Predicted: 6 MiB a sample. Rank 1 alone is short of memory, and both ranks take its size.
+        ("pytorch-ddp", 2, {1: 180 * MIB}, torch.optim.SGD, 16),
+        # Not predicted: 32 runs out of memory on real ranks, and half of it does not.
+        ("fsdp", 2, {0: 180 * MIB, 1: 180 * MIB}, torch.optim.RMSprop, 16),
+        ("serial", 1, {0: 180 * MIB}, torch.optim.SGD, 16),
+    ],
+    ids=["pytorch-ddp", "fsdp", "serial"],
+)
+def test_training_is_that_of_the_whole_batch_and_of_the_size_set_by_hand(
+    backend: str,
+    ranks: int,
+    limits: dict[int, int],
+    optimizer: type[torch.optim.Optimizer],
+    expected: int,
+    rank_pool: RankPool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = LimitedData(WHOLE + 24, limits)  # the last global batch is smaller
+    made: Any = "sgd" if optimizer is torch.optim.SGD else partial(optimizer, lr=0.1)
+    rate = {"learning_rate": 0.1} if made == "sgd" else {}
+    chosen, by_hand = wide_model(), wide_model()
+    trainer = trainer_of(chosen, ranks, backend, optimizer=made)
+    trainer.fit(data)
+    assert trainer.history is not None
+    assert trainer.history.batch == {
+        "batch_size": expected,
+        "gradient_accumulation_steps": WHOLE // ranks // expected,
+        "data_parallel_size": ranks,
+        "global_batch_size": WHOLE,
+    }
+    printed = capsys.readouterr().out
+    assert f"note: batch_size=auto: {expected} " in printed
+    assert ("out of memory with 32" in printed) == (optimizer is not torch.optim.SGD)
+    given = {"batch_size": expected, "optimizer": made, **rate}
+    trainer_of(by_hand, ranks, backend, pool=rank_pool, **given).fit(LimitedData(len(data), {}))
+    assert all(map(torch.equal, chosen.parameters(), by_hand.parameters()))
+    assert farthest([*chosen.parameters()], plain_weights(data, optimizer)) < 1e-9
+
+
+def test_a_resumed_run_keeps_the_size_of_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, uninterrupted, resumed = LimitedData(WHOLE * 4, {}), wide_model(), wide_model()
+    fields = {"folder": tmp_path, "deterministic": True, "checkpoint": {"every_n_steps": 1}}
+    trainer_of(uninterrupted, 1, "serial", batch_size=8, deterministic=True).fit(data)
+    trainer_of(resumed, 1, "serial", max_steps=2, batch_size=8, **fields).fit(data)
+    # There is memory for 64 samples now, and other micro-batches would round differently.
+    trainer = trainer_of(wide_model(), 1, "serial", resume_from_checkpoint=True, **fields)
+    trainer.fit(data)
+    assert "batch_size=auto: 8, as in the checkpoint" in capsys.readouterr().out
+    assert all(map(torch.equal, trainer.model.parameters(), uninterrupted.parameters()))
+
+
+def two_stages() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(WideModel(), nn.Linear(1, 16).double(), WideModel())
+
+
+@pytest.mark.starts_processes
+def test_stages_of_a_pipeline_have_the_size_that_fits_into_the_largest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data, model = LimitedData(WHOLE, {0: 180 * MIB, 1: 180 * MIB}), two_stages()
+    parallel = {"pipeline": 2, "stages": ["0", "2"]}
+    trainer_of(model, 2, "pytorch-ddp", parallel=parallel).fit(data)
+    printed = capfd.readouterr().out
+    assert "MiB predicted of" in printed
+    assert "global batch 64 = 64 samples" not in printed
+    assert farthest([*model.parameters()], plain_weights(data, build=two_stages)) < 1e-9
+
+
+@pytest.mark.starts_processes
+def test_fewer_ranks_choose_again_and_train_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, model = LimitedData(24, {}), wide_model()
+    elastic = {"min_ranks": 2, "max_restarts": 2}
+    fields = {"folder": tmp_path, "elastic": elastic, "callbacks": [Die(step=1, rank=2)]}
+    trainer_of(model, 3, "pytorch-ddp", global_batch_size=12, **fields).fit(data)
+    printed = capfd.readouterr().out
+    assert "global batch 12 = 4 samples x 3 ranks" in printed
+    assert "batch_size=auto: 6 " in printed  # was 4 x 3
+    assert farthest([*model.parameters()], plain_weights(data, whole=12)) < 1e-9
+
+
+# -- what a probe leaves ---------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Draws random numbers in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(16, 1, dtype=torch.float64), nn.Dropout(0.5)
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.drop(self.layer(x)) * self.scale
+        return found
+
+
+def everything(task: Task) -> list[Any]:
+    """All that a probe could leave in this process."""
+    model = task.model
+    return [
+        copy.deepcopy(model.state_dict()),
+        [p.grad for p in model.parameters()],
+        copy.deepcopy(task.optimizer.state_dict()),
+        torch.get_rng_state(),
+        np.random.get_state()[1].tolist(),  # type: ignore[index, union-attr]
+        random.getstate(),
+        model.training,
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def plan_of(**fields: Any) -> RunPlan:
+    given = {"backend": "serial", "device": "cpu", "batch_size": "auto", "global_batch_size": WHOLE, **fields}
+    return resolve(load(overrides=given), get_catalog(), Facts(), Resources())
+
+
+def task_of(model: nn.Module, **fields: Any) -> Task:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = Source.of(LimitedData(WHOLE, {}), "train_loader")
+    return Task(
+        **{"model": model, "optimizer": optimizer, "loss_fn": nn.MSELoss(), "train_data": data, **fields}
+    )
+
+
+def in_this_process(plan: RunPlan, task: Task, folder: Path) -> None:
+    """The mutant of a probe: it trains with the objects of the run."""
+    backend = get_catalog().load_backend(plan.spec)
+    backend.setup(plan)
+    probe_step(plan, task, backend, folder)
+    backend.teardown()
+
+
+@pytest.mark.starts_processes
+def test_a_probe_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    task, plan = task_of(Drawing()), plan_of()
+    before = everything(task)
+    chosen = choose_before_run(plan, task)
+    assert (chosen.batch.batch_size, chosen.micro_batches) == (WHOLE, ())
+    assert same(before, everything(task))
+    in_this_process(plan, task, tmp_path)
+    after = everything(task)
+    assert [same(b, a) for b, a in zip(before, after, strict=True)][:4] == [False, True, False, False]
+
+
+# -- agreement -------------------------------------------------------------------------
+
+
+def sizes_of_ranks(plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+    """What each rank chooses: together, and by the mutant, on its own."""
+    together = choose_in_ranks(plan, task, backend).batch.batch_size
+    room = auto_batch._room(plan, task, backend.world.device)
+    alone = auto_batch._predicted(plan, task, room).size
+    return {"together": backend.gather_objects(together), "alone": backend.gather_objects(alone)}
+
+
+@pytest.mark.starts_processes
+def test_ranks_with_unequal_memory_choose_the_same_size() -> None:
+    plan = plan_of(backend="pytorch-ddp", num_processes=2)
+    data = Source.of(LimitedData(WHOLE, {0: 600 * MIB, 1: 110 * MIB}), "train_loader")
+    task = task_of(wide_model(), train_data=data)
+    with PrivateFolder() as folder:
+        found = run.probe(plan, task, sizes_of_ranks, Path(folder))
+    assert found == {"together": [8, 8], "alone": [32, 8]}
+
+
+# -- where the micro-batch changes the training ------------------------------------------
+
+
+class Counting(Drawing):
+    """Counts its forward passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 0.0 * self.scale + 1.0
+        return super().forward(x)
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    scores = output @ target.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "names"),
+    [
+        (nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(), nn.MSELoss(), "'1'"),
+        (Counting(), nn.MSELoss(), "'scale'"),
+        (nn.Linear(16, 1).double(), contrastive, "compares the samples"),
+    ],
+    ids=["batch norm", "buffer", "contrastive loss"],
+)
+def test_a_model_that_depends_on_the_micro_batch_is_refused(
+    model: nn.Module, loss_fn: Any, names: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=names) as raised:
+        in_this_process(plan_of(), task_of(model, loss_fn=loss_fn), tmp_path)
+    assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
+    assert "to numbers" in str(raised.value.remedy)
+
+
+def test_frozen_statistics_are_accepted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model[1].eval()
+    in_this_process(plan_of(), task_of(model), tmp_path)
+    assert json.loads((tmp_path / "attempt.json").read_text()) == WHOLE
+
+
+# -- ranks that choose by prediction -----------------------------------------------------
+
+
+def decided(plan: RunPlan, task: Task, has_fitted: bool) -> RunPlan:
+    backend = get_catalog().load_backend(plan.spec)
+    backend.setup(plan)
+    return choose_in_ranks(plan, task, backend, has_fitted)
+
+
+def test_a_size_that_has_fitted_is_kept_where_memory_is_not_predicted() -> None:
+    model = wide_model()
+    task = task_of(model, optimizer=torch.optim.Rprop(model.parameters()))
+    plan = plan_of()
+    plan = replace(plan, batch=replace(plan.batch, batch_size=4, gradient_accumulation_steps=16))
+    assert decided(plan, task, has_fitted=True).batch == plan.batch
+    with pytest.raises(UserError, match="choose by prediction"):
+        decided(plan, task, has_fitted=False)
+    assert decided(plan, task_of(model), has_fitted=True).batch.batch_size == WHOLE
+
+
+@pytest.mark.starts_processes
+def test_a_second_fit_keeps_the_size_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    data = LimitedData(WHOLE, {0: 180 * MIB})  # of the ranks of the probe; this process has no limit
+    trainer = trainer_of(wide_model(), 1, "serial")
+    trainer.fit(data)
+    trainer.fit(data)
+    printed = capsys.readouterr().out
+    assert printed.count("tried in 2 steps") == 1
+    assert printed.count("batch_size=auto: 16, as in the fit before") == 1
+
+
+def test_a_probe_gets_no_more_data_than_it_reads() -> None:
+    inputs = torch.zeros(10 * WHOLE, 16)
+    task = task_of(
+        Drawing(), train_data=Source.of((inputs, inputs[:, :1]), "train_loader"), callbacks=[Die(1, 0)]
+    )
+    sent = auto_batch._for_probe(plan_of(), task)
+    assert [len(tensor) for tensor in sent.train_data.tensors] == [WHOLE, WHOLE]
+    assert sent.train_data.tensors[0].untyped_storage().nbytes() == WHOLE * 16 * 4
+    assert (sent.callbacks, task.train_data.length, len(task.callbacks)) == ([], 10 * WHOLE, 1)
+
+
+class Locked(Drawing):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class LockedData(LimitedData):
+    """Cannot be pickled either."""
+
+    def __init__(self) -> None:
+        super().__init__(WHOLE, {})
+        self.lock = threading.Lock()
+
+
+def test_a_task_that_cannot_be_sent_to_a_probe_needs_predicted_memory() -> None:
+    data = Source.of(LockedData(), "train_loader")
+    chosen = choose_before_run(plan_of(), task_of(Drawing(), train_data=data))
+    assert chosen.batch.batch_size == WHOLE
+    assert "not tried: the task cannot be pickled" in chosen.notes[-1]
+    with pytest.raises(UserError, match="cannot be pickled for another process"):
+        choose_before_run(plan_of(), task_of(Locked()))

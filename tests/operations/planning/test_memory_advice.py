@@ -1,0 +1,119 @@
+"""An error by lack of memory names the parts of memory, and changes that fit: real failures, real changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distributed import WorkerError
+from distributed.config import parse_assignments
+from tests.support.limited_memory import LimitedData, WideModel
+from tests.support.training import Die, make_trainer
+
+MIB = 1 << 20
+FIELDS: dict[str, Any] = {
+    "loss_fn": nn.MSELoss(),
+    "optimizer": "sgd",
+    "max_steps": 2,
+    "global_batch_size": 64,
+}
+
+
+class Deep(nn.Module):
+    """Blocks whose activations can be computed again, and parameters beside them that can be sharded."""
+
+    def __init__(self, blocks: int = 4, table: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(WideModel(), nn.Linear(1, 16).double()) for _ in range(blocks)
+        )
+        self.table = nn.Parameter(torch.zeros(table, 8, dtype=torch.float64))
+        self.last = nn.Linear(16, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        found: Tensor = self.last(x) + self.table.sum() * 0.0
+        return found
+
+
+def run(model: nn.Module, ranks: int, data: Any, **fields: Any) -> None:
+    make_trainer(model, ranks, **{**FIELDS, **fields}).fit(data)
+
+
+def suggested(message: str) -> list[dict[str, Any]]:
+    """The changes that a message proposes, as configuration fields."""
+    texts = re.findall(r"\(\d\) ((?:--set \S+ ?)+)", message)
+    return [parse_assignments(text.replace("--set", "").split()) for text in texts]
+
+
+@pytest.mark.starts_processes
+def test_the_proposed_changes_fit_where_the_run_did_not() -> None:
+    limits = {0: 340 * MIB, 1: 340 * MIB}
+    with pytest.raises(WorkerError, match="The rank ran out of memory") as raised:
+        run(Deep(table=1 << 18), 2, LimitedData(64, limits), max_steps=1)
+    message = raised.value.summary
+    predicted = re.search(r"as predicted: (.*?); (\d+) MiB together", message)
+    assert predicted is not None
+    assert {"parameters", "gradients", "activations"} <= set(re.findall("[a-z]{3,}", predicted[1]))
+    assert int(predicted[2]) > 340
+    changes = suggested(message)
+    assert changes[0] == {"batch_size": 16, "gradient_accumulation_steps": 2}
+    assert {"activation_checkpointing": "full"} in changes
+    assert "mixed_precision" not in message  # it changes the training, and others fit
+    for change in changes[:2]:
+        run(Deep(table=1 << 18), 2, LimitedData(64, limits), max_steps=1, **change)
+
+
+@pytest.mark.starts_processes
+def test_changes_are_named_where_memory_is_not_predicted() -> None:
+    with pytest.raises(WorkerError) as raised:
+        run(WideModel(), 2, LimitedData(64, {1: 100 * MIB}), optimizer=partial(torch.optim.Rprop, lr=0.1))
+    message = raised.value.summary
+    assert "The parts of its memory are not predicted, optimizer: the memory of this optimizer" in message
+    assert "not predicted to fit: (1) --set batch_size=16 --set gradient_accumulation_steps=2" in message
+
+
+@pytest.mark.starts_processes
+def test_a_killed_rank_says_how_to_check_for_a_lack_of_memory() -> None:
+    with pytest.raises(WorkerError) as raised:
+        run(WideModel(), 2, LimitedData(64, {}), callbacks=[Die(step=1, rank=1)])
+    assert raised.value.exc_type == "SIGKILL"
+    assert "dmesg" in raised.value.summary
+    assert "activations 192 MiB" in raised.value.summary
+    assert "another sender of the signal" in raised.value.summary  # 192 MiB do not fill a host
+
+
+def far_too_large(loss: Callable[..., Tensor], output: Tensor, target: Tensor) -> Tensor:
+    if not torch._subclasses.fake_tensor.is_fake(output):
+        torch.empty(1 << 60)
+    return loss(output, target)
+
+
+def test_a_failure_in_this_process_has_a_note() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        run(WideModel(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
+    notes = "\n".join(raised.value.__notes__)
+    assert re.search(r"at the peak of a step, as predicted: parameters .*, activations 384 MiB; ", notes)
+    assert "--set batch_size=32 --set gradient_accumulation_steps=2 (192 MiB, the same training)" in notes
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        run(nn.Linear(3, 1).double(), 1, LimitedData(64, {}))
+    assert not any("Memory of a rank" in note for note in raised.value.__notes__)
+
+
+def test_batches_of_a_loader_are_changed_in_the_loader() -> None:
+    loader = torch.utils.data.DataLoader(LimitedData(64, {}), batch_size=64)
+    with pytest.raises(RuntimeError) as raised:
+        run(WideModel(), 1, loader, loss_fn=partial(far_too_large, nn.MSELoss()))
+    assert "(1) DataLoader(batch_size=32) and --set gradient_accumulation_steps=2" in "\n".join(
+        raised.value.__notes__
+    )
