@@ -109,19 +109,17 @@ def _mistral() -> nn.Module:
     )
 
 
-def _opt() -> nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
+def _phi() -> nn.Module:
+    from transformers import PhiConfig, PhiForCausalLM
 
-    return OPTForCausalLM(
-        OPTConfig(
+    return PhiForCausalLM(
+        PhiConfig(
             vocab_size=_VOCABULARY,
             hidden_size=256,
-            ffn_dim=1024,
+            intermediate_size=1024,
             num_hidden_layers=4,
             num_attention_heads=4,
-            word_embed_proj_dim=256,
             max_position_embeddings=256,
-            dropout=0.0,
         )
     )
 
@@ -161,7 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "gpt2": (_gpt2, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "qwen2": (_qwen2, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "mistral": (_mistral, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
-    "opt": (_opt, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
+    "phi": (_phi, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n)}),
     "bert": (_bert, lambda n: {"input_ids": _tokens(n), "labels": _classes(n)}),
     "vit": (_vit, lambda n: {"pixel_values": torch.randn(n, 3, 64, 64), "labels": _classes(n)}),
 }

@@ -48,7 +48,7 @@ class DeviceMemory:
 EXACT = DeviceMemory()
 """Bytes of tensors as they are, without copies in collectives."""
 
-HOST = DeviceMemory(copies_in_collectives=True)
+HOST = DeviceMemory(copies_in_collectives=True, segment=2**20)
 """Tensors of CPU ranks as they are, with the copies that gloo makes."""
 
 CUDA = DeviceMemory(granule=512)

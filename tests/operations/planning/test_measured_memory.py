@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import run
-from tests.support.predicted_memory import CP, FSDP, FULL, GPIPE, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
+from tests.support.predicted_memory import CP, FSDP, FULL, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -17,8 +17,8 @@ WITHIN = 0.01
 
 # A part of all runs, because each starts ranks: `python -m tests.benchmarks.predicted_memory` measures all.
 RUNS: dict[str, list[dict[str, Any]]] = {
-    "qwen2": [TP, CP, GPIPE, ZERO | {"zero_stage": 3}, SERIAL],
-    "opt": [FSDP | FULL, ONE_F_ONE_B, ZERO | {"zero_stage": 2}],
+    "qwen2": [TP, CP, ZERO | {"zero_stage": 3}, SERIAL],
+    "phi": [FSDP | FULL, ONE_F_ONE_B],
 }
 
 
