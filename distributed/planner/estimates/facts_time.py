@@ -86,7 +86,7 @@ class FactsTimer:
         arXiv:2204.02311)."""
         dims = split.dims
         samples = split.micro_batch * split.num_micro_batches * dims.data * dims.shard
-        peak = self.profile.flops(split.precision) * dims.world_size
+        peak = self.profile.peak_of(dims.world_size, split.precision)
         return self.facts(Cut()).work.flops(samples) / (seconds * peak)
 
     def facts(self, cut: Cut) -> ModelFacts:

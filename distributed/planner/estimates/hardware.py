@@ -90,6 +90,16 @@ class HardwareProfile(_Section):
     measured: MeasuredNode | None = None
     sources: Mapping[str, str]
 
+    def peak_of(self, num_ranks: int, precision: str) -> float:
+        """Dense operations per second of all devices that `num_ranks` ranks use. Ranks on the cores of a node
+        use all of them, however few they are.
+
+        Raises:
+            UserError: as `flops`.
+        """
+        per_node = self.devices_per_node if self.measured is not None and self.device == "cpu" else 1
+        return self.flops(precision) * -(-num_ranks // per_node) * per_node
+
     def flops(self, precision: str) -> float:
         """Dense operations per second of matrix products in `precision`.
 

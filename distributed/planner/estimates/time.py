@@ -97,7 +97,7 @@ class StepTimer:
 
         Recomputation is not counted, and attention without a causal saving (Chowdhery et al., 2022).
         """
-        peak = self.profile.flops(split.precision) * split.dims.world_size
+        peak = self.profile.peak_of(split.dims.world_size, split.precision)
         return self.numbers.step_flops / (seconds * peak)
 
     def _beside(self, split: Split, micro: PassTime) -> float:

@@ -11,6 +11,7 @@ import yaml
 from distributed import UserError
 from distributed.planner.estimates import hardware
 from distributed.planner.estimates.hardware import load_profile, parse_profile, shipped_profiles
+from distributed.planner.estimates.measured_node import MeasuredNode
 
 FOLDER = Path(hardware.__file__).with_name("profiles")
 
@@ -88,3 +89,12 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_rate_that_is_not_known_is_refused() -> None:
     with pytest.raises(UserError, match="fp32, tf32, bf16, fp16"):
         load_profile("A100").flops("fp8")
+
+
+def test_ranks_on_measured_cores_use_all_of_them() -> None:
+    """A rank alone on a node with four ranks has the peak of all its cores; devices are counted one by one."""
+    cores = MeasuredNode.model_construct(cores=4, asynchronous=False, ranks={})
+    node = load_profile("CPU").model_copy(update={"devices_per_node": 4, "measured": cores})
+    each = node.flops("fp32")
+    assert [node.peak_of(n, "fp32") / each for n in (1, 4, 5)] == [4, 4, 8]
+    assert load_profile("A100").peak_of(3, "bf16") == 3 * load_profile("A100").flops("bf16")
