@@ -92,7 +92,7 @@ def test_a_rate_that_is_not_known_is_refused() -> None:
 
 
 def test_ranks_on_measured_cores_use_all_of_them() -> None:
-    """A rank alone on a node with four ranks has the peak of all its cores; devices are counted one by one."""
+    """A rank alone on a node has the peak of all its cores; devices are counted one by one."""
     cores = MeasuredNode.model_construct(cores=4, asynchronous=False, ranks={})
     node = load_profile("CPU").model_copy(update={"devices_per_node": 4, "measured": cores})
     each = node.flops("fp32")
