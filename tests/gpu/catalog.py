@@ -117,6 +117,16 @@ def _memory() -> list[Check]:
     return checks
 
 
+def _predicted_memory() -> list[Check]:
+    meaning = "distance of the predicted peak from the measured one of memory/BACKEND, as a share of it"
+    checks = []
+    for backend in _BACKENDS:
+        row = Row(f"predicted-memory/{backend}", "share", 0.05, meaning, gpu_only=True)
+        options = {"backend": backend}
+        checks.append(Check(row.name, "tests.gpu.predicted_memory:error", (row,), options, _needs(backend)))
+    return checks
+
+
 def _codecs() -> list[Check]:
     meaning = "largest distance between weights trained with the codec on GPU ranks and on CPU ranks, float64"
     checks = []
@@ -171,6 +181,7 @@ CHECKS: list[Check] = [
     *_overhead(),
     _save(1),
     *_memory(),
+    *_predicted_memory(),
     _save(10),
 ]
 """In the order in which they run."""

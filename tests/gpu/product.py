@@ -6,6 +6,11 @@ from distributed import Callback, Trainer, WorkerError
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.operations.planning.collect_facts import collect_facts
+from distributed.planner.estimates.device_memory import CUDA
+from distributed.planner.estimates.memory import predict_memory
+from distributed.planner.estimates.split import Split
 from distributed.resilience.flight_dumps import dump_recorder
 from distributed.resilience.flight_records import FlightRecord, parse_dump
 from distributed.testing.oracle import oracle_fit
@@ -13,17 +18,22 @@ from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import distance, problem
 
 __all__ = [
+    "CUDA",
     "Callback",
     "FlightRecord",
+    "ParallelDims",
     "PortableCheckpointer",
     "PortableReader",
     "RankPool",
+    "Split",
     "Trainer",
     "WorkerError",
+    "collect_facts",
     "differences",
     "distance",
     "dump_recorder",
     "oracle_fit",
     "parse_dump",
+    "predict_memory",
     "problem",
 ]

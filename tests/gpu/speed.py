@@ -22,10 +22,13 @@ from tests.gpu.checks import Measured, Settings, Skipped
 from tests.gpu.product import Callback
 from tests.gpu.ranks import number_of_ranks, trainer
 
-__all__ = ["overhead", "peak_memory", "save_stall"]
+__all__ = ["BATCH", "WIDTH", "overhead", "peak_memory", "save_stall", "stack"]
 
 _SIZES = {1: (256, 128), 5: (1024, 1024), 20: (2048, 2048)}
 """Milliseconds a step -> (width, batch) of an MLP whose depth is then found."""
+WIDTH, BATCH = 2048, 64
+"""Of the model whose peak is measured, and of its micro-batches."""
+
 _BLOCK = 0.1
 """Seconds that a block of steps takes."""
 
@@ -243,15 +246,21 @@ class Block(nn.Module):
         return x + torch.relu(self.layer(x))
 
 
+def stack() -> nn.Module:
+    """16 layers of 2048."""
+    return nn.Sequential(*(Block(WIDTH) for _ in range(16)), nn.Linear(WIDTH, 10))
+
+
 def peak_memory(setting: Settings, backend: str) -> Iterator[Measured]:
-    """AdamW in float32 on 16 layers of 2048."""
+    """AdamW in float32 on `stack`."""
     transport = "default" if setting.num_gpus > 1 else "gloo"
-    model = nn.Sequential(*(Block(2048) for _ in range(16)), nn.Linear(2048, 10))
+    model = stack()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     path = setting.folder / f"peak-{backend}"
     ranks = number_of_ranks(setting, backend, transport)
-    ours = trainer(setting, model, backend, transport, batch_size=64)
+    ours = trainer(setting, model, backend, transport, batch_size=BATCH)
     ours.callbacks = [Peak(path)]
-    ours.fit((torch.randn(64 * ranks * 6, 2048), torch.zeros(64 * ranks * 6, dtype=torch.long)), max_steps=6)
+    samples = BATCH * ranks * 6
+    ours.fit((torch.randn(samples, WIDTH), torch.zeros(samples, dtype=torch.long)), max_steps=6)
     peak = int(path.read_text())
     yield Measured(peak / 2**20, f"{peak / weights:.2f} of the weights' bytes; {ranks} ranks")

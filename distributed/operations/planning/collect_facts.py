@@ -63,6 +63,7 @@ def collect_facts(
         UserError: the model's control flow depends on values, which fake tensors do not have; or what it
             allocates does not grow in proportion to the samples; or the model cannot be cut so.
     """
+    foreach, device = device != "cpu", _recorded_on(device)
     with rank_of_cut(cut, options) as part, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         copied = _fake_copy(model, mode, device)
         objective = Objective(loss_fn, training_step, device=device)
@@ -85,12 +86,10 @@ def collect_facts(
         later=plain[1],
         first_recomputed=again[0] if again else None,
         later_recomputed=again[1] if again else None,
-        optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=device != "cpu"),
+        optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=foreach),
         precision=precision,
         optimizer_name=optimizer,
-        work=WorkFacts(
-            recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=device != "cpu")
-        ),
+        work=WorkFacts(recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=foreach)),
         cut=cut,
         received=received,
         whole_numel=whole_numel,
@@ -109,6 +108,12 @@ def facts_source(model: nn.Module, batch: Any, **given: Any) -> FactsSource:
 
 def _facts_of(model: nn.Module, batch: Any, given: Mapping[str, Any], cut: Cut) -> ModelFacts:
     return collect_facts(model, batch, cut=cut, **given)
+
+
+def _recorded_on(device: str) -> str:
+    """The device of the fake tensors. Autograd asks a GPU for its streams, even for fake tensors; where there
+    is none, the operations of CPUs are recorded, which differ in what autocast and fused kernels allocate."""
+    return device if device == "cpu" or torch.cuda.is_available() else "cpu"
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:

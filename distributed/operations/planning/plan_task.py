@@ -25,7 +25,7 @@ from distributed.planner.batch import DEFAULT_BATCH_SIZE
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.codec_shares import codec_share
 from distributed.planner.estimates.configuration import refusal_of
-from distributed.planner.estimates.device_memory import CUDA, HOST
+from distributed.planner.estimates.device_memory import GPU, HOST
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.from_facts import FactsSizes, FromFacts
 from distributed.planner.estimates.hardware import HardwareProfile
@@ -40,6 +40,10 @@ from distributed.training.model_traits import with_statistics
 
 __all__ = ["plan_task", "predict_row"]
 
+
+_WITHOUT_GPU = (
+    "there is no GPU here, so that operations of CPUs are recorded; kernels of a GPU may allocate otherwise"
+)
 
 _ANNOUNCED = 10.0
 """Seconds from which on recording is announced."""
@@ -84,6 +88,8 @@ def plan_task(
         checkpointing=space.checkpointing if whole.first_recomputed else (False,),
     )
     space, notes = _same_statistics(space, task.model, config, facts)
+    if profile.device != "cpu" and not framework.num_gpus():
+        notes += (_WITHOUT_GPU,)
     space, rejected = _affordable(space, whole, options, names_in(asked))
 
     def refuses(split: Split) -> str | None:
@@ -172,7 +178,7 @@ def _predictions(source: FactsSource, profile: HardwareProfile, space: SearchSpa
     """Predictions of the model of `source` on `profile`."""
     share = codec_share(space.codec_specs, [p.shape for p in source(Cut()).parameters if p.trained])
     timer = FactsTimer(source, profile, codec_share=share)
-    return FromFacts(source, timer, HOST if profile.device == "cpu" else CUDA)
+    return FromFacts(source, timer, HOST if profile.device == "cpu" else GPU)
 
 
 def _global_batch(config: DistributedConfig, facts: Facts, devices: int) -> int:

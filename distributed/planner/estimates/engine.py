@@ -14,6 +14,8 @@ class Engine:
     Attributes:
         weight_bytes: bytes of an element of the weights that ranks exchange under ZeRO 1 and 2.
         gradient_bytes: bytes of an element of a gradient when it is reduced.
+        gathered_bytes: bytes of an element of a sharded weight when it is gathered; None for those of the
+            precision.
         overlap: share of the computation during which collectives of gradients and shards run.
         sends_exposed: share of the time of messages between stages during which a stage waits.
         sequence_parallel: whether ``tensor`` ranks hold slices of the sequence between their layers.
@@ -24,6 +26,7 @@ class Engine:
 
     weight_bytes: int = 4
     gradient_bytes: int = 4
+    gathered_bytes: int | None = None
     overlap: float = 0.7
     sends_exposed: float = 0.5
     sequence_parallel: bool = False
@@ -32,7 +35,7 @@ class Engine:
     elementwise: float = 1.0
 
 
-OURS = Engine(elementwise=2.1)
+OURS = Engine(elementwise=2.1, gathered_bytes=4)
 """The torch backends of this project without ``compile``: float32 weights, of which autocast takes 16-bit
-copies, and operations one by one. ``elementwise`` is fitted on two runs of torchtitan, with and without
-compilation (``python -m tests.benchmarks.planner_time``)."""
+copies after they were gathered, and operations one by one. ``elementwise`` is fitted on two runs of
+torchtitan, with and without compilation (``python -m tests.benchmarks.planner_time``)."""

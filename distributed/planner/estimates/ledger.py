@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from distributed.planner.estimates.device_memory import DeviceMemory
 
@@ -35,6 +35,11 @@ class MemoryParts:
     def total(self) -> int:
         """Predicted peak."""
         return sum(getattr(self, part.name) for part in fields(self))
+
+    def with_reserved(self, share: float) -> MemoryParts:
+        """With `share` of all live bytes, libraries left out, as fragmentation."""
+        live = self.total - self.framework
+        return replace(self, fragmentation=self.fragmentation + round(share * live)) if share else self
 
     def fits(self, capacity: int) -> bool:
         """Whether the peak is at most `capacity` bytes."""

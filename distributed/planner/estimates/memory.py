@@ -84,7 +84,7 @@ def _of_rank(
             layout.play(line, is_last=position == number - 1)
     layout.end_window()
     layout.step()
-    return ledger.peak
+    return ledger.peak.with_reserved(device.reserved)
 
 
 def _timelines(facts: ModelFacts, split: Split) -> tuple[Timeline, Timeline]:

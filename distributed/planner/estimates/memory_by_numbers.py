@@ -41,7 +41,7 @@ def rank_memory(
     """Memory of the rank that needs most."""
     elements, dims = sum(rank_parameters(numbers, split)), split.dims
     sharded = dims.shard > 1 or split.zero_stage == 3
-    gathered = _gathered(numbers, split) if sharded else _copies(split, elements)
+    gathered = _gathered(numbers, split, engine) if sharded else _copies(split, elements)
     stored = _activations(numbers, split, engine)
     moments = 0.0 if split.offload else _STATE_BYTES[split.optimizer] * held_parameters(numbers, split, 1)
     return MemoryParts(
@@ -59,12 +59,13 @@ def _copies(split: Split, elements: float) -> float:
     return 0.0 if split.precision == "fp32" else elements * ITEM_SIZES[split.precision]
 
 
-def _gathered(numbers: ModelNumbers, split: Split) -> float:
+def _gathered(numbers: ModelNumbers, split: Split, engine: Engine) -> float:
     """Two blocks, one of which is prefetched, or a block and the larger of embedding and output layer."""
     experts = numbers.expert_parameters / split.dims.expert
     block = numbers.shared_parameters + experts
     ends = max(numbers.embedding_parameters, numbers.output_parameters)
-    return (block + max(block, ends)) / split.dims.tensor * ITEM_SIZES[split.precision]
+    size = engine.gathered_bytes or ITEM_SIZES[split.precision]
+    return (block + max(block, ends)) / split.dims.tensor * size
 
 
 def _gradients(numbers: ModelNumbers, split: Split) -> float:

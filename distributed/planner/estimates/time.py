@@ -142,7 +142,8 @@ class StepTimer:
         dims = split.dims
         if dims.shard == 1 and split.zero_stage < 3:
             return 0.0
-        nbytes = sum(rank_parameters(self.numbers, split)) * ITEM_SIZES[split.precision]
+        size = self.engine.gathered_bytes or ITEM_SIZES[split.precision]
+        nbytes = sum(rank_parameters(self.numbers, split)) * size
         axis = "shard" if dims.shard > 1 else "data"
         link = link_of(self.profile, dims, axis)
         return 2.0 * split.num_micro_batches * link.seconds("all-gather", nbytes)

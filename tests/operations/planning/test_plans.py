@@ -93,6 +93,14 @@ def test_a_model_object_is_planned_by_its_facts() -> None:
     assert {row.split.micro_batch * row.split.num_micro_batches for row in plans.rows} <= {8, 16}
 
 
+def test_a_gpu_is_planned_for_where_there_is_none() -> None:
+    """Fake tensors on a GPU end the process in autograd, where torch finds none."""
+    plans = distributed.plan(chain(), vectors(), hardware="H100", num_devices=8, axes=["data", "shard"])
+    assert len(plans) > 3
+    assert plans[0].memory.framework >= 10**9
+    assert any("no GPU here" in note for note in plans.notes) != torch.cuda.is_available()
+
+
 def test_the_batches_of_a_loader_are_kept() -> None:
     data = torch.utils.data.TensorDataset(*vectors())
     loader = torch.utils.data.DataLoader(data, batch_size=4)
