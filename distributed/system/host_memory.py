@@ -1,4 +1,4 @@
-"""Memory of the host that this process can still allocate, by the limit that is reached first."""
+"""Memory of the host: what there is, and what this process can still allocate."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Room", "host_memory"]
+__all__ = ["Room", "host_memory", "total_memory"]
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 
 
 class Room(NamedTuple):
@@ -35,8 +35,19 @@ def host_memory(num_processes: int = 1) -> Room:
     return min([*own, *shared], key=lambda room: room.nbytes, default=Room(1 << 62, "no limit"))
 
 
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of this host, or the limit of a control group of this process if that is lower.
+
+    Args:
+        root: of the file system.
+    """
+    whole = _numbers(root / "proc/meminfo")["MemTotal"]
+    limits = (_number(folder / names[0]) for folder, names in _control_groups(root))
+    return min([whole, *(limit for limit in limits if limit is not None)])
+
+
 def _limits_of_process() -> Iterator[tuple[int, str]]:
-    used = _numbers("/proc/self/status")
+    used = _numbers(_ROOT / "proc/self/status")
     for number, field, name in (
         (resource.RLIMIT_AS, "VmSize", "the limit of address space (ulimit -v)"),
         (resource.RLIMIT_DATA, "VmData", "the limit of data (ulimit -d)"),
@@ -47,7 +58,7 @@ def _limits_of_process() -> Iterator[tuple[int, str]]:
 
 
 def _limits_of_host() -> Iterator[tuple[int, str]]:
-    available = _numbers("/proc/meminfo").get("MemAvailable")
+    available = _numbers(_ROOT / "proc/meminfo").get("MemAvailable")
     if available is not None:
         yield available, "the free memory of the host"
     for folder, names in _control_groups():
@@ -58,18 +69,18 @@ def _limits_of_host() -> Iterator[tuple[int, str]]:
             yield max(0, limit - used + cached), "the memory limit of the container (cgroup)"
 
 
-def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _control_groups(start: Path = _ROOT) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The control groups of this process and those around them, with the names of limit, use and cache."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = (start / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+            root, names = start / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root = _CGROUPS / "memory"
+            root = start / "sys/fs/cgroup/memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
@@ -77,11 +88,11 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
         yield from ((each, names) for each in (folder, *folder.parents) if each.is_relative_to(root))
 
 
-def _numbers(path: str) -> dict[str, int]:
+def _numbers(path: Path) -> dict[str, int]:
     """Field -> bytes, of a file of /proc with lines such as ``VmSize: 12 kB``."""
     found = {}
     try:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if value.endswith(" kB"):
                 found[name] = int(value.split()[0]) << 10

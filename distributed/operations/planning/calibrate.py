@@ -28,7 +28,7 @@ from distributed.planner.estimates.hardware import HardwareProfile, parse_profil
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.system.devices import visible_gpus
-from distributed.system.memory_limit import memory_limit
+from distributed.system.host_memory import total_memory
 from distributed.system.private_files import write_whole
 
 __all__ = ["DURATION", "calibrate", "default_ranks", "write_profile"]
@@ -141,7 +141,7 @@ def _profile(found: dict[int, dict[str, Any]], name: str, gpus: int) -> dict[str
     alone, together = found[min(found)], found[most]
     source = f"measured by calibrate on {date.today().isoformat()}"
     within, latency = _link(together["ranks"].get("collectives", {}), most)
-    memory = _gpu_memory() if gpus else memory_limit() / most
+    memory = _gpu_memory() if gpus else total_memory() / most
     cores = len(os.sched_getaffinity(0))
     device = alone["device"] if gpus else f"CPU, {cores} cores"
     values: dict[str, Any] = {
@@ -155,7 +155,7 @@ def _profile(found: dict[int, dict[str, Any]], name: str, gpus: int) -> dict[str
         "link_within_node": within or _NETWORK["link_between_nodes"],
         "latency_within_node": latency,
         **_NETWORK,
-        "host_memory": memory_limit() / (gpus or most),
+        "host_memory": total_memory() / (gpus or most),
         "host_link": together["host_link"],
         "achievable": {
             "matmul": 1.0,

@@ -18,7 +18,7 @@ from distributed.planner.estimates.hardware import load_profile
 from distributed.planner.estimates.numbers import model_numbers
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.time import StepTimer
-from distributed.system.memory_limit import memory_limit
+from distributed.system.host_memory import total_memory
 from tests.planner.estimates.measured_profiles import linear_profile
 from tests.support.commands import run
 
@@ -42,7 +42,7 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
     assert profile.name == "here"
     assert profile.device == "cpu"
     assert profile.devices_per_node == 2
-    assert profile.memory <= memory_limit() / 2
+    assert profile.memory <= total_memory() / 2
     assert "measured by calibrate on" in profile.sources["memory_bandwidth"]
     assert "an assumption" in profile.sources["link_between_nodes"]
     assert profile.measured is not None
@@ -122,10 +122,10 @@ def test_the_limit_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:       8000 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("0::/jobs/one\n")
-    assert memory_limit(tmp_path) == 8000 * 1024
+    assert total_memory(tmp_path) == 8000 * 1024
     group = tmp_path / "sys/fs/cgroup/jobs"
     (group / "one").mkdir(parents=True)
     (group / "one/memory.max").write_text("max\n")
-    assert memory_limit(tmp_path) == 8000 * 1024
+    assert total_memory(tmp_path) == 8000 * 1024
     (group / "memory.max").write_text("4096000\n")
-    assert memory_limit(tmp_path) == 4096000
+    assert total_memory(tmp_path) == 4096000
