@@ -83,7 +83,7 @@ def plan(
     )
     task = trainer.task_of(trainer.config, train_loader, None)
     facts = trainer.facts_of(task)
-    return plan_task(task, trainer.framework, facts, trainer.config, asked, options)
+    return plan_task(task, trainer.framework, facts, trainer.config, asked, options, [*base, *asked])
 
 
 def _check_no_data(train_loader: Any) -> None:
@@ -131,10 +131,10 @@ def verify(
             remedy="Train more steps",
         )
     model, optimizer = deepcopy((trainer.model, trainer.optimizer))
+    fields = plans.fields(index) | run_fields(steps)
     row = plans[index]
     if layers is not None:
         keep_blocks(model, layers, trainer.config.block_classes)
-    fields = plans.fields(index) | run_fields(steps)
     config = load_layers([*as_layers(trainer.config), Layer("plan", fields)])
     with command_line(ScriptRun([])):
         probe = Trainer(

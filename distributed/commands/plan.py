@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,7 +88,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong value, a script that never called `fit`, or a model that fits nowhere.
     """
+    if args.json and (args.verify or args.history is not None):
+        raise UserError(
+            "JSON has the plans alone",
+            field="--json",
+            got="with --verify or --history",
+            remedy="Leave --json out",
+        )
+    positive_int(args.number, "--number")
+    positive_int(args.steps, "--steps")
     if args.history is not None:
+        _refuse_rest(args)
         _print_history(args)
         return 0
     if args.html is not None:
@@ -132,6 +143,7 @@ def _examined(args: argparse.Namespace) -> _Examined:
         axes=None if args.axes is None else _words(args.axes),
     )
     if numbers:
+        _refuse_rest(args)
         if args.script is not None:
             raise UserError(
                 "a script and numbers of a transformer were given",
@@ -143,6 +155,12 @@ def _examined(args: argparse.Namespace) -> _Examined:
 
         return _Examined(plan_numbers(numbers, [], layers, options))
     return _plan_script(args, layers, options)
+
+
+def _refuse_rest(args: argparse.Namespace) -> None:
+    """Refuse words that only a script could read."""
+    if args.unknown or args.rest:
+        refuse_unknown(args.unknown or args.rest, args.parser)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -159,11 +177,12 @@ def _number(name: str, text: str) -> int | float | str:
         return text
     try:
         value = float(text)
-    except ValueError:
+        whole = value == int(value)
+    except (ValueError, OverflowError):
         raise UserError(
             "not a number", field=_flag(name), got=text, allowed="such as 32 or 7e9", remedy="Correct it"
         ) from None
-    return int(value) if value == int(value) else value
+    return int(value) if whole else value
 
 
 def _flag(name: str) -> str:
@@ -236,7 +255,9 @@ def _write(plans: Plans, args: argparse.Namespace) -> None:
         plans.save(args.output, index)
         script = f" --script {args.script}" if args.script else ""
         lines += [f"plan {index + 1}: {args.output}; train with it:"]
-        lines += [f"  {PROG} train{script} --config {args.output}"]
+        several = plans.fields(index).get("num_nodes", 1)
+        rest = " --node-rank N --rdzv-endpoint HOST:PORT" if several and several > 1 else ""
+        lines += [f"  {PROG} train{script} --config {args.output}{rest}"]
     if args.html is not None:
         from distributed.operations.planning.plan_page import write_page
 
@@ -255,13 +276,13 @@ def _verify(examined: _Examined, args: argparse.Namespace) -> None:
     steps = positive_int(args.steps, "--steps")
     plans, trainer, data = examined
     if trainer is None:
-        trainer, data = _trial(plans, steps)
+        trainer, data = _trial(plans, steps, layers)
     found = verify(plans, trainer, data, index, steps, layers)
     print(f"plan {index + 1}, {steps} steps here:")
     print_table(HEADS, found.rows())
 
 
-def _trial(plans: Plans, steps: int) -> tuple[Trainer, Any]:
+def _trial(plans: Plans, steps: int, layers: int | None) -> tuple[Trainer, Any]:
     """A trainer of a model with the numbers of `plans`, and random tokens for it."""
     from distributed.operations.planning.numbers_trial import decoder_of, tokens_of, training_step
     from distributed.planner.estimates.numbers import ModelNumbers
@@ -269,6 +290,8 @@ def _trial(plans: Plans, steps: int) -> tuple[Trainer, Any]:
 
     numbers = plans.space.sizes
     assert isinstance(numbers, ModelNumbers)
+    if layers is not None:
+        numbers = replace(numbers, layers=min(layers, numbers.layers), stated=None)
     fields = {name: value for layer in plans.base for name, value in layer.values.items()}
     trainer = Trainer(decoder_of(numbers), fields, training_step=training_step)
     return trainer, tokens_of(numbers, steps)

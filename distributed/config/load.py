@@ -65,7 +65,7 @@ def load_layers(layers: Sequence[Layer]) -> DistributedConfig:
     for layer in layers:
         if layer.origin in native_names():  # its native configuration sets them again, if it is still there
             continue
-        for name, value in _leaves(layer.values):
+        for name, value in leaves(layer.values):
             _assign(merged, name, value)
             origins[name] = layer.origin
     config = DistributedConfig(**merged)
@@ -244,14 +244,15 @@ def explain(config: DistributedConfig) -> list[tuple[str, Any, str]]:
     return [(name, redact(value_of(config, name), name), config.origin(name)) for name in all_fields()]
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """(dotted name, value) of each field in a nested mapping."""
     fields = all_fields()  # of which some hold names and values themselves
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, BaseModel):
             value = value.model_dump(exclude_unset=True)
         if isinstance(value, Mapping) and value and name not in fields:
-            yield from _leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
         else:
             yield name, value
 

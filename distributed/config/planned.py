@@ -21,5 +21,7 @@ class PlannedSection(Section):
         None, description="Half-width of the interval of `step_seconds`, relative to it."
     )
     memory_bytes: PositiveInt | None = Field(
-        None, description="Predicted peak of the memory of the rank that needs most, in bytes."
+        None,
+        description="Predicted peak of the tensors of the rank that needs most, in bytes, without what"
+        " libraries and allocator take.",
     )

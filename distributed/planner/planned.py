@@ -7,7 +7,7 @@ from dataclasses import replace
 from distributed.config.planned import PlannedSection
 from distributed.errors import UserError
 from distributed.interfaces.plan import RunPlan
-from distributed.planner.estimates.search import describe
+from distributed.planner.estimates.split import describe
 from distributed.planner.estimates.split_of_plan import split_of
 
 __all__ = ["with_own_predictions"]

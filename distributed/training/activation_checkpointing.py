@@ -105,9 +105,9 @@ class Recomputed(Forwards):
 
     def __init__(self, blocks: Sequence[nn.Module], mode: str, caching: Sequence[Any] = ()) -> None:
         self._mode, self._caching = mode, caching
+        super().__init__([(block, _Forward(block, mode)) for block in blocks])
         for config in caching:
             config.use_cache = False
-        super().__init__([(block, _Forward(block, mode)) for block in blocks])
 
     def undo(self) -> None:
         for config in self._caching:

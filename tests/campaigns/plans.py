@@ -27,7 +27,7 @@ from distributed.interfaces.launcher import Launcher
 from distributed.operations.planning.options import PlanOptions
 from distributed.operations.planning.plan_numbers import plan_numbers
 from distributed.operations.planning.plans import Plans
-from distributed.planner.estimates.search import describe
+from distributed.planner.estimates.split import describe
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
 from tests.parallel.models import (

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import AXES, ParallelDims
 from distributed.planner.estimates.candidates import SearchSpace, groups
@@ -41,7 +42,37 @@ class PlanOptions:
     codecs: Collection[str] = ()
     axes: Collection[str] | None = None
 
+    def devices_of(self, config: DistributedConfig, profile: HardwareProfile) -> int:
+        """Number of devices: as given, else the configuration's ranks, else those of a node.
+
+        Raises:
+            UserError: they fill no whole number of nodes.
+        """
+        count, each = (
+            self.num_devices or config.num_ranks or profile.devices_per_node,
+            profile.devices_per_node,
+        )
+        if profile.device != "cpu" and count > each and count % each:
+            raise UserError(
+                f"the nodes of {profile.name} have {each} devices",
+                field="num_devices",
+                got=count,
+                allowed=f"up to {each}, or a multiple of it; nearest: {count // each * each}",
+                remedy="Choose one of these, or set devices_per_node in a profile of your own",
+            )
+        return count
+
     def __post_init__(self) -> None:
+        for field in ("num_devices", "num_plans"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UserError(
+                    "it has to be a positive number",
+                    field=field,
+                    got=value,
+                    allowed="1 or more",
+                    remedy="Correct it",
+                )
         for axis in self.axes or ():
             if axis not in _ALL:
                 raise UserError(

@@ -41,7 +41,7 @@ def plan_numbers(
     config = load_layers(layers)
     numbers = _numbers(given, config)
     profile, whence = profile_of(options.hardware)
-    devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    devices = options.devices_of(config, profile)
     announce_difference(profile, devices)
     space = space_of(numbers, config, names_in(asked), profile, devices, catalog, options.codecs)
     space = limited(space, options.axes)
@@ -53,7 +53,7 @@ def plan_numbers(
         lambda split: refusal_of(split, catalog, profile.device, layers),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, tuple(asked), whence)
+    return Plans(subject, space, profile, table, layers, layers, whence)
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

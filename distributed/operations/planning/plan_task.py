@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -56,6 +55,7 @@ def plan_task(
     config: DistributedConfig,
     asked: Sequence[Layer],
     options: PlanOptions,
+    written: Sequence[Layer] | None = None,
 ) -> Plans:
     """See `distributed.plan`.
 
@@ -65,21 +65,21 @@ def plan_task(
         facts: what the planner of runs knows of them.
         config: the configuration of the run, the fields of `asked` included.
         asked: layers with the fields that a plan has to have.
+        written: layers that the file of a plan repeats; None for `asked`, beside a script that sets the rest.
 
     Raises:
         UserError: the control flow of the model depends on values; and as `distributed.plan`.
     """
     catalog, layers = get_catalog(), as_layers(config)
     profile, whence = profile_of(options.hardware)
-    devices = options.num_devices or config.num_ranks or profile.devices_per_node
+    devices = options.devices_of(config, profile)
     announce_difference(profile, devices)
     precision = precision_of(config, profile.device)
     known = TaskFacts(task)
+    model = known.model(config)
     source = known.source(config, precision, profile.device)
     whole = source(Cut())
-    sizes = FactsSizes(
-        _global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(task.model)
-    )
+    sizes = FactsSizes(_global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(model))
     space = space_of(sizes, config, names_in(asked), profile, devices, catalog, options.codecs)
     space = replace(
         space,
@@ -87,7 +87,7 @@ def plan_task(
         micro_batch=facts.train_batch_size or space.micro_batch,
         checkpointing=space.checkpointing if whole.first_recomputed else (False,),
     )
-    space, notes = _same_statistics(space, task.model, config, facts)
+    space, notes = _same_statistics(space, model, config, facts)
     if profile.device != "cpu" and not framework.num_gpus():
         notes += (_WITHOUT_GPU,)
     space, rejected = _affordable(space, whole, options, names_in(asked))
@@ -95,8 +95,7 @@ def plan_task(
     def refuses(split: Split) -> str | None:
         def check(plan: RunPlan) -> None:
             framework.check_split(task.model, plan)
-            if isinstance(task.model, nn.Module):
-                load_target(plan.spec.target).check_model(task.model, plan)
+            load_target(plan.spec.target).check_model(model, plan)
 
         return refusal_of(split, catalog, profile.device, layers, facts, check)
 
@@ -104,15 +103,24 @@ def plan_task(
     table = table_of(space, lambda space: predictions, profile, options.num_plans, refuses)
     table.rejected += rejected
     subject = f"{whole.name} with {whole.num_parameters:,} parameters"
-    return Plans(subject, space, profile, table, tuple(layers), tuple(asked), whence, notes)
+    return Plans(
+        subject,
+        space,
+        profile,
+        table,
+        tuple(layers),
+        tuple(asked if written is None else written),
+        whence,
+        notes,
+    )
 
 
 def _same_statistics(
-    space: SearchSpace, model: Any, config: DistributedConfig, facts: Facts
+    space: SearchSpace, model: nn.Module, config: DistributedConfig, facts: Facts
 ) -> tuple[SearchSpace, tuple[str, ...]]:
     """`space` with the micro-batches and ranks that the configuration has, if layers compute statistics over
     a micro-batch: with others the model would be trained in another way."""
-    layer = with_statistics(model) if isinstance(model, nn.Module) else None
+    layer = with_statistics(model)
     if layer is None:
         return space, ()
     slices = _slices(config, space.world_size)
@@ -191,7 +199,6 @@ def _global_batch(config: DistributedConfig, facts: Facts, devices: int) -> int:
     return each * (config.gradient_accumulation_steps or 1) * slices
 
 
-def _experts(model: Any) -> int:
+def _experts(model: nn.Module) -> int:
     """Experts of a block whose layers can be divided; 1 without a mixture."""
-    layers = expert_layers(model) if isinstance(model, nn.Module) else []
-    return max((layer.num_experts for layer in layers), default=1)
+    return max((layer.num_experts for layer in expert_layers(model)), default=1)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from distributed.config import Layer, load_layers
-from distributed.config.load import all_fields, nested, value_of
+from distributed.config.load import leaves, nested, value_of
 from distributed.errors import UserError
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.configuration import plan_fields
 from distributed.planner.estimates.hardware import HardwareProfile
-from distributed.planner.estimates.search import Ranked, Table, describe
+from distributed.planner.estimates.search import Ranked, Table
+from distributed.planner.estimates.split import describe
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_files import write_private
 
@@ -23,8 +24,7 @@ __all__ = ["Plans", "names_in"]
 
 def names_in(layers: Sequence[Layer]) -> set[str]:
     """Dotted names of the fields that `layers` set."""
-    config = load_layers(layers)
-    return {name for name in all_fields() if config.origin(name) != "default"}
+    return {name for layer in layers for name, _ in leaves(layer.values)}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Plans:
         profile: the hardware.
         table: plans and rejected candidates.
         base: layers of the configuration that a plan overrides, such as a script's.
-        asked: layers with the fields that a plan has to have.
+        written: layers whose fields the file of a plan repeats.
         whence: where the profile is from.
         notes: what else decided which plans there are.
     """
@@ -47,7 +47,7 @@ class Plans:
     profile: HardwareProfile
     table: Table
     base: tuple[Layer, ...] = ()
-    asked: tuple[Layer, ...] = ()
+    written: tuple[Layer, ...] = ()
     whence: str = ""
     notes: tuple[str, ...] = ()
 
@@ -80,14 +80,14 @@ class Plans:
         # CPU ranks are processes, of which a host has as many as are started.
         per_node = None if profile.device == "cpu" else profile.devices_per_node
         fields = plan_fields(row.split, load_layers(self.base), get_catalog(), profile.device, per_node)
-        given = load_layers(self.asked)
-        fields = {name: value_of(given, name) for name in sorted(names_in(self.asked))} | fields
+        given = load_layers(self.base)
+        fields = {name: value_of(given, name) for name in sorted(names_in(self.written))} | fields
         predicted = {
             "split": describe(row.split),
             "hardware": profile.name,
             "step_seconds": float(f"{row.time.total:.6g}"),
             "spread": profile.achievable.spread,
-            "memory_bytes": row.memory.total,
+            "memory_bytes": row.memory.live,
         }
         return fields | {f"planned.{name}": value for name, value in predicted.items()}
 
@@ -100,7 +100,7 @@ class Plans:
             f"# Plan {index + 1} of {len(self)} for {self.subject} on {self.space.world_size} x"
             f" {self.profile.name}:\n# {describe(row.split)}\n"
         )
-        return head + yaml.safe_dump(nested(fields), sort_keys=False)
+        return head + yaml.safe_dump(nested(json.loads(json.dumps(fields, default=str))), sort_keys=False)
 
     def save(self, path: str | Path, index: int = 0) -> None:
         """Write `yaml`, whole or not at all, readable by this user only.

@@ -79,6 +79,10 @@ class TaskFacts:
             self._sources[key] = _sharing(cache(partial(self._collect, config.seed, given)))
         return self._sources[key]
 
+    def model(self, config: DistributedConfig) -> nn.Module:
+        """The model of the task; that of a factory is built without data."""
+        return self._built(config.seed)
+
     def optimizer(self, config: DistributedConfig) -> tuple[str, float]:
         """Name and momentum of the optimizer of the task.
 

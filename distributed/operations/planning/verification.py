@@ -58,7 +58,7 @@ class Verification:
     @property
     def comparisons(self) -> list[Comparison]:
         """Step time and memory."""
-        planned = {"step_seconds": self.row.time.total, "memory_bytes": self.row.memory.total}
+        planned = {"step_seconds": self.row.time.total, "memory_bytes": self.row.memory.live}
         return compare(planned, self.history.logs, self.history.batch["global_batch_size"])
 
     def rows(self) -> Iterator[list[str]]:

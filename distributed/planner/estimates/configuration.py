@@ -9,7 +9,8 @@ from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.errors import UserError
 from distributed.interfaces.codec import DENSE
 from distributed.interfaces.plan import Facts, Resources, RunPlan
-from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.split import Split, describe
+from distributed.planner.estimates.split_of_plan import split_of
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog
@@ -23,9 +24,9 @@ FREE_FIELDS = {
     "num_processes": None,
     "gpus_per_node": None,
     "num_nodes": 1,
+    "node_rank": None,
     "zero_stage": None,
     "activation_checkpointing": "none",
-    "compression.codec": DENSE,
     "optimizer_offload": False,
     "parallel.schedule": None,
     "parallel.num_microbatches": None,
@@ -81,7 +82,8 @@ def plan_fields(
     fields = split_fields(split, device, devices_per_node)
     if catalog.backend(split.backend).capabilities.zero_stages:
         fields.setdefault("zero_stage", split.zero_stage)  # its default is another stage
-    for name, default in FREE_FIELDS.items():
+    free = FREE_FIELDS | ({} if split.dims.context > 1 else {"parallel.context_attention": "auto"})
+    for name, default in free.items():
         if base.origin(name) != "default":
             fields.setdefault(name, default)
     return fields
@@ -110,12 +112,11 @@ def refusal_of(
         config = load_layers([*base, Layer("plan", fields)])
         plan = resolve(config, catalog, facts or Facts(), resources)
         check(plan)
+        own = split_of(plan)
     except UserError as error:
         return error.message
-    if plan.dims != split.dims:
-        return f"a run would divide the ranks as {plan.dims}"
     if plan.dims.pipeline > 1:
         shape = pipeline_shape(plan.config, plan.dims, plan.batch)
         if shape.pieces > 1:
             return f"a run would cut each micro-batch into {shape.pieces} pieces"
-    return None
+    return None if describe(own) == describe(split) else f"a run would be {describe(own)}"

@@ -36,6 +36,11 @@ class MemoryParts:
         """Predicted peak."""
         return sum(getattr(self, part.name) for part in fields(self))
 
+    @property
+    def live(self) -> int:
+        """Bytes of tensors, which an allocator counts as allocated."""
+        return self.total - self.framework - self.fragmentation
+
     def with_reserved(self, share: float) -> MemoryParts:
         """With `share` of all live bytes, libraries left out, as fragmentation."""
         live = self.total - self.framework

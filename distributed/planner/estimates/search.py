@@ -14,7 +14,6 @@ from heapq import heappush, heapreplace
 from math import inf
 
 from distributed.errors import UserError
-from distributed.interfaces.codec import DENSE
 from distributed.planner.estimates.candidates import (
     Group,
     SearchSpace,
@@ -26,10 +25,10 @@ from distributed.planner.estimates.candidates import (
 )
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.predictions import Predictions
-from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.split import Split, describe
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["Ranked", "Rejected", "Table", "describe", "search"]
+__all__ = ["Ranked", "Rejected", "Table", "search"]
 
 _SLOWER = "slower than the listed plans"
 _TOO_LARGE = "a rank needs more memory than the device has"
@@ -187,6 +186,11 @@ class _Search:
     def visit(self, group: Group) -> None:
         """Predict every candidate of a group."""
         sizes = micro_batches(self.space, group)
+        if not sizes:
+            self.reject(
+                str(group), "no micro-batch of the size that is asked for divides the share of a rank", 1
+            )
+            return
         for leaf, reason in leaves(self.space, group):
             if reason is not None:
                 self.reject(describe(leaf), reason, len(sizes))
@@ -230,18 +234,6 @@ class _Search:
             heappush(self.kept, _Slowest(plan))
 
 
-def describe(split: Split) -> str:
-    """`split` in one line."""
-    parts = [split.backend, str(split.dims), f"micro_batch {split.micro_batch} x {split.num_micro_batches}"]
-    if split.dims.pipeline > 1:
-        parts.append(split.schedule)
-    parts += [name for name in ("activation_checkpointing", "offload") if getattr(split, name)]
-    parts += [f"zero_stage {split.zero_stage}"] if split.zero_stage else []
-    parts += [f"codec {split.codec}"] if split.codec != DENSE else []
-    parts += [split.precision] if split.precision != "fp32" else []
-    return ", ".join(parts)
-
-
 def _check_precision(space: SearchSpace) -> None:
     able = sorted({name for spec in space.backends for name in spec.capabilities.precisions})
     if space.precision not in able:
@@ -256,9 +248,16 @@ def _check_precision(space: SearchSpace) -> None:
 
 def _nothing_divides(space: SearchSpace, table: Table) -> UserError:
     batch, ranks = space.sizes.global_batch, space.world_size
+    reason = table.reasons().most_common(1)[0][0] if table.rejected else "no split has what was asked for"
+    if "global_batch" not in reason:
+        return UserError(
+            f"no way to divide {ranks} ranks trains this model; most often, {reason}",
+            field="num_devices",
+            got=ranks,
+            remedy="Choose another number of ranks, more backends, or fewer fields that a plan has to have",
+        )
     low = batch - batch % ranks
     nearest = f"{low} or {low + ranks}" if low else str(ranks)
-    reason = table.reasons().most_common(1)[0][0] if table.rejected else "no backend was given"
     return UserError(
         f"no way to divide {ranks} ranks trains this model; most often, {reason}",
         field="global_batch",

@@ -57,7 +57,8 @@ def space_of(
     for name in codecs:
         _check_codec(name, catalog)
     given = {name: value_of(config, name) for name in asked}
-    schedule, codec = given.get("parallel.schedule"), given.get("compression.codec")
+    schedule = given.get("parallel.schedule")
+    codec = config.compression.codec  # it changes gradients, so that a plan keeps it
     recompute, offload = given.get("activation_checkpointing"), given.get("optimizer_offload")
     has_memory = profile.device != "cpu"
     return SearchSpace(
@@ -69,7 +70,7 @@ def space_of(
         schedules=(schedule,) if schedule else _SCHEDULES,
         checkpointing=(False, True) if recompute is None else (recompute == "full",),
         offload=((False, True) if has_memory else (False,)) if offload is None else (offload,),
-        codecs=(codec,) if codec else tuple(dict.fromkeys((DENSE, *codecs))),
+        codecs=(codec,) if codec != DENSE else tuple(dict.fromkeys((DENSE, *codecs))),
         codec_specs=catalog.codecs,
         micro_batch=given["batch_size"] if isinstance(given.get("batch_size"), int) else None,
         num_micro_batches=given.get("gradient_accumulation_steps"),

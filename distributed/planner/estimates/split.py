@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distributed.interfaces.codec import DENSE
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.model_facts import WHOLE, Cut
 
-__all__ = ["Split"]
+__all__ = ["Split", "describe"]
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,15 @@ class Split:
             self.schedule if dims.pipeline > 1 else WHOLE.schedule,
             stage,
         )
+
+
+def describe(split: Split) -> str:
+    """`split` in one line."""
+    parts = [split.backend, str(split.dims), f"micro_batch {split.micro_batch} x {split.num_micro_batches}"]
+    if split.dims.pipeline > 1:
+        parts.append(split.schedule)
+    parts += [name for name in ("activation_checkpointing", "offload") if getattr(split, name)]
+    parts += [f"zero_stage {split.zero_stage}"] if split.zero_stage else []
+    parts += [f"codec {split.codec}"] if split.codec != DENSE else []
+    parts += [split.precision] if split.precision != "fp32" else []
+    return ", ".join(parts)

@@ -156,7 +156,7 @@ def does_not_fit(
 
 
 def _refused(table: Table) -> UserError:
-    reason, count = table.reasons().most_common(1)[0]
+    reason, count = (table.reasons().most_common(1) or [("there is none with what was asked for", 0)])[0]
     return UserError(
         "no split can be trained",
         field="num_devices",

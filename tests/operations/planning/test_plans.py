@@ -20,7 +20,7 @@ from distributed.operations.planning.options import PlanOptions, left_out
 from distributed.operations.planning.plans import Plans
 from distributed.operations.planning.shorter_model import keep_blocks
 from distributed.planner.estimates.comparison import compare, kendall_tau
-from distributed.planner.estimates.search import describe
+from distributed.planner.estimates.split import describe
 from distributed.planner.estimates.split_of_plan import split_of
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
