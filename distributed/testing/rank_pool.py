@@ -22,6 +22,7 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from distributed.errors import WorkerError
@@ -69,6 +70,10 @@ class RankPool(Launcher):
         key = (plan.spec.launcher, plan.spec.framework, plan.world_size, plan.num_replicas, _group_kind(plan))
         self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
         ranks = self._pools.get(key)
+        if ranks is not None and not ranks.is_alive:
+            # What had forked them ended between two runs, such as the fork server of a pytest session.
+            self._end([key])
+            ranks = None
         if ranks is None:
             ranks = self._pools[key] = _Ranks(plan)
         try:
@@ -150,6 +155,11 @@ class _Ranks:
         self._pids.append(pid)
 
     @property
+    def is_alive(self) -> bool:
+        """Whether every rank is a process that can run."""
+        return all(psutil.pid_exists(pid) and not _is_zombie(pid) for pid in self._pids)
+
+    @property
     def idle_seconds(self) -> float:
         """Seconds since the last run ended."""
         return time.monotonic() - self._ended
@@ -223,6 +233,13 @@ def _group_kind(plan: RunPlan) -> str:
     """The group that the ranks of a pool share, as torch names it: as a run of `plan` would open it, and gloo
     where the backend has a transport of its own."""
     return "cpu:gloo,cuda:nccl" if plan.communication_backend == "nccl" else "gloo"
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _succeeded(connection: Connection) -> bool:
