@@ -141,7 +141,7 @@ def two_stages() -> nn.Sequential:
 def test_stages_of_a_pipeline_have_the_size_that_fits_into_the_largest(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    data, model = LimitedData(WHOLE, {0: 180 * MIB, 1: 180 * MIB}), two_stages()
+    data, model = LimitedData(WHOLE, {0: 260 * MIB, 1: 260 * MIB}), two_stages()
     parallel = {"pipeline": 2, "stages": ["0", "2"]}
     trainer_of(model, 2, "pytorch-ddp", parallel=parallel).fit(data)
     printed = capfd.readouterr().out
