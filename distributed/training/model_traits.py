@@ -96,10 +96,10 @@ def with_statistics(model: nn.Module) -> str | None:
     without."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            trains = module.training
+            trains = True
         else:
             trains = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-        if trains and module.training:
+        if trains and (module.training or not model.training):  # a model in evaluation is trained as a whole
             return f"'{name}' ({type(module).__name__})"
     return None
 
