@@ -20,6 +20,7 @@ from statistics import mean
 
 from distributed.operations.planning.calibrate import calibrate, default_ranks, write_profile
 from distributed.operations.planning.collect_facts import facts_source
+from distributed.planner.estimates.comparison import kendall_tau
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.model_facts import FactsSource
@@ -27,16 +28,9 @@ from distributed.planner.estimates.time import TimeParts
 from tests.benchmarks.planner_machine_rows import BUILD, TEST
 from tests.support.timed_models import TimedRun, batch_of, build, measured_seconds
 
-__all__ = ["kendall_tau", "predict"]
+__all__ = ["predict"]
 
 _STEPS = 12
-
-
-def kendall_tau(first: list[float], second: list[float]) -> float:
-    """Share of the pairs in the same order, less that of the others."""
-    pairs = [(i, j) for i in range(len(first)) for j in range(i)]
-    signs = [(first[i] - first[j]) * (second[i] - second[j]) for i, j in pairs]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
 
 
 def predict(run: TimedRun, profile: HardwareProfile, sources: dict[object, FactsSource]) -> TimeParts:
@@ -93,7 +87,9 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     errors = [abs(p / m - 1) for p, m in zip(totals, measured, strict=True)]
     print(f"mean error {mean(errors):.1%}, largest {max(errors):.1%}", end="")
-    print(f", Kendall tau {kendall_tau(totals, measured):.2f}" if len(rows) > 1 else "")
+    print(
+        f", Kendall tau {kendall_tau(list(zip(totals, measured, strict=True))):.2f}" if len(rows) > 1 else ""
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distributed.operations.planning.measure_operations import rising
 
-__all__ = ["group_sizes", "measure_collectives", "measure_overlap"]
+__all__ = ["group_sizes", "measure_collectives", "measure_overlap", "timed"]
 
 _OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send-recv")
 """What steps of training call."""
@@ -41,7 +41,7 @@ def measure_collectives(
         duration: seconds for each point.
         compute: what ranks do between two calls.
     """
-    between = _slowest(_timed(compute, 20, device))
+    between = _slowest(timed(compute, 20, device))
     found: dict[str, dict[int, tuple[tuple[float, float], ...]]] = {}
     for size in group_sizes(dist.get_world_size()):
         group = _own_group(size)
@@ -77,13 +77,14 @@ def _point(
         compute()
         call()
 
-    once = _slowest(_timed(both, 1, device))
+    once = _slowest(timed(both, 1, device))
     length = max(2, min(50, int(duration / _REPEATS / once)))
-    each = _slowest(fmean(_timed(both, length, device) for _ in range(_REPEATS)))
+    each = _slowest(fmean(timed(both, length, device) for _ in range(_REPEATS)))
     return max(_LEAST, each - between)
 
 
-def _timed(call: Callable[[], object], length: int, device: str) -> float:
+def timed(call: Callable[[], object], length: int, device: str) -> float:
+    """Mean seconds of `length` calls that all ranks begin together. Collective."""
     dist.barrier()
     start = perf_counter()
     for _ in range(length):
@@ -133,7 +134,7 @@ def measure_overlap(compute: Callable[[], object], seconds: float, device: str) 
         seconds: of one call of it.
     """
     values = torch.ones(_OVERLAPPED // 4, device=device)
-    alone = _slowest(median(_timed(lambda: dist.all_reduce(values), 1, device) for _ in range(5)))
+    alone = _slowest(median(timed(lambda: dist.all_reduce(values), 1, device) for _ in range(5)))
     number = max(1, round(alone / seconds))
 
     def computed() -> None:
@@ -145,6 +146,6 @@ def measure_overlap(compute: Callable[[], object], seconds: float, device: str) 
         computed()
         work.wait()
 
-    computing = _slowest(median(_timed(computed, 1, device) for _ in range(5)))
-    together = _slowest(median(_timed(both, 1, device) for _ in range(5)))
+    computing = _slowest(median(timed(computed, 1, device) for _ in range(5)))
+    together = _slowest(median(timed(both, 1, device) for _ in range(5)))
     return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))

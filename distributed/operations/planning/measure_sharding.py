@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean, median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distributed.operations.planning.measure_collectives import timed
 from distributed.operations.planning.measure_operations import Curves, network
 from distributed.planner.estimates.measured_node import seconds_of
 
@@ -59,7 +59,7 @@ def _plain(model: nn.Module, values: Tensor, device: str) -> tuple[float, float]
     """Seconds of a pass of the whole network on the slowest rank, and its share behind the mean one."""
     slowest, skews = [], []
     for _ in range(_REPEATS):
-        seconds = _timed(lambda: model(values).sum().backward(), device)
+        seconds = timed(lambda: model(values).sum().backward(), 1, device)
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, seconds)
         slowest.append(max(each))
@@ -81,17 +81,8 @@ def _sharded(model: Any, values: Tensor, device: str, curves: Curves) -> tuple[f
     passes, updates = [], []
     for _ in range(_REPEATS):
         optimizer.zero_grad()
-        passes.append(_timed(lambda: model(values).sum().backward(), device))
-        updates.append(_timed(optimizer.step, device))
+        passes.append(timed(lambda: model(values).sum().backward(), 1, device))
+        updates.append(timed(optimizer.step, 1, device))
     bytes_each = [76.0 * -(-p.numel() // ranks) for p in model.parameters()]
     known = sum(seconds_of(curves["update"], nbytes) for nbytes in bytes_each)
     return median(passes[1:]), median(updates[1:]), known
-
-
-def _timed(call: Callable[[], object], device: str) -> float:
-    dist.barrier()
-    start = perf_counter()
-    call()
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-    return perf_counter() - start

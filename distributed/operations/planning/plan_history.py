@@ -58,8 +58,8 @@ def history_of(folder: Path) -> History:
         UserError: there is none.
     """
     rows, unplanned = [], 0
-    for place in find_runs(folder):
-        for run in read_runs(place):
+    for found_in in find_runs(folder):
+        for run in read_runs(found_in):
             found = comparisons_of(run)
             unplanned += not found
             if found:

@@ -272,9 +272,7 @@ def _forward_sizes(timeline: Timeline) -> dict[int, tuple[Size, Size]]:
 
 
 def _line(small: int, large: int) -> Size:
-    """The line through sizes at both numbers of samples."""
-    each = (large - small) / (_SAMPLES[1] - _SAMPLES[0])
-    return Size(small - each * _SAMPLES[0], each)
+    return Size.through(small, large, _SAMPLES)
 
 
 def _rows(batch: Any) -> int:

@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from distributed.interfaces.history import History
-from distributed.operations.planning.quantities import memory_text, seconds_text
+from distributed.operations.planning.plan_history import error_text, quantity
+from distributed.operations.planning.quantities import seconds_text
 from distributed.planner.estimates.comparison import Comparison, compare
 from distributed.planner.estimates.search import Ranked
 
@@ -77,7 +78,7 @@ class Verification:
 
 
 def _cells(comparison: Comparison) -> list[str]:
-    text = seconds_text if comparison.what == "step time" else memory_text
-    if comparison.measured is None or comparison.error is None:
-        return [text(comparison.predicted), "not measured", ""]
-    return [text(comparison.predicted), text(comparison.measured), f"{comparison.error:+.1%}"]
+    if comparison.error is None:
+        return [quantity(comparison, comparison.predicted), error_text(comparison), ""]
+    texts = [quantity(comparison, value) for value in (comparison.predicted, comparison.measured)]
+    return [*texts, error_text(comparison)]

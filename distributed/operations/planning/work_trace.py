@@ -161,18 +161,16 @@ def merge(
         )
     groups: list[tuple[Counter[Any], Counter[Any]]] = [(Counter(), Counter()) for _ in range(num_blocks)]
     for one, other in zip(small, large, strict=True):
-        flops, nbytes = _line(one.flops, other.flops, samples), _line(one.nbytes, other.nbytes, samples)
+        flops, nbytes = (
+            Size.through(one.flops, other.flops, samples),
+            Size.through(one.nbytes, other.nbytes, samples),
+        )
         groups[one.block][one.backward][one.kind, flops, nbytes] += 1
     return tuple(BlockWork(_grouped(forward), _grouped(backward)) for forward, backward in groups)
 
 
 def _grouped(counter: Counter[Any]) -> tuple[Operations, ...]:
     return tuple(Operations(kind, count, flops, nbytes) for (kind, flops, nbytes), count in counter.items())
-
-
-def _line(small: int, large: int, samples: tuple[int, int]) -> Size:
-    each = (large - small) / (samples[1] - samples[0])
-    return Size(small - each * samples[0], each)
 
 
 def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int]:

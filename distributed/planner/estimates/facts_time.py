@@ -19,14 +19,12 @@ from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import link_of
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
 from distributed.planner.estimates.rates import Rates, rates_of
+from distributed.planner.estimates.replicated_layout import BUCKET
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.time import TimeParts
 from distributed.planner.pipeline import MEASURABLE, ZERO_BUBBLE
 
 __all__ = ["FactsTimer"]
-
-NOT_PREDICTED = "reading and preparing samples, logging, validation and checkpoints"
-"""What a run does beside the parts that are predicted."""
 
 
 class _Pass(NamedTuple):
@@ -311,8 +309,8 @@ class _Step:
 
     def _in_buckets(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
         """Full buckets of `nbytes` bytes of gradients, and the last one."""
-        full, left = divmod(nbytes, _BUCKET)
-        seconds = full * self._bucket(operation, axes, _BUCKET) if full else 0.0
+        full, left = divmod(nbytes, BUCKET)
+        seconds = full * self._bucket(operation, axes, BUCKET) if full else 0.0
         return seconds + (self._bucket(operation, axes, left) if left else 0.0)
 
     def _bucket(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
@@ -326,7 +324,7 @@ class _Step:
         nbytes = sum(p.nbytes for p in facts.parameters if p.trained and not p.is_expert)
         dims = self.split.dims
         axes = tuple(axis for axis in ("data", "context") if dims.size(axis) > 1) or ("data",)
-        return self._bucket("all-reduce", axes, min(nbytes, nbytes % _BUCKET or _BUCKET))
+        return self._bucket("all-reduce", axes, min(nbytes, nbytes % BUCKET or BUCKET))
 
     def _copies(self, facts: ModelFacts) -> float:
         """Copies of gradients into buckets, and of shards into and out of what is gathered."""
@@ -381,7 +379,5 @@ _OPERATIONS = {
     "all_to_all": "all-to-all",
     "send": "send-recv",
 }
-_BUCKET = 25 * 2**20
-"""Bytes of a bucket of gradients."""
 _OFFLOADED_BYTES = 28 + 8
 """Bytes of an element on its way between host and device, with those of its update in host memory."""

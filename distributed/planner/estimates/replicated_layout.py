@@ -9,9 +9,9 @@ from distributed.planner.estimates.model_facts import ModelFacts
 from distributed.planner.estimates.split import Split
 from distributed.planner.stage_order import ONE_STAGE
 
-__all__ = ["Buckets", "FlatGradients"]
+__all__ = ["BUCKET", "Buckets", "FlatGradients"]
 
-_BUCKET = 25 * 2**20
+BUCKET = 25 * 2**20
 """Bytes of a bucket of `GradientReducer`: the default of `bucket_cap_mb`."""
 
 
@@ -76,7 +76,7 @@ class FlatGradients(Layout):
         size = 0
         for number in reversed(self.trained):
             nbytes = self.facts.parameters[number].nbytes
-            if not self._buckets or size + nbytes > _BUCKET:
+            if not self._buckets or size + nbytes > BUCKET:
                 self._buckets.append([])
                 size = 0
             self._buckets[-1].append(number)

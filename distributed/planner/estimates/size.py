@@ -18,6 +18,12 @@ class Size(NamedTuple):
     fixed: float
     per_sample: float = 0.0
 
+    @classmethod
+    def through(cls, small: float, large: float, samples: tuple[int, int]) -> Size:
+        """The line through `small` and `large`, recorded at two numbers of samples."""
+        each = (large - small) / (samples[1] - samples[0])
+        return cls(small - each * samples[0], each)
+
     def at(self, num_samples: int) -> int:
         """Bytes for a micro-batch of `num_samples` samples."""
         return round(self.fixed + self.per_sample * num_samples)

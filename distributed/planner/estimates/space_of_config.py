@@ -14,14 +14,12 @@ from distributed.planner.backend_choice import choose_backend
 from distributed.planner.estimates.candidates import SearchSpace, distinct_backends
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.predictions import ModelSizes
+from distributed.planner.estimates.split_of_plan import PREDICTED
 from distributed.registry.catalog import Catalog
 
 __all__ = ["precision_of", "space_of"]
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-
-_PREDICTED = {"activation_checkpointing": ("none", "full"), "optimizer_bits": (32,), "compile": ("none",)}
-"""Field -> values with which time and memory are predicted."""
 
 
 def space_of(
@@ -45,7 +43,7 @@ def space_of(
     Raises:
         UserError: a field that was asked for has a value that is not predicted; no such codec.
     """
-    for name, allowed in _PREDICTED.items():
+    for name, allowed in PREDICTED.items():
         if name in asked and value_of(config, name) not in allowed:
             raise UserError(
                 "time and memory with this value are not predicted",

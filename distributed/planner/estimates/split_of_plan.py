@@ -9,9 +9,9 @@ from distributed.interfaces.plan import RunPlan
 from distributed.planner.estimates.split import Split
 from distributed.planner.pipeline import pipeline_shape
 
-__all__ = ["split_of"]
+__all__ = ["PREDICTED", "split_of"]
 
-_PREDICTED: dict[str, tuple[object, ...]] = {
+PREDICTED: dict[str, tuple[object, ...]] = {
     "activation_checkpointing": ("none", "full"),
     "compile": ("none",),
     "optimizer_bits": (32,),
@@ -65,7 +65,7 @@ def _check(plan: RunPlan) -> None:
 def _core_setting(config: DistributedConfig) -> tuple[str, object] | None:
     if config.low_communication.is_active:
         return "low_communication.mode", config.low_communication.mode
-    for field, predicted in _PREDICTED.items():
+    for field, predicted in PREDICTED.items():
         value = getattr(config, field)
         if value not in predicted:
             return field, value

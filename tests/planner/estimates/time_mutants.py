@@ -54,7 +54,7 @@ def exchanges_in_one_direction(self: Any, facts: Any) -> float:
 
 
 def no_weights_are_gathered(self: Any) -> float:
-    """ZeRO 1 and 2 update shards, and nobody else learns of it."""
+    """ZeRO 1 and 2 update shards and omit the all-gather of the weights."""
     return 0.0
 
 
