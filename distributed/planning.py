@@ -74,7 +74,13 @@ def plan(
     if isinstance(model, Mapping | ModelNumbers):
         from distributed.operations.planning.plan_numbers import plan_numbers
 
-        _check_no_data(train_loader)
+        given = {
+            "train_loader": train_loader,
+            "optimizer": optimizer,
+            "loss_fn": loss_fn,
+            "training_step": training_step,
+        }
+        _check_numbers_alone(given)
         return plan_numbers(model, base, asked, options)
     from distributed.operations.planning.plan_task import plan_task
 
@@ -86,15 +92,16 @@ def plan(
     return plan_task(task, trainer.framework, facts, trainer.config, asked, options, [*base, *asked])
 
 
-def _check_no_data(train_loader: Any) -> None:
-    if train_loader is not None:
-        raise UserError(
-            "numbers of a transformer were given together with data",
-            field="train_loader",
-            got=type(train_loader).__name__,
-            allowed="None beside numbers",
-            remedy="Leave it out, or give the model object",
-        )
+def _check_numbers_alone(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(
+                "numbers of a transformer were given together with an object of a training",
+                field=name,
+                got=type(value).__name__,
+                allowed="None beside numbers; an optimizer is a field of the configuration",
+                remedy="Leave it out, or give the model object",
+            )
 
 
 def verify(
@@ -119,7 +126,7 @@ def verify(
         UserError: there are not so many devices here, or the model cannot be shortened.
         WorkerError: a rank failed.
     """
-    from distributed.operations.planning.shorter_model import keep_blocks
+    from distributed.operations.planning.shorter_model import shortened
     from distributed.operations.planning.verification import Verification, run_fields
 
     if steps < 3:
@@ -134,7 +141,7 @@ def verify(
     fields = plans.fields(index) | run_fields(steps)
     row = plans[index]
     if layers is not None:
-        keep_blocks(model, layers, trainer.config.block_classes)
+        model, optimizer = shortened(model, optimizer, layers, trainer.config.block_classes)
     config = load_layers([*as_layers(trainer.config), Layer("plan", fields)])
     with command_line(ScriptRun([])):
         probe = Trainer(

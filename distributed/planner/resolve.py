@@ -132,7 +132,7 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
         return replace(plan, num_nodes=num_nodes, local_size=local_size, node_rank=node_rank)
     dims = resolve_dims(plan.config, plan.spec, world_size)
     size = data_parallel_size(plan.config, plan.spec, dims) * plan.num_replicas
-    return replace(
+    rescaled = replace(
         plan,
         world_size=world_size,
         num_nodes=num_nodes,
@@ -142,6 +142,7 @@ def rescale(plan: RunPlan, num_nodes: int, local_size: int, node_rank: int = 0) 
         micro_batches=auto_sizes(plan.config, plan.spec, dims, size) if plan.config.chooses_batch else (),
         dims=dims,
     )
+    return with_own_predictions(rescaled)
 
 
 def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from distributed.operations.planning.default_hardware import profile_of
 from distributed.operations.planning.machine_match import announce_difference
 from distributed.operations.planning.options import PlanOptions, limited
 from distributed.operations.planning.plans import Plans, names_in
-from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.configuration import check_places, refusal_of
 from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
 from distributed.planner.estimates.space_of_config import space_of
 from distributed.planner.estimates.table import predictions_from, table_of
@@ -41,19 +41,20 @@ def plan_numbers(
     config = load_layers(layers)
     numbers = _numbers(given, config)
     profile, whence = profile_of(options.hardware)
-    devices = options.devices_of(config, profile)
+    devices, kept = options.devices_of(config, profile), frozenset(names_in(asked))
+    check_places(config, kept, devices, profile.device, profile.devices_of_host)
     announce_difference(profile, devices)
-    space = space_of(numbers, config, names_in(asked), profile, devices, catalog, options.codecs)
+    space = space_of(numbers, config, kept, profile, devices, catalog, options.codecs)
     space = limited(space, options.axes)
     table = table_of(
         space,
         predictions_from(profile),
         profile,
         options.num_plans,
-        lambda split: refusal_of(split, catalog, profile.device, layers),
+        lambda split: refusal_of(split, catalog, profile.device, layers, kept),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, layers, whence)
+    return Plans(subject, space, profile, table, layers, kept, layers, whence)
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

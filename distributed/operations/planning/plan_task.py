@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from distributed.config import DistributedConfig, Layer
+from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework
@@ -23,7 +23,7 @@ from distributed.parallel.expert_layers import expert_layers
 from distributed.planner.batch import DEFAULT_BATCH_SIZE
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.codec_shares import codec_share
-from distributed.planner.estimates.configuration import refusal_of
+from distributed.planner.estimates.configuration import check_places, freed, refusal_of
 from distributed.planner.estimates.device_memory import GPU, HOST
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.from_facts import FactsSizes, FromFacts
@@ -72,15 +72,17 @@ def plan_task(
     """
     catalog, layers = get_catalog(), as_layers(config)
     profile, whence = profile_of(options.hardware)
-    devices = options.devices_of(config, profile)
+    devices, kept = options.devices_of(config, profile), frozenset(names_in(asked))
+    check_places(config, kept, devices, profile.device, profile.devices_of_host)
     announce_difference(profile, devices)
     precision = precision_of(config, profile.device)
     known = TaskFacts(task)
     model = known.model(config)
-    source = known.source(config, precision, profile.device)
+    start = load_layers([*layers, Layer("plan", freed(config, kept))])
+    source = known.source(start, precision, profile.device)
     whole = source(Cut())
     sizes = FactsSizes(_global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(model))
-    space = space_of(sizes, config, names_in(asked), profile, devices, catalog, options.codecs)
+    space = space_of(sizes, config, kept, profile, devices, catalog, options.codecs)
     space = replace(
         space,
         optimizer=known.optimizer(config)[0],
@@ -90,14 +92,14 @@ def plan_task(
     space, notes = _same_statistics(space, model, config, facts)
     if profile.device != "cpu" and not framework.num_gpus():
         notes += (_WITHOUT_GPU,)
-    space, rejected = _affordable(space, whole, options, names_in(asked))
+    space, rejected = _affordable(space, whole, options, kept)
 
     def refuses(split: Split) -> str | None:
         def check(plan: RunPlan) -> None:
             framework.check_split(task.model, plan)
             load_target(plan.spec.target).check_model(model, plan)
 
-        return refusal_of(split, catalog, profile.device, layers, facts, check)
+        return refusal_of(split, catalog, profile.device, layers, kept, facts, check)
 
     predictions = _predictions(source, profile, space)
     table = table_of(space, lambda space: predictions, profile, options.num_plans, refuses)
@@ -109,6 +111,7 @@ def plan_task(
         profile,
         table,
         tuple(layers),
+        kept,
         tuple(asked if written is None else written),
         whence,
         notes,

@@ -37,6 +37,7 @@ class Plans:
         profile: the hardware.
         table: plans and rejected candidates.
         base: layers of the configuration that a plan overrides, such as a script's.
+        kept: dotted names of their fields that every plan has as they are.
         written: layers whose fields the file of a plan repeats.
         whence: where the profile is from.
         notes: what else decided which plans there are.
@@ -47,6 +48,7 @@ class Plans:
     profile: HardwareProfile
     table: Table
     base: tuple[Layer, ...] = ()
+    kept: frozenset[str] = frozenset()
     written: tuple[Layer, ...] = ()
     whence: str = ""
     notes: tuple[str, ...] = ()
@@ -76,11 +78,10 @@ class Plans:
                 allowed=f"1 to {len(self)}",
                 remedy="Choose a row of the table",
             )
-        row, profile = self[index], self.profile
-        # CPU ranks are processes, of which a host has as many as are started.
-        per_node = None if profile.device == "cpu" else profile.devices_per_node
-        fields = plan_fields(row.split, load_layers(self.base), get_catalog(), profile.device, per_node)
-        given = load_layers(self.base)
+        row, profile, given = self[index], self.profile, load_layers(self.base)
+        fields = plan_fields(
+            row.split, given, self.kept, get_catalog(), profile.device, profile.devices_of_host
+        )
         fields = {name: value_of(given, name) for name in sorted(names_in(self.written))} | fields
         predicted = {
             "split": describe(row.split),

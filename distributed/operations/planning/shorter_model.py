@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from distributed.errors import UserError
 from distributed.training.blocks import find_blocks
 
-__all__ = ["keep_blocks"]
+__all__ = ["keep_blocks", "shortened"]
+
+
+def shortened(model: Any, optimizer: Any, number: int, names: Sequence[str] = ()) -> tuple[Any, Any]:
+    """`model` with the first `number` of its blocks, and `optimizer` for the parameters that are left.
+
+    Args:
+        model: a module, which is changed, or a factory.
+        optimizer: as the `Trainer` takes it; an optimizer object is changed.
+        names: class names of the blocks, as `block_classes` has them.
+
+    Raises:
+        UserError: as `keep_blocks`; for a factory, when it is called.
+    """
+    if not isinstance(model, nn.Module):
+        return partial(_build_shortened, model, number, names), optimizer
+    keep_blocks(model, number, names)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        left = set(model.parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in left]
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    return model, optimizer
+
+
+def _build_shortened(factory: Callable[[], nn.Module], number: int, names: Sequence[str]) -> nn.Module:
+    model = factory()
+    keep_blocks(model, number, names)
+    return model
 
 
 def keep_blocks(model: nn.Module, number: int, names: Sequence[str] = ()) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from distributed.config import DistributedConfig, Layer, load_layers
+from distributed.config.load import value_of
 from distributed.errors import UserError
 from distributed.interfaces.codec import DENSE
 from distributed.interfaces.plan import Facts, Resources, RunPlan
@@ -15,9 +16,11 @@ from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog
 
-__all__ = ["FREE_FIELDS", "plan_fields", "refusal_of", "split_fields"]
+__all__ = ["FREE_FIELDS", "check_places", "freed", "plan_fields", "refusal_of", "split_fields"]
 
 _AXES = ("pipeline", "data", "shard", "context", "tensor", "expert")
+
+_PLACES = ("num_gpus", "num_processes", "num_nodes", "gpus_per_node")
 
 FREE_FIELDS = {
     "num_gpus": None,
@@ -71,22 +74,65 @@ def _places(world_size: int, device: str, devices_per_node: int | None) -> dict[
     return {"num_nodes": world_size // devices_per_node, "gpus_per_node": devices_per_node}
 
 
+def check_places(
+    base: DistributedConfig,
+    kept: Collection[str],
+    world_size: int,
+    device: str,
+    devices_per_node: int | None = None,
+) -> None:
+    """Check that what was asked for about hosts and devices is so in every plan.
+
+    Args:
+        kept: dotted names of the fields that a plan has to have as `base` has them.
+
+    Raises:
+        UserError: plans have another value.
+    """
+    chosen: dict[str, Any] = {name: FREE_FIELDS[name] for name in _PLACES}
+    chosen |= {"device": device} | _places(world_size, device, devices_per_node)
+    for name in sorted(kept & chosen.keys()):
+        value = value_of(base, name)
+        if value not in (chosen[name], "auto"):
+            raise UserError(
+                f"plans for this hardware on {world_size} devices have another value",
+                field=name,
+                got=value,
+                allowed=str(chosen[name]),
+                remedy="Leave it out, or change the hardware or the number of devices",
+            )
+
+
+def freed(base: DistributedConfig, kept: Collection[str]) -> dict[str, Any]:
+    """Defaults of fields that `base` sets and a plan decides, but for those that are `kept`."""
+    return {
+        name: default
+        for name, default in FREE_FIELDS.items()
+        if name not in kept and base.origin(name) != "default"
+    }
+
+
 def plan_fields(
-    split: Split, base: DistributedConfig, catalog: Catalog, device: str, devices_per_node: int | None = None
+    split: Split,
+    base: DistributedConfig,
+    kept: Collection[str],
+    catalog: Catalog,
+    device: str,
+    devices_per_node: int | None = None,
 ) -> dict[str, Any]:
     """`split_fields`, and the defaults of fields that `base` sets and `split` does not have.
 
     Args:
         base: the configuration that these fields override, such as a script's.
+        kept: dotted names of the fields that a plan has to have as `base` has them.
     """
     fields = split_fields(split, device, devices_per_node)
     if catalog.backend(split.backend).capabilities.zero_stages:
         fields.setdefault("zero_stage", split.zero_stage)  # its default is another stage
-    free = FREE_FIELDS | ({} if split.dims.context > 1 else {"parallel.context_attention": "auto"})
-    for name, default in free.items():
-        if base.origin(name) != "default":
-            fields.setdefault(name, default)
-    return fields
+    context = "parallel.context_attention"
+    if split.dims.context == 1 and context not in kept and base.origin(context) != "default":
+        fields[context] = "auto"
+    return freed(base, kept) | fields
 
 
 def refusal_of(
@@ -94,6 +140,7 @@ def refusal_of(
     catalog: Catalog,
     device: str = "cuda",
     base: Sequence[Layer] = (),
+    kept: Collection[str] = (),
     facts: Facts | None = None,
     check: Callable[[RunPlan], None] = lambda plan: None,
 ) -> str | None:
@@ -103,12 +150,13 @@ def refusal_of(
 
     Args:
         base: layers of the configuration that the split overrides.
+        kept: dotted names of the fields that a plan has to have as `base` has them.
         facts: about the user's data and optimizer.
         check: raises UserError for a run that the model does not allow.
     """
     resources = Resources(num_gpus=split.dims.world_size if device == "cuda" else 0)
     try:
-        fields = plan_fields(split, load_layers(base), catalog, device)
+        fields = plan_fields(split, load_layers(base), set(kept).difference(_PLACES), catalog, device)
         config = load_layers([*base, Layer("plan", fields)])
         plan = resolve(config, catalog, facts or Facts(), resources)
         check(plan)

@@ -100,6 +100,11 @@ class HardwareProfile(_Section):
         per_node = self.devices_per_node if self.measured is not None and self.device == "cpu" else 1
         return self.flops(precision) * -(-num_ranks // per_node) * per_node
 
+    @property
+    def devices_of_host(self) -> int | None:
+        """Devices of a host; None for processes, of which a host has as many as are started."""
+        return None if self.device == "cpu" else self.devices_per_node
+
     def flops(self, precision: str) -> float:
         """Dense operations per second of matrix products in `precision`.
 

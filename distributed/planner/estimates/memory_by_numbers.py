@@ -13,14 +13,14 @@ from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
-from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.split import SGD_WITH_MOMENTUM, Split
 
 __all__ = ["rank_memory"]
 
 _WEIGHT = 4
 """Bytes of an element of a weight, a gradient or a moment: all float32."""
 
-_STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0}
+_STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, SGD_WITH_MOMENTUM: 4}
 """Optimizer -> bytes of its state for an element."""
 
 _CONTEXT = 1_000_000_000

@@ -14,6 +14,7 @@ from distributed.planner.backend_choice import choose_backend
 from distributed.planner.estimates.candidates import SearchSpace, distinct_backends
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.predictions import ModelSizes
+from distributed.planner.estimates.split import SGD_WITH_MOMENTUM
 from distributed.planner.estimates.split_of_plan import PREDICTED
 from distributed.registry.catalog import Catalog
 
@@ -64,10 +65,10 @@ def space_of(
         num_devices,
         _backends(config, asked, catalog),
         precision=precision_of(config, profile.device),
-        optimizer=config.optimizer,
+        optimizer=SGD_WITH_MOMENTUM if config.optimizer == "sgd" and config.momentum else config.optimizer,
         schedules=(schedule,) if schedule else _SCHEDULES,
         checkpointing=(False, True) if recompute is None else (recompute == "full",),
-        offload=((False, True) if has_memory else (False,)) if offload is None else (offload,),
+        offload=(False,) if not has_memory else (False, True) if offload is None else (offload,),
         codecs=(codec,) if codec != DENSE else tuple(dict.fromkeys((DENSE, *codecs))),
         codec_specs=catalog.codecs,
         micro_batch=given["batch_size"] if isinstance(given.get("batch_size"), int) else None,

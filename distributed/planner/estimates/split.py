@@ -8,7 +8,10 @@ from distributed.interfaces.codec import DENSE
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.model_facts import WHOLE, Cut
 
-__all__ = ["Split", "describe"]
+__all__ = ["SGD_WITH_MOMENTUM", "Split", "describe"]
+
+SGD_WITH_MOMENTUM = "sgd with momentum"
+"""Name, for predictions by numbers, of SGD that keeps a momentum of each parameter."""
 
 
 @dataclass(frozen=True)

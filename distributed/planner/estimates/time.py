@@ -22,12 +22,12 @@ from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import Link, link_of
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
-from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.split import SGD_WITH_MOMENTUM, Split
 from distributed.planner.pipeline import MEASURABLE, ZERO_BUBBLE
 
 __all__ = ["StepTimer", "TimeParts"]
 
-_OPTIMIZER_BYTES = {"adamw": 28, "adam": 28, "sgd": 12}
+_OPTIMIZER_BYTES = {"adamw": 28, "adam": 28, "sgd": 12, SGD_WITH_MOMENTUM: 20}
 """Optimizer -> bytes that a step reads and writes for an element, state in float32."""
 
 _TOKEN_BYTES = 16
