@@ -231,7 +231,7 @@ def _print(plans: Plans, args: argparse.Namespace) -> None:
     for note in plans.notes:
         print(f"note: {note}")
     print_table(plan_text.HEADS, plan_text.rows_of(plans), ["bold"])
-    time, memory = plan_text.part_rows(plans[0])
+    time, memory = plan_text.part_rows(plans)
     print("plan 1 by part:")
     print_table(["time", "", "share"], time)
     print_table(["memory", "", "share"], memory)

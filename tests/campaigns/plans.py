@@ -1,6 +1,6 @@
 """Every plan for two to eight CPU ranks trains as one process in plain PyTorch does: a Markdown table.
 
-    python -m tests.campaigns.plans                 # 2, 4 and 8 ranks
+    python -m tests.campaigns.plans                 # 2, 3, 4, 6 and 8 ranks
     python -m tests.campaigns.plans --ranks 2 4
     python -m tests.campaigns.plans --ranks 8 --every 8
 
@@ -119,7 +119,7 @@ def rows(ranks: Sequence[int], every: int = 1) -> Iterator[tuple[int, str, float
 def main() -> int:
     """Print the table; 1 if a plan does not train exactly."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 6, 8])
     parser.add_argument("--every", type=int, default=1)
     chosen, wrong, count = parser.parse_args(), 0, 0
     most = 0.0

@@ -45,9 +45,10 @@ def test_numbers_print_a_table_and_write_files(tmp_path: Path, capsys: pytest.Ca
     files = ["-o", tmp_path / "plan.yaml", "--number", "2", "--html", tmp_path / "plan.html"]
     out = said(capsys, *NUMBERS, *chosen, *files, "--rejected")
     assert "a transformer with 3,737,856 parameters; 8 x H100, fp32, adamw, global batch 16" in out
-    assert out.count("MFU") == 1
+    assert out.count("MFU") == 2
     assert "exposed communication" in out
     assert "fragmentation" in out
+    assert len(re.findall(r"interval +[\d.]+ ?\S* to [\d.]+", out)) == 3
     assert "more pipeline ranks than layers=4" in out
     assert f"train --config {tmp_path / 'plan.yaml'}" in out
     found = yaml.safe_load((tmp_path / "plan.yaml").read_text(encoding="utf-8"))
@@ -66,7 +67,9 @@ def test_json_has_every_plan_and_reason(capsys: pytest.CaptureFixture[str]) -> N
     assert [len(found["plans"]), found["devices"], found["hardware"]] == [3, 4, "CPU"]
     best = found["plans"][0]
     assert best["seconds"] == pytest.approx(sum(best["time"].values()))
-    assert best["interval"][0] < best["seconds"] < best["interval"][1]
+    whole = {"time": best["seconds"], "mfu": best["mfu"], "memory": best["memory"]["total"]}
+    for name, (low, high) in best["intervals"].items():
+        assert low < whole[name] < high
     assert best["memory"]["total"] == sum(v for name, v in best["memory"].items() if name != "total")
     assert sum(found["reasons"].values()) > 50
 

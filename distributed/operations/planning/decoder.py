@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
@@ -30,6 +32,11 @@ class Decoder(nn.Module):
     """
 
     angles: Tensor
+    _tp_plan: ClassVar[dict[str, str]] = {
+        **{f"layers.*.{name}": "colwise" for name in ("queries", "keys", "values", "gate", "up")},
+        **{f"layers.*.{name}": "rowwise" for name in ("output", "down")},
+        "head": "colwise_gather_output",
+    }
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from distributed.operations.planning.machine_match import announce_difference
 from distributed.operations.planning.options import PlanOptions, limited
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.planner.estimates.configuration import check_places, refusal_of
+from distributed.planner.estimates.memory_by_numbers import SPREAD
 from distributed.planner.estimates.numbers import ModelNumbers, model_numbers
 from distributed.planner.estimates.space_of_config import space_of
 from distributed.planner.estimates.table import predictions_from, table_of
@@ -54,7 +55,7 @@ def plan_numbers(
         lambda split: refusal_of(split, catalog, profile.device, layers, kept),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, kept, layers, whence)
+    return Plans(subject, space, profile, table, layers, kept, layers, SPREAD, whence)
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

@@ -43,7 +43,7 @@ def write_page(plans: Plans, path: str | Path) -> None:
 def _page(plans: Plans) -> str:
     panels, best = _panels(plans), plans[0]
     title = f"Plans for {plans.subject}"
-    time, memory = part_rows(best)
+    time, memory = part_rows(plans)
     body = [
         Html(f"<h1>{escape(title)}</h1>\n"),
         html.paragraph(f"{headline(plans)}."),

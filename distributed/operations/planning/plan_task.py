@@ -113,6 +113,7 @@ def plan_task(
         tuple(layers),
         kept,
         tuple(asked if written is None else written),
+        predictions.device.spread,
         whence,
         notes,
     )

@@ -33,7 +33,7 @@ def rows_of(plans: Plans) -> Iterator[list[str]]:
 
 def _row(index: int, row: Ranked, plans: Plans) -> list[str]:
     split, profile = row.split, plans.profile
-    low, high = row.time.interval(profile.achievable.spread)
+    low, high = plans.intervals(row)["time"]
     micro = f"{split.micro_batch} x {split.num_micro_batches}"
     return [
         str(index),
@@ -62,13 +62,21 @@ def settings_of(row: Ranked) -> str:
     return ", ".join(name for name, holds in named.items() if holds)
 
 
-def part_rows(row: Ranked) -> tuple[list[list[str]], list[list[str]]]:
+def part_rows(plans: Plans, index: int = 0) -> tuple[list[list[str]], list[list[str]]]:
     """(parts of the step's time, parts of the memory), each (name, value, share)."""
-    return _parts(row.time, seconds_text), _parts(row.memory, memory_text)
+    row = plans[index]
+    intervals = plans.intervals(row)
+    low, high = intervals["mfu"]
+    time = _parts(row.time, seconds_text, intervals["time"])
+    mfu = [["MFU", f"{row.mfu:.1%}", ""], ["  interval", f"{low:.1%} to {high:.1%}", ""]]
+    return [*time, *mfu], _parts(row.memory, memory_text, intervals["memory"])
 
 
-def _parts(parts: TimeParts | MemoryParts, text: Callable[[float], str]) -> list[list[str]]:
+def _parts(
+    parts: TimeParts | MemoryParts, text: Callable[[float], str], interval: tuple[float, float]
+) -> list[list[str]]:
     found = [(field.name, getattr(parts, field.name)) for field in fields(parts)]
     whole = parts.total or 1
     rows = [[name.replace("_", " "), text(value), f"{value / whole:.1%}"] for name, value in found]
-    return [*rows, ["total", text(parts.total), ""]]
+    low, high = map(text, interval)
+    return [*rows, ["total", text(parts.total), ""], ["  interval", f"{low} to {high}", ""]]

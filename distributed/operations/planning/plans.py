@@ -39,6 +39,7 @@ class Plans:
         base: layers of the configuration that a plan overrides, such as a script's.
         kept: dotted names of their fields that every plan has as they are.
         written: layers whose fields the file of a plan repeats.
+        memory_spread: relative half-width of the interval around predicted memory.
         whence: where the profile is from.
         notes: what else decided which plans there are.
     """
@@ -50,6 +51,7 @@ class Plans:
     base: tuple[Layer, ...] = ()
     kept: frozenset[str] = frozenset()
     written: tuple[Layer, ...] = ()
+    memory_spread: float = 0.0
     whence: str = ""
     notes: tuple[str, ...] = ()
 
@@ -120,13 +122,25 @@ class Plans:
                 remedy="Choose a file in a folder that exists",
             ) from None
 
+    def intervals(self, row: Ranked) -> dict[str, tuple[float, float]]:
+        """Lower and upper end of what is predicted of a plan: ``time`` in seconds, ``mfu``, ``memory`` in
+        bytes."""
+        low, high = row.time.interval(self.profile.achievable.spread)
+        spread, memory = 1.0 + self.memory_spread, row.memory.total
+        model = row.mfu * row.time.total
+        return {
+            "time": (low, high),
+            "mfu": (model / high, model / low),
+            "memory": (memory / spread, memory * spread),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """All plans and reasons, for JSON."""
         plans = [
             {
                 "split": describe(row.split),
                 "seconds": row.time.total,
-                "interval": row.time.interval(self.profile.achievable.spread),
+                "intervals": self.intervals(row),
                 "mfu": row.mfu,
                 "time": asdict(row.time),
                 "memory": {**asdict(row.memory), "total": row.memory.total},

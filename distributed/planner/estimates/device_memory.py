@@ -21,6 +21,7 @@ class DeviceMemory:
             gloo; 0 for none.
         framework_bytes: what libraries take whatever the model, in bytes.
         reserved: what the allocator reserves beyond what is live, as a share of it.
+        spread: relative half-width of the interval around a prediction from facts of a model.
     """
 
     granule: int = 1
@@ -30,6 +31,7 @@ class DeviceMemory:
     framework_bytes: int = 0
     segment: int = 0
     reserved: float = 0.0
+    spread: float = 0.01
 
     def taken(self, nbytes: int) -> int:
         """Bytes of the device for a tensor of `nbytes`."""
@@ -57,9 +59,10 @@ CUDA = DeviceMemory(granule=512)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it
 reserves in segments beyond them depends on the order of all earlier sizes, and is not included."""
 
-GPU = DeviceMemory(granule=512, framework_bytes=10**9, reserved=0.2)
+GPU = DeviceMemory(granule=512, framework_bytes=10**9, reserved=0.2, spread=0.1)
 """`CUDA`, with a context and communicators, and with segments that are reserved: runs of torchtitan log 1.18
-and 1.22 times the live bytes as the largest reservation (Llama 3 8B on 128 and 8 H100)."""
+and 1.22 times the live bytes as the largest reservation (Llama 3 8B on 128 and 8 H100). The
+spread is an assumption: no prediction was compared with a GPU."""
 
 MAPPED_CPU = DeviceMemory(
     granule=4096, overhead=112, smallest=16384, copies_in_collectives=True, segment=2**20

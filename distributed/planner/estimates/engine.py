@@ -19,6 +19,7 @@ class Engine:
         overlap: share of the computation during which collectives of gradients and shards run.
         sends_exposed: share of the time of messages between stages during which a stage waits.
         sequence_parallel: whether ``tensor`` ranks hold slices of the sequence between their layers.
+        cuts_embedding: whether ``tensor`` ranks have a part of the embedding and of the logits each.
         recomputed: share of the forward pass that activation checkpointing computes again.
         stages_per_rank: stages of a rank under schedules that have several.
         elementwise: memory traffic of elementwise operations, relative to the fused kernels of Megatron-LM.
@@ -30,12 +31,13 @@ class Engine:
     overlap: float = 0.7
     sends_exposed: float = 0.5
     sequence_parallel: bool = False
+    cuts_embedding: bool = True
     recomputed: float = 1.0
     stages_per_rank: int = 2
     elementwise: float = 1.0
 
 
-OURS = Engine(elementwise=2.1, gathered_bytes=4)
+OURS = Engine(elementwise=2.1, gathered_bytes=4, cuts_embedding=False)
 """The torch backends of this project without ``compile``: float32 weights, of which autocast takes 16-bit
 copies after they were gathered, and operations one by one. ``elementwise`` is fitted on two runs of
 torchtitan, with and without compilation (``python -m tests.benchmarks.planner_time``)."""

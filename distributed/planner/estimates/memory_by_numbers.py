@@ -1,21 +1,31 @@
-"""Memory of a rank for a model that is given by its sizes alone: sums of what each part stores at most.
+"""Memory of a rank for a model that is given by its sizes alone: what each part stores at four moments.
 
 Coarser than a prediction from the model object: operations inside of a block are not followed. Sources:
 Rajbhandari et al., 2020 (arXiv:1910.02054), for bytes of a parameter by ZeRO stage; Korthikanti et al., 2022
-(arXiv:2205.05198), for activations and the micro-batches in flight under 1F1B.
+(arXiv:2205.05198), for activations and the micro-batches in flight under 1F1B; the layouts of this package,
+for buckets and gathered parameters. Compared with recorded facts by
+``python -m tests.benchmarks.planner_numbers_memory``.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from distributed.planner.estimates.block_time import ITEM_SIZES
+from distributed.planner.estimates.device_memory import GPU, HOST
 from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
 from distributed.planner.estimates.split import SGD_WITH_MOMENTUM, Split
+from distributed.planner.estimates.zero3_layout import LARGEST_BUCKET, REUSED
 
-__all__ = ["rank_memory"]
+__all__ = ["SPREAD", "rank_memory"]
+
+SPREAD = 0.2
+"""Relative half-width of the interval around a prediction: the largest difference to recorded facts that the
+command above shows is rounded up to it."""
 
 _WEIGHT = 4
 """Bytes of an element of a weight, a gradient or a moment: all float32."""
@@ -23,84 +33,166 @@ _WEIGHT = 4
 _STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, SGD_WITH_MOMENTUM: 4}
 """Optimizer -> bytes of its state for an element."""
 
-_CONTEXT = 1_000_000_000
-"""Bytes of a device context with its libraries and communicators, on devices with memory of their own."""
-_LARGE_DEVICE = 16_000_000_000
+_ENDS = 3
+"""Values of the width that a token has outside of the blocks: the output of the last one, and two of the last
+norm."""
 
-_RESERVED = 0.1
-"""Share of activations and gathered parameters that the allocator reserves beyond them. torchtitan logs 1.2
-times the live bytes as the largest reservation; parameters and optimizer state do not fragment."""
+_LOGIT = 4
+"""Bytes of a logit that a micro-batch keeps until its backward pass: the logarithmic softmax, in float32. At
+the loss there are the logit and its gradient besides."""
 
-_LOGIT_BYTES = 4
-"""Bytes of a logit in the loss, which is computed in float32, beside those of the output layer."""
+
+class _Moments(NamedTuple):
+    """Bytes at four moments of a step.
+
+    Attributes:
+        at_loss: the last forward pass has ended; there are logits and their gradient.
+        in_block: backward is inside the last block.
+        at_end: backward ends.
+        at_step: the optimizer updates.
+    """
+
+    at_loss: float = 0.0
+    in_block: float = 0.0
+    at_end: float = 0.0
+    at_step: float = 0.0
 
 
 def rank_memory(
     numbers: ModelNumbers, split: Split, profile: HardwareProfile, engine: Engine = OURS
 ) -> MemoryParts:
-    """Memory of the rank that needs most."""
-    elements, dims = sum(rank_parameters(numbers, split)), split.dims
-    sharded = dims.shard > 1 or split.zero_stage == 3
-    gathered = _gathered(numbers, split, engine) if sharded else _copies(split, elements)
-    stored = _activations(numbers, split, engine)
-    moments = 0.0 if split.offload else _STATE_BYTES[split.optimizer] * held_parameters(numbers, split, 1)
-    return MemoryParts(
-        parameters=round(_WEIGHT * held_parameters(numbers, split, 3) + gathered),
-        gradients=round(_WEIGHT * _gradients(numbers, split)),
-        optimizer=round(moments),
-        activations=round(stored),
-        framework=_CONTEXT if profile.memory >= _LARGE_DEVICE else 0,
-        fragmentation=round(_RESERVED * (stored + gathered)),
+    """Memory of the rank that needs most, at the moment when it needs most."""
+    device = HOST if profile.device == "cpu" else GPU
+    moments = zip(
+        _weights(numbers, split, engine),
+        _gradients(numbers, split, engine),
+        _activations(numbers, split, engine),
+        _staging(numbers, split, engine),
+        strict=True,
     )
+    parameters, gradients, activations, staging = max(moments, key=sum)
+    parts = MemoryParts(
+        parameters=round(parameters),
+        gradients=round(gradients),
+        optimizer=round(_state(numbers, split, engine)),
+        activations=round(activations),
+        framework=device.framework_bytes + round(staging),
+    )
+    return parts.with_reserved(device.reserved)
 
 
-def _copies(split: Split, elements: float) -> float:
-    """Autocast keeps a 16-bit copy of each weight between forward and backward."""
-    return 0.0 if split.precision == "fp32" else elements * ITEM_SIZES[split.precision]
+def _state(numbers: ModelNumbers, split: Split, engine: Engine) -> float:
+    """Moments, and DeepSpeed's copy of the weights that a rank updates."""
+    copy = _WEIGHT if split.zero_stage else 0
+    state = 0 if split.offload else _STATE_BYTES[split.optimizer]
+    return (copy + state) * held_parameters(numbers, split, engine, 1)
 
 
-def _gathered(numbers: ModelNumbers, split: Split, engine: Engine) -> float:
-    """Two blocks, one of which is prefetched, or a block and the larger of embedding and output layer."""
-    experts = numbers.expert_parameters / split.dims.expert
-    block = numbers.shared_parameters + experts
-    ends = max(numbers.embedding_parameters, numbers.output_parameters)
-    size = engine.gathered_bytes or ITEM_SIZES[split.precision]
-    return (block + max(block, ends)) / split.dims.tensor * size
+def _weights(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+    held = _WEIGHT * held_parameters(numbers, split, engine, 3)
+    whole = sum(rank_parameters(numbers, split, engine))
+    dims, size = split.dims, ITEM_SIZES[split.precision]
+    block, output = _block(numbers, split), numbers.output_parameters / dims.tensor
+    embedding = numbers.embedding_parameters / (dims.tensor if engine.cuts_embedding else 1)
+    at_loss = in_block = held
+    if split.zero_stage == 3:
+        at_loss = in_block = held + _WEIGHT * min(whole, REUSED)
+    elif dims.shard > 1:
+        # What lies outside of blocks stays gathered, and the next block is gathered ahead.
+        gathered = engine.gathered_bytes or size
+        at_loss += gathered * (max(embedding, output) if dims.pipeline > 1 else embedding + output)
+        in_block = at_loss + gathered * 2 * block
+    if split.precision == "fp32":
+        return _Moments(at_loss, in_block, held, held)
+    # Each micro-batch keeps 16-bit copies of weights that multiply between its forward and its backward.
+    first, last = _in_flight(split, engine)
+    if split.activation_checkpointing:
+        copies = size * last * output
+        return _Moments(at_loss + copies, in_block + copies + size * block, held, held)
+    multiply = whole if dims.pipeline > 1 or numbers.tied else whole - embedding
+    copies = size * max(first, last) * multiply
+    return _Moments(at_loss + copies, in_block + copies, held, held)
 
 
-def _gradients(numbers: ModelNumbers, split: Split) -> float:
-    """Elements of gradients and of the buckets in which they are reduced."""
-    dims, whole = split.dims, sum(rank_parameters(numbers, split))
+def _block(numbers: ModelNumbers, split: Split) -> float:
+    """Parameters of a block that a rank computes with."""
+    return (numbers.shared_parameters + numbers.expert_parameters / split.dims.expert) / split.dims.tensor
+
+
+def _gradients(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+    """Gradients and the buckets in which they are reduced."""
+    dims, accumulates = split.dims, split.num_micro_batches > 1
+    whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
+    held = _WEIGHT * held_parameters(numbers, split, engine, 2)
+    if split.zero_stage:
+        return _zero_gradients(split.zero_stage, accumulates, whole, held)
     if dims.shard > 1:
         # Ranks reduce after the last micro-batch, and keep whole gradients until then.
-        return whole if split.num_micro_batches > 1 else held_parameters(numbers, split, 2)
-    if split.zero_stage >= 2:
-        return held_parameters(numbers, split, 2)
-    return whole * (2.0 if dims.data * dims.context > 1 else 1.0)
+        return _Moments(*([whole if accumulates else 0.0] * 2), held, held)
+    # Under gpipe no micro-batch has gradients before the last loss.
+    before = whole if accumulates and not _waits(split) else 0.0
+    if dims.model_parallel_size > 1:
+        return _Moments(before, before, whole, whole)
+    views = whole if dims.data > 1 else 0.0  # in buckets, from the first step on
+    return _Moments(views + before, views + before, (views + before) or whole, (views + before) or whole)
 
 
-def _activations(numbers: ModelNumbers, split: Split, engine: Engine) -> float:
+def _zero_gradients(stage: int, accumulates: bool, whole: float, held: float) -> _Moments:
+    bucket = min(whole, _WEIGHT * LARGEST_BUCKET)
+    if stage == 3:
+        return _Moments(*[held + bucket] * 4)
+    if stage == 2:
+        before = held if accumulates else 0.0
+        return _Moments(before, before + bucket, before + bucket + held, held)
+    # Stage 1 keeps its bucket from the first micro-batch to the last.
+    before = whole + bucket if accumulates else 0.0
+    return _Moments(before, before or bucket, whole + bucket, held)
+
+
+def _waits(split: Split) -> bool:
+    """Whether all forward passes of a step come before its first backward pass."""
+    return split.dims.pipeline > 1 and split.schedule in ("gpipe", "looped-bfs")
+
+
+def _staging(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+    """What gathers and reductions hold beside parameters and gradients."""
+    if split.zero_stage in (1, 2):
+        whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
+        bucket = min(whole, _WEIGHT * LARGEST_BUCKET)
+        return _Moments(in_block=bucket if bucket < whole else 0.0, at_end=bucket)
+    if split.dims.shard > 1:
+        gathered = engine.gathered_bytes or ITEM_SIZES[split.precision]
+        return _Moments(*[gathered * _block(numbers, split)] * 2)
+    if split.dims.model_parallel_size > 1 and split.dims.size("data", "context") > 1:
+        return _Moments(at_end=_WEIGHT * sum(rank_parameters(numbers, split, engine)))
+    return _Moments()
+
+
+def _activations(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+    """Those of the first or of the last stage, whichever has more."""
     dims, item = split.dims, ITEM_SIZES[split.precision]
     tokens = split.micro_batch * numbers.sequence / dims.context
     blocks = -(-numbers.layers // dims.pipeline)
-    whole = numbers.activation_bytes(dims.tensor, engine.sequence_parallel, item)
-    in_flight = _in_flight(split, engine)
-    if split.activation_checkpointing:
-        stored = blocks * in_flight * numbers.checkpoint_bytes(item) + whole
-    else:
-        stored = blocks * in_flight * whole
-    logits = numbers.vocabulary / dims.tensor * (2 * item + 2 * _LOGIT_BYTES)
-    return tokens * (stored + logits)
+    block = numbers.activation_bytes(dims.tensor, engine.sequence_parallel, item)
+    # The residual stream stays in float32 under autocast, and with it the inputs of both norms.
+    block += 2 * numbers.hidden * (_WEIGHT - item) / (dims.tensor if engine.sequence_parallel else 1)
+    stored = blocks * (numbers.checkpoint_bytes(_WEIGHT) if split.activation_checkpointing else block)
+    again = block if split.activation_checkpointing else 0.0
+    first, last = _in_flight(split, engine)
+    logits = numbers.vocabulary / (dims.tensor if engine.cuts_embedding else 1)
+    ends = _ENDS * numbers.hidden * _WEIGHT + _LOGIT * (last + 2) * logits
+    at_first, at_last = first * stored + again, last * stored
+    return _Moments(tokens * max(at_first, at_last + ends), tokens * max(at_first, at_last + again))
 
 
-def _in_flight(split: Split, engine: Engine) -> float:
-    """Micro-batches whose activations the first stage stores at once."""
+def _in_flight(split: Split, engine: Engine) -> tuple[float, float]:
+    """Micro-batches whose activations the first and the last stage store at once."""
     stages, count = split.dims.pipeline, split.num_micro_batches
     if stages == 1:
-        return 1.0
-    if split.schedule in ("gpipe", "looped-bfs"):
-        return float(count)
+        return 1.0, 1.0
+    if _waits(split):
+        return float(count), float(count)
     if split.schedule == "1f1b":
-        return float(min(count, stages))
+        return float(min(count, stages)), 1.0
     # Narayanan et al., 2021, section 2.2: interleaving stores (1 + (p - 1) / (p v)) times as much.
-    return min(float(count), stages * (1.0 + (stages - 1) / (stages * engine.stages_per_rank)))
+    return min(float(count), stages * (1.0 + (stages - 1) / (stages * engine.stages_per_rank))), 1.0

@@ -143,7 +143,7 @@ class StepTimer:
         if dims.shard == 1 and split.zero_stage < 3:
             return 0.0
         size = self.engine.gathered_bytes or ITEM_SIZES[split.precision]
-        nbytes = sum(rank_parameters(self.numbers, split)) * size
+        nbytes = sum(rank_parameters(self.numbers, split, self.engine)) * size
         axis = "shard" if dims.shard > 1 else "data"
         link = link_of(self.profile, dims, axis)
         return 2.0 * split.num_micro_batches * link.seconds("all-gather", nbytes)
@@ -155,7 +155,7 @@ class StepTimer:
     def _gradients(self, split: Split) -> float:
         """One reduction of the gradients."""
         dims, size = split.dims, self.engine.gradient_bytes
-        experts, others = rank_parameters(self.numbers, split)
+        experts, others = rank_parameters(self.numbers, split, self.engine)
         nbytes = (experts + others) * size
         if split.zero_stage:
             return link_of(self.profile, dims, "data").seconds("reduce-scatter", nbytes)
@@ -177,7 +177,7 @@ class StepTimer:
         """Collectives behind the optimizer, and of weights that two stages share."""
         dims, seconds = split.dims, 0.0
         if split.zero_stage in (1, 2):
-            nbytes = sum(rank_parameters(self.numbers, split)) * self.engine.weight_bytes
+            nbytes = sum(rank_parameters(self.numbers, split, self.engine)) * self.engine.weight_bytes
             seconds += link_of(self.profile, dims, "data").seconds("all-gather", nbytes)
         if self.numbers.tied and dims.pipeline > 1:
             shared = self.numbers.vocabulary * self.numbers.hidden / dims.tensor
@@ -186,7 +186,7 @@ class StepTimer:
         return seconds
 
     def _optimizer(self, split: Split) -> float:
-        elements = held_parameters(self.numbers, split, 1)
+        elements = held_parameters(self.numbers, split, self.engine, 1)
         traffic = _OPTIMIZER_BYTES[split.optimizer]
         if split.offload:
             copies = self.engine.gradient_bytes + self.engine.weight_bytes

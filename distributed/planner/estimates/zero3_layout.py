@@ -9,13 +9,13 @@ from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts
 from distributed.planner.estimates.split import Split
 
-__all__ = ["ParameterShards"]
+__all__ = ["LARGEST_BUCKET", "REUSED", "ParameterShards"]
 
 LARGEST_BUCKET = 500_000_000
 """Elements of DeepSpeed's bucket at most; the backend makes it as large as the model up to here."""
 _PERSISTENT = 100_000
 """``stage3_param_persistence_threshold``: parameters of so many elements at most stay gathered."""
-_REUSED = 1_000_000_000
+REUSED = 1_000_000_000
 """``stage3_max_reuse_distance``: a parameter that is used again before so many elements were is not freed."""
 
 
@@ -125,12 +125,12 @@ class ParameterShards(Layout):
 
 def _check_size(facts: ModelFacts) -> None:
     elements = facts.num_parameters
-    if elements > _REUSED:
+    if elements > REUSED:
         raise UserError(
             "the memory of ZeRO stage 3 is predicted for models that stay gathered between forward and"
             " backward",
             field="zero_stage",
             got=f"3 with {elements} parameters",
-            allowed=f"models of at most {_REUSED} parameters",
+            allowed=f"models of at most {REUSED} parameters",
             remedy="Choose fsdp, whose memory is predicted for any model, or measure a run",
         )

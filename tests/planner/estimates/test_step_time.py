@@ -251,7 +251,8 @@ def _bytes(numbers: ModelNumbers, split: Split) -> float:
 
 
 def test_sixteen_bytes_a_parameter() -> None:
-    """Weights, gradients and two moments in float32; ZeRO divides them stage by stage (arXiv:1910.02054)."""
+    """Weights, gradients and two moments in float32; ZeRO divides them stage by stage (arXiv:1910.02054), and
+    has a bucket and a copy of the weights that a rank updates."""
     numbers, elements = NUMBERS, NUMBERS.counted
 
     def state(dims: ParallelDims, stage: int = 0) -> float:
@@ -260,5 +261,5 @@ def test_sixteen_bytes_a_parameter() -> None:
 
     assert state(ParallelDims()) == pytest.approx(16)
     assert state(ParallelDims(data=4)) == pytest.approx(20)  # a bucket for each gradient
-    assert state(ParallelDims(data=4), 1) == pytest.approx(4 + 2 * 4 + 8 / 4)
-    assert state(ParallelDims(data=4), 2) == pytest.approx(4 + 4 / 4 + 8 / 4)
+    assert state(ParallelDims(data=4), 1) == pytest.approx(4 + 2 * 4 + (4 + 8) / 4)
+    assert state(ParallelDims(data=4), 2) == pytest.approx(4 + (4 + 2 * 4 / 4) + (4 + 8) / 4)
