@@ -6,14 +6,18 @@ kernel ends for lack of memory is no failure of the run. A size that runs out of
 next smaller one. Accumulation makes up the same global batch, so that the training is the same (C1, C2).
 
 Where ranks cannot be started for a probe, the ranks of the run choose by prediction: those of another
-launcher, of several hosts, and those that an elastic run restarts in another number.
+launcher, of several hosts, and those that an elastic run restarts in another number. Predictions are made in
+a process of their own (`apart`), so that the ranks begin in the same state.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import TensorDataset
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.object_store import located
@@ -30,11 +33,11 @@ from distributed.communication.task_file import measure_task
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.launcher import Launcher
-from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
+from distributed.operations.planning.apart import call_apart, first_of
 from distributed.operations.planning.plan_memory import PlanMemory, in_units
 from distributed.planner.auto_batch import with_micro_batch
 from distributed.resilience.memory_failures import lacks_memory
@@ -52,7 +55,8 @@ _UNTRIED = 0.85
 allocator loses between tensors is not predicted."""
 _STEPS = 2
 """The first step makes the optimizer's state, which is in memory during the second."""
-
+_BEAT = 10.0
+"""Seconds, at most, between two broadcasts to ranks that wait for a prediction."""
 
 _Needs = dict[int, int] | str
 """Size of a micro-batch -> bytes that a rank needs; or why that is not predicted."""
@@ -97,35 +101,15 @@ def choose_before_run(
         return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
     if (size := _saved_size(plan)) is not None:
         return with_micro_batch(plan, size, _as_saved(size))
-    task = _for_probe(plan, task)
-    if plan.mode == "in-process" and not _can_travel(plan, task):
-        return _unprobed(plan, task)
+    task = first_of(task, plan.batch.global_batch_size)
+    if plan.mode == "in-process":
+        _check_travels(plan, task)
     return _probed(plan, task, launcher)
-
-
-def _for_probe(plan: RunPlan, task: Task) -> Task:
-    """`task` without what a probe does not use: what is left is sent to other processes."""
-    data = task.train_data
-    if data is not None and data.tensors is not None:
-        number = plan.batch.global_batch_size
-        data = replace(data, dataset=TensorDataset(*(tensor[:number].clone() for tensor in data.tensors)))
-    return replace(
-        task,
-        train_data=data,
-        callbacks=[],
-        val_data={},
-        scheduler=None,
-        metrics=None,
-        validation_step=None,
-        progress=None,
-    )
 
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     sizes, failed = plan.micro_batches, list[int]()
-    step: Any = probe_step
-    if plan.dims.model_axes or plan.dims.expert > 1:
-        step = partial(probe_step, needs=_needs_of_divided(plan, task, launcher))
+    step: Any = partial(probe_step, needs=_needs(plan, task))
     while sizes:
         attempt = replace(with_micro_batch(plan, sizes[0]), micro_batches=sizes)
         with PrivateFolder() as folder:
@@ -152,44 +136,20 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     ) from last
 
 
-def _needs_of_divided(plan: RunPlan, task: Task, launcher: Launcher | None) -> _Needs:
-    """What ranks that share a model need, predicted by a process that is no rank: facts of a divided model
-    are collected in groups of its own."""
-    alone = replace(plan, world_size=1, local_size=1, dims=ParallelDims())
-    with PrivateFolder() as folder:
-        found = run.probe(alone, task, partial(_needs_step, plan), Path(folder), launcher)
-    return found["why"] or {int(size): need for size, need in found["needs"].items()}
-
-
-def _needs_step(whole: RunPlan, plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+def _check_travels(plan: RunPlan, task: Task) -> None:
+    """Raise a UserError for a task that no other process can train."""
     try:
-        return {"needs": _needs(whole, task), "why": ""}
-    except UserError as error:
-        return {"needs": {}, "why": _why(error)}
-
-
-def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
-    """By prediction alone, in this process: the task cannot be sent to another one."""
-    room = _room(plan, task, plan.device_of(0))
-    choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
-    if not choice.predicted:
+        measure_task(RankPayload(plan, task, probe=partial(probe_step, needs="")))
+    except Exception as error:
         raise UserError(
-            f"no size can be tried, because the task cannot be pickled for another process: {choice.reason}",
+            "no size can be tried, and memory is not predicted, because the task cannot be pickled for"
+            f" another process ({type(error).__name__}: {error})",
             field="batch_size",
             got="auto",
             allowed="a number here",
             remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
-            " that cannot be pickled",
-        )
-    return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
-
-
-def _can_travel(plan: RunPlan, task: Task) -> bool:
-    try:
-        measure_task(RankPayload(plan, task, probe=probe_step))
-    except Exception:  # noqa: BLE001 - pickling calls code of the user's objects
-        return False
-    return True
+            " that cannot be pickled, and open files, locks and connections inside the dataset",
+        ) from error
 
 
 def _attempted(folder: Path, largest: int) -> int:
@@ -205,19 +165,17 @@ def _after(failed: list[int]) -> str:
 # -- in the ranks --------------------------------------------------------------------
 
 
-def probe_step(
-    plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs | None = None
-) -> dict[str, Any]:
+def probe_step(plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs) -> dict[str, Any]:
     """Choose a size by prediction and train two steps with it. Collective; called in ranks of a probe.
 
     Args:
         folder: where rank 0 leaves the size before it is tried.
-        needs: what is predicted, if that is known; otherwise rank 0 predicts it.
+        needs: what is predicted.
 
     Returns:
         ``size`` and ``reason``.
     """
-    choice = _decide(plan, task, backend, needs=needs)
+    choice = _choice_for(plan, needs, _least_room(plan, task, backend))
     plan = with_micro_batch(plan, choice.size)
     if backend.world.rank == 0:
         write_private(folder / _ATTEMPT, json.dumps(choice.size).encode())
@@ -245,7 +203,9 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     """
     if not plan.micro_batches:
         return plan
-    choice = _decide(plan, task, backend, _UNTRIED)
+    room = _least_room(plan, task, backend)
+    room = room._replace(nbytes=int(room.nbytes * _UNTRIED))
+    choice = _from_rank_zero(plan, backend, partial(_saved_or_predicted, plan, task, room))
     if not choice.predicted and not has_fitted:
         raise UserError(
             f"the ranks of another launcher, or of several hosts, choose by prediction: {choice.reason}",
@@ -262,41 +222,50 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     return chosen
 
 
-def _decide(
-    plan: RunPlan, task: Task, backend: Backend, share: float = 1.0, needs: _Needs | None = None
-) -> _Choice:
-    """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective.
-
-    Args:
-        share: of that memory, which may be used.
-        needs: as of `probe_step`.
-    """
+def _least_room(plan: RunPlan, task: Task, backend: Backend) -> Room:
+    """The least memory that a rank can allocate for training. Collective."""
     own = _room(plan, task, backend.world.device)
-    room = min(Room(*each) for each in backend.gather_objects(tuple(own)))
-    room = room._replace(nbytes=int(room.nbytes * share))
-    choice: Any = None
+    return min(Room(*each) for each in backend.gather_objects(tuple(own)))
+
+
+def _saved_or_predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
+    saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
+    if saved is not None:
+        return _Choice(saved, _as_saved(saved), True)
+    return _choice_for(plan, _needs(plan, task, in_rank=True), room)
+
+
+def _from_rank_zero(plan: RunPlan, backend: Backend, work: Callable[[], _Choice]) -> _Choice:
+    """What `work` returns on rank 0, where it takes what time it needs: a broadcast before
+    `collective_timeout` lets the other ranks wait on. Collective.
+
+    Raises:
+        Exception: what `work` has raised, on all ranks.
+    """
+    done: queue.Queue[_Choice | Exception] = queue.Queue()
     if backend.world.rank == 0:
-        try:
-            saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
-            if saved is None:
-                choice = _predicted(plan, task, room, needs)
-            else:
-                choice = _Choice(saved, _as_saved(saved), True)
-        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-            choice = error
-    choice = backend.broadcast_object(choice)
-    if isinstance(choice, Exception):
-        raise choice
-    found: _Choice = choice
+        threading.Thread(target=_put_result, args=(done, work), daemon=True).start()
+    beat = min(_BEAT, plan.config.collective_timeout / 4)
+    found: _Choice | Exception | None = None
+    while found is None:
+        if backend.world.rank == 0:
+            with suppress(queue.Empty):
+                found = done.get(timeout=beat)
+        found = backend.broadcast_object(found)
+    if isinstance(found, Exception):
+        raise found
     return found
 
 
-def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = None) -> _Choice:
-    """The largest size that is predicted to fit; where memory is not predicted, the largest."""
+def _put_result(done: queue.Queue[_Choice | Exception], work: Callable[[], _Choice]) -> None:
     try:
-        needs = _needs(plan, task) if needs is None else needs
-    except UserError as error:
-        needs = _why(error)
+        done.put(work())
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        done.put(error)
+
+
+def _choice_for(plan: RunPlan, needs: _Needs, room: Room) -> _Choice:
+    """The largest size that is predicted to fit; where memory is not predicted, the largest."""
     if isinstance(needs, str):
         size = plan.micro_batches[0]
         return _Choice(size, f"batch_size=auto: {size} (memory is not predicted, {needs})", False)
@@ -306,14 +275,32 @@ def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = Non
     return _Choice(size, f"batch_size=auto: {size} ({of})", True)
 
 
-def _needs(plan: RunPlan, task: Task) -> dict[int, int]:
+# -- in the process that predicts --------------------------------------------------------
+
+
+def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
+    """Predicted in a process of its own.
+
+    Args:
+        in_rank: this process is a rank of the run.
+    """
+    try:
+        found = call_apart(plan, task, partial(_predict_needs, plan), in_rank)
+    except UserError as error:
+        return _why(error)
+    except WorkerError as error:
+        return f"the process that predicts has failed: {error.summary.splitlines()[0]}"
+    return {int(size): need for size, need in found.items()}
+
+
+def _predict_needs(plan: RunPlan, task: Task) -> dict[str, Any]:
     """Size -> bytes of a rank at the peak of a step.
 
     Raises:
         UserError: they are not predicted.
     """
     memory = PlanMemory(task)
-    return {size: memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
+    return {str(size): memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
 
 
 def _why(error: UserError) -> str:

@@ -20,10 +20,11 @@ from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFac
 from distributed.planner.stage_order import ONE_STAGE
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["TaskFacts"]
+__all__ = ["SAMPLES", "TaskFacts"]
 
 _NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-_SAMPLES = 2
+SAMPLES = 2
+"""Number of samples from which facts are read."""
 
 
 def _sharing(source: FactsSource) -> FactsSource:
@@ -150,5 +151,5 @@ class TaskFacts:
                 remedy="Give such a dataset, or set batch_size to a number",
             )
         if self._batch is None:
-            self._batch = first_samples(source, _SAMPLES)
+            self._batch = first_samples(source, SAMPLES)
         return self._batch

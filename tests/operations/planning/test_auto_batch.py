@@ -29,6 +29,7 @@ from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.operations.planning import auto_batch
+from distributed.operations.planning.apart import first_of
 from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks, probe_step
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
@@ -221,7 +222,7 @@ def in_this_process(plan: RunPlan, task: Task, folder: Path) -> None:
     """The mutant of a probe: it trains with the objects of the run."""
     backend = get_catalog().load_backend(plan.spec)
     backend.setup(plan)
-    probe_step(plan, task, backend, folder)
+    probe_step(plan, task, backend, folder, needs="in a test")
     backend.teardown()
 
 
@@ -237,6 +238,144 @@ def test_a_probe_leaves_everything_as_it_was(tmp_path: Path) -> None:
     assert [same(b, a) for b, a in zip(before, after, strict=True)][:4] == [False, True, False, False]
 
 
+# -- what a prediction leaves ------------------------------------------------------------
+
+
+class Curriculum(nn.Module):
+    """A loss whose weight grows with its calls, and that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (output - target).square().mean() * (self.calls + random.random())
+
+
+class ReadOnce(LimitedData):
+    """Counts what was read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def counted_step(model: nn.Module, batch: Any, calls: list[int] | None = None) -> Tensor:
+    """A training step with a state in a closure."""
+    assert calls is not None
+    calls.append(len(calls))
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def watched_task(with_step: bool) -> Task:
+    """A task all of whose parts count their calls."""
+    model = Drawing()
+    model.layer.register_forward_hook(partial(count_call, model))
+    data = Source.of(ReadOnce(WHOLE, {}), "train_loader")
+    given = {"training_step": partial(counted_step, calls=[]), "loss_fn": None} if with_step else {}
+    return task_of(model, **{"train_data": data, "loss_fn": Curriculum(), **given})
+
+
+def count_call(model: Any, *_: Any) -> None:
+    model.calls = getattr(model, "calls", 0) + 1
+
+
+def states(task: Task) -> list[Any]:
+    """All that a prediction could change, as values that can be compared."""
+    step, loss = task.training_step, task.loss_fn
+    return [
+        len(step.keywords["calls"]) if step else loss.calls,
+        getattr(task.model, "calls", 0),
+        task.train_data.dataset.reads,
+        torch.get_rng_state().sum().item(),
+        hash(random.getstate()),
+        int(np.random.get_state()[1].astype(np.int64).sum()),  # type: ignore[index, union-attr, call-overload]
+    ]
+
+
+def states_after_choice(plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+    """The state of the ranks before and after they chose a size, and after the mutant, which predicts in
+    rank 0 itself."""
+    before = states(task)
+    chosen = choose_in_ranks(plan, task, backend)
+    after = states(task)
+    if backend.world.rank == 0:
+        auto_batch._predict_needs(plan, task)
+    mutant = states(task)
+    return {
+        "changed": backend.gather_objects(before != after),
+        "changed by mutant": backend.gather_objects(before != mutant),
+        "size": chosen.batch.batch_size,
+    }
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("with_step", [False, True], ids=["loss", "training step"])
+def test_a_prediction_leaves_all_ranks_in_the_same_state(with_step: bool) -> None:
+    plan = plan_of(backend="pytorch-ddp", num_processes=2)
+    with PrivateFolder() as folder:
+        found = run.probe(plan, watched_task(with_step), states_after_choice, Path(folder))
+    assert found == {"changed": [False, False], "changed by mutant": [True, False], "size": WHOLE // 2}
+
+
+@pytest.mark.starts_processes
+def test_a_prediction_for_this_process_leaves_it_as_it_was() -> None:
+    task = watched_task(with_step=False)
+    before = states(task), everything(task)
+    needs = auto_batch._needs(plan_of(), task)
+    assert isinstance(needs, dict)
+    assert set(needs) == set(plan_of().micro_batches)
+    assert same([*before], [states(task), everything(task)])
+
+
+class Slow(Drawing):
+    """Its prediction takes until the file exists."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        while not self.path.exists():
+            threading.Event().wait(0.01)
+        return super().forward(x)
+
+
+_BROADCASTS = 6
+
+
+def broadcasts_until_predicted(
+    path: Path, plan: RunPlan, task: Task, backend: Backend, _: Path
+) -> dict[str, Any]:
+    """Rank 1 lets the prediction end with a broadcast that it has waited for: without it, the ranks hang."""
+    number, broadcast = 0, backend.broadcast_object
+
+    def counted(value: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number == _BROADCASTS and backend.world.rank == 1:
+            path.touch()
+        return broadcast(value)
+
+    backend.broadcast_object = counted  # type: ignore[method-assign, assignment]
+    plan = replace(plan, config=plan.config.model_copy(update={"collective_timeout": 0.2}))
+    chosen = choose_in_ranks(plan, task, backend)
+    return {"size": chosen.batch.batch_size, "waited": number >= _BROADCASTS}
+
+
+@pytest.mark.starts_processes
+def test_ranks_that_wait_for_a_prediction_get_a_broadcast_before_each_timeout(tmp_path: Path) -> None:
+    path = tmp_path / "predicted"
+    plan = plan_of(backend="pytorch-ddp", num_processes=2)
+    with PrivateFolder() as folder:
+        step = partial(broadcasts_until_predicted, path)
+        found = run.probe(plan, task_of(Slow(path)), step, Path(folder))
+    assert found == {"size": WHOLE // 2, "waited": True}
+
+
 # -- agreement -------------------------------------------------------------------------
 
 
@@ -244,7 +383,8 @@ def sizes_of_ranks(plan: RunPlan, task: Task, backend: Backend, folder: Path) ->
     """What each rank chooses: together, and by the mutant, on its own."""
     together = choose_in_ranks(plan, task, backend).batch.batch_size
     room = auto_batch._room(plan, task, backend.world.device)
-    alone = auto_batch._predicted(plan, task, room).size
+    needs = auto_batch._predict_needs(plan, task)
+    alone = auto_batch._choice_for(plan, {int(size): need for size, need in needs.items()}, room).size
     return {"together": backend.gather_objects(together), "alone": backend.gather_objects(alone)}
 
 
@@ -335,7 +475,7 @@ def test_a_probe_gets_no_more_data_than_it_reads() -> None:
     task = task_of(
         Drawing(), train_data=Source.of((inputs, inputs[:, :1]), "train_loader"), callbacks=[Die(1, 0)]
     )
-    sent = auto_batch._for_probe(plan_of(), task)
+    sent = first_of(task, WHOLE)
     assert [len(tensor) for tensor in sent.train_data.tensors] == [WHOLE, WHOLE]
     assert sent.train_data.tensors[0].untyped_storage().nbytes() == WHOLE * 16 * 4
     assert (sent.callbacks, task.train_data.length, len(task.callbacks)) == ([], 10 * WHOLE, 1)
@@ -357,10 +497,12 @@ class LockedData(LimitedData):
         self.lock = threading.Lock()
 
 
-def test_a_task_that_cannot_be_sent_to_a_probe_needs_predicted_memory() -> None:
-    data = Source.of(LockedData(), "train_loader")
-    chosen = choose_before_run(plan_of(), task_of(Drawing(), train_data=data))
-    assert chosen.batch.batch_size == WHOLE
-    assert "not tried: the task cannot be pickled" in chosen.notes[-1]
-    with pytest.raises(UserError, match="cannot be pickled for another process"):
-        choose_before_run(plan_of(), task_of(Locked()))
+@pytest.mark.parametrize("what", ["model", "data"])
+def test_a_task_that_cannot_be_sent_to_a_probe_is_refused(what: str) -> None:
+    locked = Source.of(LockedData(), "train_loader")
+    task = task_of(Locked()) if what == "model" else task_of(Drawing(), train_data=locked)
+    before = everything(task)
+    with pytest.raises(UserError, match="cannot be pickled for another process") as raised:
+        choose_before_run(plan_of(), task)
+    assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
+    assert same(before, everything(task))
