@@ -53,6 +53,7 @@ logger = logging.getLogger("distributed")
 Terms = tuple[Tensor, "Tensor | int"]
 
 _MEANS = ("mean", "batchmean")
+_CHOSEN = ". batch_size=auto chooses the micro-batches by the memory of the machine"
 _SHORT = 256
 """Targets that are read faster as a list than with an operation of torch."""
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
@@ -289,7 +290,7 @@ class Objective:
                 allowed="a number, or auto for a loss that is a mean over samples",
                 remedy="Set batch_size and gradient_accumulation_steps to numbers",
             )
-        if self._warns and num_pairs:
+        if self._warns and num_pairs > 1:
             logger.warning(
                 "the loss of %s compares the samples of a micro-batch with each other (%d x %d scores whose"
                 " targets are the diagonal): its value depends on batch_size. Another number of ranks or"
@@ -312,8 +313,8 @@ class Objective:
             logger.warning(
                 "the loss that %s returned is weighted by its %d samples, and it is computed from %d targets:"
                 " if that number varies, the mean of a global batch depends on its micro-batches. Return"
-                " (sum of losses, number of targets) to weight it by targets",
-                *(field, num_samples, counted),
+                " (sum of losses, number of targets) to weight it by targets%s",
+                *(field, num_samples, counted, _CHOSEN if self._is_chosen else ""),
             )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.object_store import located
@@ -39,13 +40,15 @@ from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.apart import call_apart, first_of
 from distributed.operations.planning.plan_memory import PlanMemory, in_units
-from distributed.planner.auto_batch import with_micro_batch
+from distributed.planner.auto_batch import most_divided, with_micro_batch
 from distributed.resilience.memory_failures import lacks_memory
 from distributed.system.host_memory import Room, host_memory
 from distributed.system.output import print_line
 from distributed.system.private_files import write_private
 from distributed.system.private_folders import PrivateFolder
 from distributed.training.feeds import train_feed
+from distributed.training.model_traits import check_chosen_batch, check_micro_batches
+from distributed.training.routing_traits import check_routing
 
 __all__ = ["choose_before_run", "choose_in_ranks", "probe_step"]
 
@@ -95,7 +98,10 @@ def choose_before_run(
         UserError: no size fits, or the training depends on the size.
         WorkerError: a rank failed for another reason.
     """
-    if not plan.micro_batches or plan.mode == "join" or plan.num_nodes > 1:
+    if not plan.micro_batches:
+        return plan
+    _check_module(plan, task)
+    if plan.mode == "join" or plan.num_nodes > 1:
         return plan
     if earlier is not None and (size := _same_share(plan, earlier)) is not None:
         return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
@@ -105,6 +111,21 @@ def choose_before_run(
     if plan.mode == "in-process":
         _check_travels(plan, task)
     return _probed(plan, task, launcher)
+
+
+def _check_module(plan: RunPlan, task: Task, model: Any = None) -> None:
+    """Raise a UserError for a module whose training depends on the size of a micro-batch, whatever size the
+    memory allows.
+
+    Args:
+        model: that of the task, built; None where a factory has still to build it.
+    """
+    model = model or task.model
+    if isinstance(model, nn.Module):
+        batch, parts = most_divided(plan.batch), (1, plan.dims.context)
+        check_chosen_batch(model)
+        check_micro_batches(model, plan.spec.name, plan.world_size, batch, parts, is_chosen=True)
+        check_routing(model, batch, own_loss=task.loss_fn is None, parts=parts, is_chosen=True)
 
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
@@ -283,6 +304,9 @@ def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
 
     Args:
         in_rank: this process is a rank of the run.
+
+    Raises:
+        UserError: the training depends on the size.
     """
     try:
         found = call_apart(plan, task, partial(_predict_needs, plan), in_rank)
@@ -290,17 +314,30 @@ def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
         return _why(error)
     except WorkerError as error:
         return f"the process that predicts has failed: {error.summary.splitlines()[0]}"
-    return {int(size): need for size, need in found.items()}
+    if found["refused"]:
+        raise UserError(**found["refused"])
+    return found["why"] or {int(size): need for size, need in found["needs"].items()}
 
 
 def _predict_needs(plan: RunPlan, task: Task) -> dict[str, Any]:
-    """Size -> bytes of a rank at the peak of a step.
-
-    Raises:
-        UserError: they are not predicted.
-    """
-    memory = PlanMemory(task)
-    return {str(size): memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
+    """``refused``: arguments of a UserError for the model that a factory builds, or None. ``needs``: size ->
+    bytes of a rank at the peak of a step. ``why``: why that is not predicted, or empty."""
+    memory, needs = PlanMemory(task), dict[str, int]()
+    try:
+        model = memory.model(plan)
+    except Exception as error:  # noqa: BLE001 - a factory is code of the user
+        return {"refused": None, "needs": {}, "why": f"model: {type(error).__name__}: {error}"}
+    try:
+        _check_module(plan, task, model)
+    except UserError as error:
+        names = ("message", "field", "got", "allowed", "remedy")
+        return {"refused": {name: getattr(error, name) for name in names}, "needs": {}, "why": ""}
+    try:
+        for size in plan.micro_batches:
+            needs[str(size)] = memory.parts(with_micro_batch(plan, size)).total
+    except UserError as error:
+        return {"refused": None, "needs": {}, "why": _why(error)}
+    return {"refused": None, "needs": needs, "why": ""}
 
 
 def _why(error: UserError) -> str:

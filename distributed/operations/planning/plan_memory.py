@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.task_facts import TaskFacts
@@ -27,6 +29,10 @@ class PlanMemory:
 
     def __init__(self, task: Task) -> None:
         self._facts = TaskFacts(task)
+
+    def model(self, plan: RunPlan) -> nn.Module:
+        """The model of the task; that of a factory is built without data."""
+        return self._facts.model(plan.config)
 
     def parts(self, plan: RunPlan) -> MemoryParts:
         """Memory of the rank that needs most, at the peak of a step.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,7 +384,7 @@ def sizes_of_ranks(plan: RunPlan, task: Task, backend: Backend, folder: Path) ->
     """What each rank chooses: together, and by the mutant, on its own."""
     together = choose_in_ranks(plan, task, backend).batch.batch_size
     room = auto_batch._room(plan, task, backend.world.device)
-    needs = auto_batch._predict_needs(plan, task)
+    needs = auto_batch._predict_needs(plan, task)["needs"]
     alone = auto_batch._choice_for(plan, {int(size): need for size, need in needs.items()}, room).size
     return {"together": backend.gather_objects(together), "alone": backend.gather_objects(alone)}
 
@@ -430,6 +431,78 @@ def test_a_model_that_depends_on_the_micro_batch_is_refused(
         in_this_process(plan_of(), task_of(model, loss_fn=loss_fn), tmp_path)
     assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
     assert "to numbers" in str(raised.value.remedy)
+
+
+class Routed(nn.Linear):
+    """Has a load-balancing loss, as models of transformers with experts have."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 1, dtype=torch.float64)
+        self.config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.1)
+
+
+def by_frequency() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 1), nn.Embedding(4, 1, scale_grad_by_freq=True)).double()
+
+
+@pytest.mark.parametrize("model", [Routed(), by_frequency()], ids=["router", "scale_grad_by_freq"])
+def test_layers_are_checked_for_all_sizes_before_any_memory_is_predicted(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("something was predicted")
+
+    monkeypatch.setattr(auto_batch, "_needs", fail)
+    task = task_of(model, loss_fn=None)
+    with pytest.raises(UserError) as raised:
+        choose_before_run(plan_of(), task)
+    assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
+    assert raised.value.allowed == f"{WHOLE}, one micro-batch on one rank"
+    with pytest.raises(UserError) as in_rank:  # the whole share fits into one micro-batch here
+        in_this_process(plan_of(), task, tmp_path)
+    assert in_rank.value.args == raised.value.args
+
+
+@pytest.mark.starts_processes
+def test_what_a_factory_builds_is_checked_before_a_size_is_tried(capfd: pytest.CaptureFixture[str]) -> None:
+    task = replace(task_of(nn.Linear(16, 1)), model=by_frequency, optimizer=None)
+    with pytest.raises(UserError, match="scale_grad_by_freq") as raised:
+        choose_before_run(plan_of(), task)
+    assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
+
+
+def test_a_loss_over_pairs_is_refused_for_micro_batches_of_one_sample(tmp_path: Path) -> None:
+    plan = plan_of()
+    single = replace(plan, micro_batches=(1,))
+    with pytest.raises(UserError, match="compares the samples") as raised:
+        in_this_process(single, task_of(nn.Linear(16, 1).double(), loss_fn=contrastive), tmp_path)
+    assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
+
+
+class PerToken(nn.Module):
+    """A model of token sequences that computes its own loss, weighted by samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(self.layer(inputs), labels[:, 0])
+        return {"loss": loss + 0.1 * self.layer.weight.square().sum()}
+
+
+@pytest.mark.parametrize("sizes", [(WHOLE,), (8,)], ids=["whole", "divided"])
+def test_a_loss_of_unknown_weight_is_announced_whatever_size_fits(
+    sizes: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"inputs": torch.zeros(16, dtype=torch.float64), "labels": torch.tensor([index % 3, 0])}
+        for index in range(WHOLE)
+    ]
+    data = Source.of(rows, "train_loader")
+    task = task_of(PerToken(), loss_fn=None, train_data=data)
+    in_this_process(replace(plan_of(), micro_batches=sizes), task, tmp_path)
+    assert [r.getMessage().endswith("by the memory of the machine") for r in caplog.records] == [True]
 
 
 def test_frozen_statistics_are_accepted(tmp_path: Path) -> None:
