@@ -137,24 +137,31 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
             try:
                 found = run.probe(attempt, task, step, Path(folder), launcher)
             except WorkerError as error:
-                if not lacks_memory(error):
-                    raise
+                attempt_file = Path(folder) / _ATTEMPT
+                if not lacks_memory(error) or not attempt_file.exists():
+                    raise  # also where the ranks have failed before they tried a size
                 last = error
-                failed.append(_attempted(Path(folder), sizes[0]))
+                failed.append(int(json.loads(attempt_file.read_text(encoding="utf-8"))))
             else:
                 return with_micro_batch(plan, found["size"], found["reason"] + _after(failed))
-        # The prediction was wrong once: near misses are tried once, and then halves.
-        most = failed[-1] - 1 if len(failed) == 1 else failed[-1] // 2
-        sizes = tuple(size for size in plan.micro_batches if size <= most)
+        sizes = _sizes_after(failed, plan.micro_batches)
     raise UserError(
-        f"a step runs out of memory with every micro-batch, down to {failed[-1]} samples:"
-        f" {last.summary.splitlines()[0]}",
+        f"a step runs out of memory with micro-batches of {', '.join(map(str, failed))} samples, the last of"
+        f" which is the smallest: {last.summary.splitlines()[0]}",
         field="batch_size",
         got="auto",
         allowed="a model and a sample that fit into the memory of a rank",
         remedy="Set activation_checkpointing=full, use fsdp or a higher zero_stage, or more memory for each"
         " rank",
     ) from last
+
+
+def _sizes_after(failed: list[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes to choose from after those that failed. The prediction was wrong once: the next smaller size
+    is tried, then half of it, and the smallest last."""
+    most = failed[-1] - 1 if len(failed) == 1 else failed[-1] // 2
+    smaller = tuple(size for size in sizes if size < failed[-1])
+    return tuple(size for size in smaller if size <= most) or smaller[-1:]
 
 
 def _check_travels(plan: RunPlan, task: Task) -> None:
@@ -171,12 +178,6 @@ def _check_travels(plan: RunPlan, task: Task) -> None:
             remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
             " that cannot be pickled, and open files, locks and connections inside the dataset",
         ) from error
-
-
-def _attempted(folder: Path, largest: int) -> int:
-    """The size that the ranks tried, or the largest if they failed before they chose one."""
-    path = folder / _ATTEMPT
-    return int(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else largest
 
 
 def _after(failed: list[int]) -> str:

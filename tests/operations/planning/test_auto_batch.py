@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from distributed import Trainer
 from distributed.config import load
 from distributed.data import Source
-from distributed.errors import UserError
+from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
@@ -397,6 +397,57 @@ def test_ranks_with_unequal_memory_choose_the_same_size() -> None:
     with PrivateFolder() as folder:
         found = run.probe(plan, task, sizes_of_ranks, Path(folder))
     assert found == {"together": [8, 8], "alone": [32, 8]}
+
+
+# -- probes that fail ------------------------------------------------------------------
+
+
+def failed_rank(exc_type: str = "MemoryError") -> WorkerError:
+    return WorkerError(f"rank 0 raised {exc_type}: far too large", rank=0, host="here", exc_type=exc_type)
+
+
+def probed(
+    sizes: tuple[int, ...], fits: int, monkeypatch: pytest.MonkeyPatch, leaves: bool = True
+) -> tuple[list[int], RunPlan | Exception]:
+    """The sizes that are tried where sizes above `fits` run out of memory, and what comes of it.
+
+    Args:
+        leaves: whether the ranks get as far as to choose a size.
+    """
+    tried = []
+
+    def probe(plan: RunPlan, task: Task, step: Any, folder: Path, launcher: Any) -> dict[str, Any]:
+        tried.append(plan.batch.batch_size)
+        if leaves:
+            (folder / "attempt.json").write_text(str(tried[-1]))
+        if tried[-1] > fits:
+            raise failed_rank()
+        return {"size": tried[-1], "reason": "it fits"}
+
+    monkeypatch.setattr(auto_batch.run, "probe", probe)
+    monkeypatch.setattr(auto_batch, "_needs", lambda *_: "in a test")
+    plan = replace(plan_of(global_batch_size=24), micro_batches=sizes)
+    try:
+        return tried, choose_before_run(plan, task_of(Drawing()))
+    except (UserError, WorkerError) as error:
+        return tried, error
+
+
+def test_the_smallest_size_is_tried_before_none_is_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (24, 12, 8, 6, 4)  # of a pipeline, which takes no smaller ones
+    tried, plan = probed(sizes, 4, monkeypatch)
+    assert isinstance(plan, RunPlan)
+    assert (tried, plan.batch.batch_size) == ([24, 12, 6, 4], 4)
+    tried, error = probed(sizes, 3, monkeypatch)
+    assert isinstance(error, UserError)
+    assert "micro-batches of 24, 12, 6, 4 samples, the last of which is the smallest" in error.message
+    assert tried == [24, 12, 6, 4]
+
+
+def test_ranks_that_fail_before_they_try_a_size_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, error = probed((24, 12, 8), 4, monkeypatch, leaves=False)
+    assert (tried, type(error)) == ([24], WorkerError)
+    assert str(error) == str(failed_rank())
 
 
 # -- where the micro-batch changes the training ------------------------------------------
