@@ -76,6 +76,7 @@ class Objective:
         averaged_over: what the losses of the last window are means of; None before its first micro-batch.
         averages: digest of these over all micro-batches of the run, which is equal on all ranks.
         pieces: into how many pieces a micro-batch is cut before the loss sees it.
+        other_count: with `warns`, targets of a loss that is weighted by samples instead; None without one.
 
     Raises:
         UserError: `loss_fn` is not a function or module that returns a mean.
@@ -106,6 +107,7 @@ class Objective:
         self.averaged_over: str | None = None
         self.averages = 0
         self.pieces = 1
+        self.other_count: int | None = None
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
         self._elementwise = isinstance(loss_fn, _ELEMENTWISE)
@@ -309,7 +311,7 @@ class Objective:
         if self._warns and counted is None and isinstance(labels, Tensor) and not labels.is_floating_point():
             counted = labels.numel() if labels.numel() != num_samples else None
         if counted is not None:
-            self._warns = False
+            self._warns, self.other_count = False, counted
             logger.warning(
                 "the loss that %s returned is weighted by its %d samples, and it is computed from %d targets:"
                 " if that number varies, the mean of a global batch depends on its micro-batches. Return"

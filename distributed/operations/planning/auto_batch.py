@@ -39,8 +39,9 @@ from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.apart import call_apart, first_of
-from distributed.operations.planning.plan_memory import PlanMemory, in_units
+from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import most_divided, with_micro_batch
+from distributed.resilience.failure_reports import note_chosen_batch
 from distributed.resilience.memory_failures import lacks_memory
 from distributed.system.host_memory import Room, host_memory
 from distributed.system.output import print_line
@@ -50,7 +51,7 @@ from distributed.training.feeds import train_feed
 from distributed.training.model_traits import check_chosen_batch, check_micro_batches
 from distributed.training.routing_traits import check_routing
 
-__all__ = ["choose_before_run", "choose_in_ranks", "probe_step"]
+__all__ = ["ChoiceInRanks", "choose_before_run", "choose_in_ranks", "probe_step"]
 
 _ATTEMPT = "attempt.json"
 _UNTRIED = 0.85
@@ -241,7 +242,27 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
         print_line(f"{choice.reason}, not tried", sys.stdout)
     chosen = with_micro_batch(plan, size)
     backend.take_batch(chosen)
+    note_chosen_batch(plan.world_size, size)
     return chosen
+
+
+class ChoiceInRanks:
+    """Calls `choose_in_ranks`, and keeps the plan where this process is a rank.
+
+    Args:
+        has_fitted: as of `choose_in_ranks`.
+
+    Attributes:
+        plan: what was chosen; None before, and in a process that is no rank.
+    """
+
+    def __init__(self, has_fitted: bool) -> None:
+        self._has_fitted = has_fitted
+        self.plan: RunPlan | None = None
+
+    def __call__(self, plan: RunPlan, task: Task, backend: Backend) -> RunPlan:
+        self.plan = choose_in_ranks(plan, task, backend, self._has_fitted)
+        return self.plan
 
 
 def _least_room(plan: RunPlan, task: Task, backend: Backend) -> Room:
@@ -350,10 +371,7 @@ def _room(plan: RunPlan, task: Task, device: str) -> Room:
     if device != "cpu":
         return Room(torch.cuda.mem_get_info(device)[0], f"the free memory of {device}")
     room = host_memory(plan.local_size)
-    tensors: list[torch.Tensor] = []
-    if isinstance(task.model, torch.nn.Module):
-        tensors = [*task.model.parameters(), *task.model.buffers()]
-    return Room(room.nbytes + sum(t.nbytes for t in tensors if t.device.type == "cpu"), room.limit)
+    return Room(room.nbytes + held_on_host(task), room.limit)
 
 
 # -- what a checkpoint says ----------------------------------------------------------

@@ -114,7 +114,7 @@ class TaskFacts:
             with isolated_rng():
                 return collect_facts(
                     self._built(seed),
-                    self._samples(),
+                    self.samples(),
                     loss_fn=task.loss_fn,
                     training_step=task.training_step,
                     cut=cut,
@@ -139,7 +139,12 @@ class TaskFacts:
             self._model = given if is_built else build_without_data(given, seed)
         return self._model
 
-    def _samples(self) -> Any:
+    def samples(self) -> Any:
+        """The first samples, as the data loader yields them.
+
+        Raises:
+            UserError: the data is a stream.
+        """
         source = self._task.train_data
         if source is None or not source.is_map:
             raise UserError(

@@ -32,6 +32,7 @@ from distributed.launch import run
 from distributed.operations.planning import auto_batch
 from distributed.operations.planning.apart import first_of
 from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks, probe_step
+from distributed.operations.planning.memory_advice import plan_that_ran
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
@@ -330,6 +331,27 @@ def test_a_prediction_for_this_process_leaves_it_as_it_was() -> None:
     assert isinstance(needs, dict)
     assert set(needs) == set(plan_of().micro_batches)
     assert same([*before], [states(task), everything(task)])
+
+
+def choose_and_fail(plan: RunPlan, task: Task, backend: Backend, _: Path) -> dict[str, Any]:
+    choose_in_ranks(plan, task, backend)
+    raise MemoryError
+
+
+@pytest.mark.starts_processes
+def test_the_error_of_ranks_has_the_size_that_they_chose() -> None:
+    plan = plan_of(backend="pytorch-ddp", num_processes=2)
+    data = Source.of(LimitedData(WHOLE, {0: 110 * MIB, 1: 110 * MIB}), "train_loader")
+    task = task_of(wide_model(), train_data=data)
+    with PrivateFolder() as folder, pytest.raises(WorkerError) as raised:
+        run.probe(plan, task, choose_and_fail, Path(folder))
+    error = raised.value
+    assert [*error.chosen_batch] == [2, 8]  # type: ignore[misc]
+    assert plan_that_ran(plan, error, None).batch.batch_size == 8
+    assert plan_that_ran(plan, failed_rank(), None) is plan
+    error.chosen_batch = (1, 4)  # of an elastic run with one rank left
+    fewer = plan_that_ran(plan, error, None)
+    assert (fewer.world_size, fewer.batch.batch_size, fewer.batch.global_batch_size) == (1, 4, WHOLE)
 
 
 class Slow(Drawing):
