@@ -35,7 +35,6 @@ DYNAMIC = {
     "distributed/config/validation_errors.py": "text of a field's check, which is listed by itself",
     "distributed/operations/deploy/job.py": "text of the plan, for a run that is not started here",
     "distributed/errors.py": "an error that comes back from another process",
-    "distributed/operations/planning/auto_batch.py": "an error that comes back from another process",
     "distributed/resilience/failure_reports.py": "cause of a rank's failure",
     "distributed/parallel/context_axis.py": "text of a KernelError",
     "distributed/training/step_records.py": "a non-finite loss, with the text of on_nan=stop",

@@ -29,7 +29,7 @@ class PlanMemory:
     """
 
     def __init__(self, task: Task) -> None:
-        self._facts = TaskFacts(task)
+        self._facts = TaskFacts(task, remedy="Set batch_size to a number")
 
     def model(self, plan: RunPlan) -> nn.Module:
         """The model of the task; that of a factory is built without data."""

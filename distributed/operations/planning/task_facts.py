@@ -45,10 +45,13 @@ class TaskFacts:
 
     Args:
         task: the objects of the run.
+        remedy: what the caller's user can do where there are no facts, as a sentence.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(
+        self, task: Task, remedy: str = "Give the numbers of the model in place of the model and its data"
+    ) -> None:
+        self._task, self._remedy = task, remedy
         self._sources: dict[tuple[Any, ...], FactsSource] = {}
         self._model: nn.Module | None = None
         self._batch: Any = None
@@ -129,7 +132,7 @@ class TaskFacts:
                 field="model",
                 got=type(self._model).__name__,
                 allowed="operations on tensors that are not read in Python",
-                remedy="Set batch_size to a number, or let batch_size=auto find it by running steps",
+                remedy=self._remedy,
             ) from error
 
     def _built(self, seed: int) -> nn.Module:
@@ -153,7 +156,7 @@ class TaskFacts:
                 field="train_loader",
                 got="an iterable dataset" if source is not None else "nothing",
                 allowed="datasets with __getitem__ and __len__",
-                remedy="Give such a dataset, or set batch_size to a number",
+                remedy=self._remedy,
             )
         if self._batch is None:
             self._batch = first_samples(source, SAMPLES)

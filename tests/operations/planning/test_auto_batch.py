@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +35,9 @@ from distributed.operations.planning import auto_batch
 from distributed.operations.planning.apart import first_of
 from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks, probe_step
 from distributed.operations.planning.memory_advice import plan_that_ran
+from distributed.operations.planning.plan_memory import PlanMemory
+from distributed.operations.planning.task_facts import TaskFacts
+from distributed.planner.estimates.model_facts import Cut
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
@@ -652,3 +657,56 @@ def test_a_task_that_cannot_be_sent_to_a_probe_is_refused(what: str) -> None:
         choose_before_run(plan_of(), task)
     assert (raised.value.field, raised.value.got) == ("batch_size", "auto")
     assert same(before, everything(task))
+
+
+# -- remedies, and what a failure leaves ---------------------------------------------------
+
+
+class ReadsValues(nn.Linear):
+    """Cannot run without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.detach().numpy().any())
+
+
+@pytest.mark.parametrize("what", ["model", "data"])
+def test_the_remedy_is_one_that_the_caller_has(what: str) -> None:
+    model = ReadsValues(16, 1).double() if what == "model" else Drawing()
+    stream = SimpleNamespace(is_map=False)
+    task = task_of(model, **({"train_data": stream} if what == "data" else {}))
+    plan = replace(plan_of(), micro_batches=())
+    with pytest.raises(UserError) as in_a_run:
+        PlanMemory(task).parts(plan)
+    with pytest.raises(UserError) as in_a_plan:
+        TaskFacts(task).source(plan.config, "fp32", "cpu")(Cut())
+    for error in (in_a_run.value, in_a_plan.value):
+        assert "batch_size=auto" not in str(error)
+    assert "batch_size" not in str(in_a_plan.value.remedy)
+    assert in_a_run.value.remedy == "Set batch_size to a number"
+
+
+def test_facts_that_fail_leave_no_process_group() -> None:
+    """The process is a rank of a group while facts of a divided model are recorded."""
+    task, plan = task_of(nn.Sequential(ReadsValues(16, 16), nn.Linear(16, 1)).double()), plan_of()
+    hook = sys.excepthook
+    tensor = {"parallel.tensor": 2, "parallel.tensor_plan": {"1": "rowwise"}}
+    config = load(overrides={**plan.config.model_dump(exclude_unset=True), **tensor})
+    with pytest.raises(UserError, match="does not run without values"):
+        TaskFacts(task).source(config, "fp32", "cpu")(Cut(tensor=2))
+    assert not torch.distributed.is_initialized()
+    assert sys.excepthook is hook
+
+
+def failing_group(plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+    raise ValueError(f"with a group of {torch.distributed.get_world_size()}")
+
+
+@pytest.mark.starts_processes
+def test_ranks_of_a_probe_that_fails_have_ended(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="with a group of 2") as raised:
+        run.probe(
+            plan_of(backend="pytorch-ddp", num_processes=2), task_of(Drawing()), failing_group, tmp_path
+        )
+    pid = int(re.search(r"pid (\d+)", raised.value.summary)[1])  # type: ignore[index]
+    assert not Path(f"/proc/{pid}").exists()
+    assert not torch.distributed.is_initialized()
