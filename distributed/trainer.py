@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.resilience.memory_failures import lacks_memory
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
+from distributed.system.host_memory import host_memory
 from distributed.system.output import print_line
 
 if TYPE_CHECKING:
@@ -207,11 +207,15 @@ class Trainer:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
+        room = host_memory(plan.local_size).nbytes
         try:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
-            self._explain_memory(error, plan, task, catalog)
-            catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
+            try:
+                chosen = choose.plan if choose is not None else None
+                self._explain_memory(error, plan, task, catalog, room, chosen)
+            finally:
+                catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
         history = outcome.history
         history.total_time = perf_counter() - started
@@ -233,22 +237,37 @@ class Trainer:
         if not plan.config.chooses_batch:
             return plan, None
         # Imported only where it is needed: it imports the framework.
-        from distributed.operations.planning.auto_batch import choose_before_run, choose_in_ranks
+        from distributed.operations.planning.auto_batch import ChoiceInRanks, choose_before_run
 
         earlier = self.history.batch if self.history is not None and task.progress is not None else None
         chosen = choose_before_run(plan, task, self.launcher, earlier)
-        return chosen, partial(choose_in_ranks, has_fitted=not chosen.micro_batches)
+        return chosen, ChoiceInRanks(has_fitted=not chosen.micro_batches)
 
-    def _explain_memory(self, error: BaseException, plan: RunPlan, task: Task, catalog: Catalog) -> None:
-        """Add to an error by lack of memory the parts of memory, and changes that fit."""
+    def _explain_memory(
+        self,
+        error: BaseException,
+        plan: RunPlan,
+        task: Task,
+        catalog: Catalog,
+        room: int,
+        chosen: RunPlan | None,
+    ) -> None:
+        """Add to an error by lack of memory the parts of memory, and changes that fit.
+
+        Args:
+            room: bytes that a process could allocate before the run.
+            chosen: plan of the rank that this process is, if its ranks chose the micro-batch.
+        """
         if plan.spec.framework != "torch" or not lacks_memory(error):
             return
-        from distributed.operations.planning.memory_advice import add_advice
+        from distributed.operations.planning.memory_advice import add_advice, plan_that_ran
+
+        plan = plan_that_ran(plan, error, chosen)
 
         def replan(fields: Mapping[str, Any]) -> RunPlan:
             return self._plan(override(plan.config, fields, "changed"), catalog, task)
 
-        add_advice(error, plan, task, catalog, replan)
+        add_advice(error, plan, task, catalog, replan, room)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history

@@ -11,7 +11,7 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import BatchPlan, Facts, RunPlan
 from distributed.planner.pipeline import pipeline_shape
 
-__all__ = ["auto_sizes", "check_auto", "with_micro_batch"]
+__all__ = ["auto_sizes", "check_auto", "most_divided", "with_micro_batch"]
 
 
 def check_auto(config: DistributedConfig, facts: Facts) -> None:
@@ -84,6 +84,13 @@ def auto_sizes(
         assert refusal is not None
         raise refusal
     return tuple(found)
+
+
+def most_divided(batch: BatchPlan) -> BatchPlan:
+    """The same global batch in micro-batches of one sample. Under ``batch_size=auto``, models and losses are
+    checked for these, so that what is refused does not depend on the memory that there is."""
+    share = batch.global_batch_size // batch.data_parallel_size
+    return BatchPlan(1, share, batch.data_parallel_size)
 
 
 def with_micro_batch(plan: RunPlan, size: int, note: str = "") -> RunPlan:

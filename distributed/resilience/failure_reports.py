@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -28,7 +28,18 @@ from distributed.system.output import print_line
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["GRACE", "FailureBoard", "FailureReport", "find_cause", "is_second_hand", "print_line"]
+__all__ = [
+    "GRACE",
+    "FailureBoard",
+    "FailureReport",
+    "find_cause",
+    "is_second_hand",
+    "note_chosen_batch",
+    "print_line",
+]
+
+_chosen_batch: tuple[int, int] | None = None
+"""What `note_chosen_batch` has noted in this process."""
 
 GRACE = 2.0
 """Seconds that ranks have to report their own failure after the first one."""
@@ -76,6 +87,7 @@ class FailureReport:
         account: sentences on where the ranks were and what to try; empty before an explanation.
         blamed: whether the report names another rank than the one that failed first.
         user_error: arguments of the rank's `UserError`; None for other errors.
+        chosen_batch: number of ranks, and samples of the micro-batch that they chose; None without a choice.
     """
 
     rank: int
@@ -94,6 +106,7 @@ class FailureReport:
     account: str = ""
     blamed: bool = False
     user_error: Mapping[str, Any] | None = None
+    chosen_batch: Sequence[int] | None = None
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int) -> FailureReport:
@@ -104,6 +117,7 @@ class FailureReport:
             redact_text(f"raised {type(error).__name__}: {error}".removesuffix(": ")),
             second_hand=is_second_hand(error),
             traceback=redact_text("".join(traceback.format_exception(error))),
+            chosen_batch=_chosen_batch,
             **_position(),
         )
         if isinstance(error, SystemExit):
@@ -118,6 +132,7 @@ class FailureReport:
                 traceback=error.worker_traceback,
                 phase=error.phase,
                 step=error.step,
+                chosen_batch=error.chosen_batch,
             )
         return replace(report, user_error=_arguments(error)) if isinstance(error, UserError) else report
 
@@ -171,7 +186,19 @@ class FailureReport:
             worker_traceback=self.traceback,
             phase=self.phase,
             step=self.step,
+            chosen_batch=self.chosen_batch,
         )
+
+
+def note_chosen_batch(num_ranks: int, micro_batch: int) -> None:
+    """Let later reports of this process say which micro-batch its ranks have chosen.
+
+    Args:
+        num_ranks: number of ranks.
+        micro_batch: samples of a micro-batch.
+    """
+    global _chosen_batch
+    _chosen_batch = (num_ranks, micro_batch)
 
 
 def find_cause(reports: Iterable[FailureReport]) -> FailureReport:

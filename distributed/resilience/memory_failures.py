@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 from distributed.errors import UserError, WorkerError
 
 __all__ = ["is_killed", "is_out_of_memory", "lacks_memory"]
 
-_WORDS = (
-    *("memoryerror", "outofmemory", "out of memory", "bad_alloc", "alloc_failed"),
-    *("can't allocate memory", "cannot allocate memory", "unable to allocate"),
+_TYPES = {"MemoryError", "_ArrayMemoryError", "OutOfMemoryError", "OutOfMemory"}
+"""Classes of Python, NumPy and torch that report nothing else."""
+_CARRIERS = {"RuntimeError", "AcceleratorError", "DistBackendError", "OSError"}
+"""Classes that report it by their message: of allocators, streams, NCCL and system calls."""
+_MESSAGES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"  # c10/core/impl/alloc_cpu.cpp
+    r"|\b(CUDA|HIP|XPU|MPS)( backend)? (error: )?out of memory"
+    r"|\b(Cuda|HIP|hip) failure (\d+ )?'?out of memory"  # NCCL, RCCL
+    r"|\b(cuda|hip)ErrorOutOfMemory|\bCU\w+_STATUS_ALLOC_FAILED|\bstd::bad_alloc"
+    r"|\bUnable to allocate [\d.]+ \w+ for an array"  # NumPy
+    r"|\[Errno 12\]|: Cannot allocate memory( \(12\))?(\.|$)",
+    re.MULTILINE,
 )
-"""Words in the errors of Python, torch (CPUAllocator, CUDACachingAllocator), C++, cuBLAS, NumPy and mmap."""
 
 
 def is_out_of_memory(exc_type: str, text: str) -> bool:
@@ -18,10 +29,16 @@ def is_out_of_memory(exc_type: str, text: str) -> bool:
 
     Args:
         exc_type: name of its class.
-        text: its message.
+        text: its message. Lines of a traceback in it are not read: a path or a comment may have any words.
     """
-    words = f"{exc_type} {text}".lower()
-    return any(word in words for word in _WORDS)
+    if exc_type in _TYPES:
+        return True
+    return exc_type in _CARRIERS and _MESSAGES.search(_own_lines(text)) is not None
+
+
+def _own_lines(text: str) -> str:
+    """`text` without the indented lines, which are those of files in a traceback."""
+    return "\n".join(line.rstrip() for line in text.splitlines() if line and not line[0].isspace())
 
 
 def is_killed(exc_type: str) -> bool:
@@ -37,5 +54,10 @@ def is_killed(exc_type: str) -> bool:
 def lacks_memory(error: BaseException) -> bool:
     """Whether a run failed by lack of memory, or was ended as the kernel does for lack of it."""
     if isinstance(error, WorkerError):
-        return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, str(error))
-    return not isinstance(error, UserError) and is_out_of_memory(type(error).__name__, str(error))
+        return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, error.summary)
+    if isinstance(error, UserError):
+        return False
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return any(is_out_of_memory(name, str(error)) for name in names)

@@ -61,7 +61,7 @@ def _limits_of_host() -> Iterator[tuple[int, str]]:
     available = _numbers(_ROOT / "proc/meminfo").get("MemAvailable")
     if available is not None:
         yield available, "the free memory of the host"
-    for folder, names in _control_groups():
+    for folder, names in _control_groups(_ROOT):
         limit, used = (_number(folder / name) for name in names[:2])
         if limit is not None and used is not None:
             # The kernel drops cached files before it ends a process.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +26,7 @@ __all__ = [
     "check_micro_batches",
     "check_slices_of_one",
     "check_whole",
+    "micro_batch_field",
     "refuse",
     "with_statistics",
     "written_weights",
@@ -67,7 +69,12 @@ def refuse(model: nn.Module, backend: str, traits: dict[Trait, str]) -> None:
 
 
 def check_micro_batches(
-    model: nn.Module, backend: str, ranks: int, batch: BatchPlan, parts: tuple[int, int] = (1, 1)
+    model: nn.Module,
+    backend: str,
+    ranks: int,
+    batch: BatchPlan,
+    parts: tuple[int, int] = (1, 1),
+    is_chosen: bool = False,
 ) -> None:
     """Raise a UserError for layers whose training depends on which samples are in one micro-batch.
 
@@ -76,6 +83,7 @@ def check_micro_batches(
         ranks: of which each has micro-batches of its own.
         batch: of a step.
         parts: numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves.
+        is_chosen: whether ``batch_size=auto`` chooses the size; `batch` is the most divided one then.
     """
     if ranks > 1:
         reason = "each rank would do so with the rows of its own samples, so that the ranks would differ"
@@ -84,9 +92,7 @@ def check_micro_batches(
         raise UserError(
             f"gradients of '{name}' are divided by how often a row occurs in a micro-batch"
             " (scale_grad_by_freq), which several micro-batches per step change",
-            field="global_batch_size",
-            got=batch.global_batch_size,
-            allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
+            **micro_batch_field(batch, parts, is_chosen),
             remedy="Or build the embedding with scale_grad_by_freq=False",
         )
 
@@ -118,6 +124,20 @@ def check_chosen_batch(model: nn.Module) -> None:
             remedy="Set batch_size and gradient_accumulation_steps to numbers, or use GroupNorm or"
             " LayerNorm, or put the layer into evaluation mode to train with fixed statistics",
         )
+
+
+def micro_batch_field(batch: BatchPlan, parts: tuple[int, int], is_chosen: bool) -> dict[str, Any]:
+    """Field, value and allowed values for an error of what several micro-batches per step change.
+
+    Args:
+        batch, parts, is_chosen: as of `check_micro_batches`.
+    """
+    size = batch.global_batch_size if is_chosen else batch.batch_size
+    return {
+        "field": "batch_size" if is_chosen else "global_batch_size",
+        "got": "auto" if is_chosen else batch.global_batch_size,
+        "allowed": f"{size}, one micro-batch on one rank{undivided(parts)}",
+    }
 
 
 def undivided(parts: tuple[int, int]) -> str:

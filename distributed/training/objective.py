@@ -53,6 +53,7 @@ logger = logging.getLogger("distributed")
 Terms = tuple[Tensor, "Tensor | int"]
 
 _MEANS = ("mean", "batchmean")
+_CHOSEN = ". batch_size=auto chooses the micro-batches by the memory of the machine"
 _SHORT = 256
 """Targets that are read faster as a list than with an operation of torch."""
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
@@ -75,6 +76,7 @@ class Objective:
         averaged_over: what the losses of the last window are means of; None before its first micro-batch.
         averages: digest of these over all micro-batches of the run, which is equal on all ranks.
         pieces: into how many pieces a micro-batch is cut before the loss sees it.
+        other_count: with `warns`, targets of a loss that is weighted by samples instead; None without one.
 
     Raises:
         UserError: `loss_fn` is not a function or module that returns a mean.
@@ -105,6 +107,7 @@ class Objective:
         self.averaged_over: str | None = None
         self.averages = 0
         self.pieces = 1
+        self.other_count: int | None = None
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
         self.counted = training_step is not None or classifies or not mean_module
         self._elementwise = isinstance(loss_fn, _ELEMENTWISE)
@@ -289,7 +292,7 @@ class Objective:
                 allowed="a number, or auto for a loss that is a mean over samples",
                 remedy="Set batch_size and gradient_accumulation_steps to numbers",
             )
-        if self._warns and num_pairs:
+        if self._warns and num_pairs > 1:
             logger.warning(
                 "the loss of %s compares the samples of a micro-batch with each other (%d x %d scores whose"
                 " targets are the diagonal): its value depends on batch_size. Another number of ranks or"
@@ -308,12 +311,12 @@ class Objective:
         if self._warns and counted is None and isinstance(labels, Tensor) and not labels.is_floating_point():
             counted = labels.numel() if labels.numel() != num_samples else None
         if counted is not None:
-            self._warns = False
+            self._warns, self.other_count = False, counted
             logger.warning(
                 "the loss that %s returned is weighted by its %d samples, and it is computed from %d targets:"
                 " if that number varies, the mean of a global batch depends on its micro-batches. Return"
-                " (sum of losses, number of targets) to weight it by targets",
-                *(field, num_samples, counted),
+                " (sum of losses, number of targets) to weight it by targets%s",
+                *(field, num_samples, counted, _CHOSEN if self._is_chosen else ""),
             )
 
 

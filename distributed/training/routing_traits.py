@@ -13,7 +13,7 @@ from torch import nn
 
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
-from distributed.training.model_traits import undivided
+from distributed.training.model_traits import micro_batch_field
 
 __all__ = ["check_routing"]
 
@@ -29,7 +29,11 @@ _PER_SEQUENCE = ("SwitchTransformersTop1Router",)
 
 
 def check_routing(
-    model: nn.Module, batch: BatchPlan, own_loss: bool, parts: tuple[int, int] = (1, 1)
+    model: nn.Module,
+    batch: BatchPlan,
+    own_loss: bool,
+    parts: tuple[int, int] = (1, 1),
+    is_chosen: bool = False,
 ) -> None:
     """Raise a UserError for routers that drop tokens, and for load-balancing losses.
 
@@ -37,6 +41,7 @@ def check_routing(
         batch: of a step.
         own_loss: the model may compute the loss itself.
         parts: numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves.
+        is_chosen: whether ``batch_size=auto`` chooses the size; `batch` is the most divided one then.
     """
     pieces, slices = parts
     if batch.global_batch_size * pieces * slices <= batch.batch_size:
@@ -46,9 +51,7 @@ def check_routing(
             raise UserError(
                 f"'{name}' drops the tokens that exceed the capacity of an expert, which is counted over a"
                 " micro-batch, and a step has several (contracts C2 and C3)",
-                field="global_batch_size",
-                got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
+                **micro_batch_field(batch, parts, is_chosen),
                 remedy="Route without a capacity (drop_tokens=False, or distributed_kernels.MoELayer), or set"
                 " drops_tokens = False on the router if a sample does not depend on the others",
             )
@@ -56,9 +59,7 @@ def check_routing(
             raise UserError(
                 f"'{name or type(module).__name__}' adds a load-balancing loss, which multiplies means over"
                 " the tokens of a micro-batch, and a step has several (contract C2)",
-                field="global_batch_size",
-                got=batch.global_batch_size,
-                allowed=f"{batch.batch_size}, one micro-batch on one rank{undivided(parts)}",
+                **micro_batch_field(batch, parts, is_chosen),
                 remedy="Set output_router_logits=False or router_aux_loss_coef=0 in the model's config,"
                 " or give a loss_fn over the logits",
             )

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
-from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.plan import BatchPlan, RunPlan
 from distributed.interfaces.task import Task
+from distributed.planner.auto_batch import most_divided
 from distributed.training.agreement import Settings, check_same_model
 from distributed.training.batch_transfer import move
 from distributed.training.compression import CANNOT_SEND, Compression
@@ -128,7 +129,8 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if self.config.optimizer_offload:
             self.offload_optimizer()
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        several = self._batch.global_batch_size * math.prod(self.cut_into) > self._batch.batch_size
+        batch = self._checked_batch
+        several = batch.global_batch_size * math.prod(self.cut_into) > batch.batch_size
         self.objective = Objective(
             task.loss_fn,
             task.training_step,
@@ -160,10 +162,16 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         check_whole(built)
         check_slices_of_one(built, self.config, self.world.size)
         check_same_model(self, built)
-        check_micro_batches(built, self.config.backend, self.world.size, self._batch, self.cut_into)
-        check_routing(built, self._batch, own_loss=task.loss_fn is None, parts=self.cut_into)
+        batch, parts, is_chosen = self._checked_batch, self.cut_into, self.config.chooses_batch
+        check_micro_batches(built, self.config.backend, self.world.size, batch, parts, is_chosen)
+        check_routing(built, batch, own_loss=task.loss_fn is None, parts=parts, is_chosen=is_chosen)
         if self.compression is not None:
             refuse(built, f"{self.config.backend} with a codec", CANNOT_SEND)
+
+    @property
+    def _checked_batch(self) -> BatchPlan:
+        """The batch for which models and losses are checked."""
+        return most_divided(self._batch) if self.config.chooses_batch else self._batch
 
     @classmethod
     def cannot_train(cls, plan: RunPlan) -> dict[Trait, str]:

@@ -6,14 +6,18 @@ kernel ends for lack of memory is no failure of the run. A size that runs out of
 next smaller one. Accumulation makes up the same global batch, so that the training is the same (C1, C2).
 
 Where ranks cannot be started for a probe, the ranks of the run choose by prediction: those of another
-launcher, of several hosts, and those that an elastic run restarts in another number.
+launcher, of several hosts, and those that an elastic run restarts in another number. Predictions are made in
+a process of their own (`apart`), so that the ranks begin in the same state.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import TensorDataset
+from torch import nn
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.object_store import located
@@ -30,21 +34,24 @@ from distributed.communication.task_file import measure_task
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.launcher import Launcher
-from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
-from distributed.operations.planning.plan_memory import PlanMemory, in_units
-from distributed.planner.auto_batch import with_micro_batch
+from distributed.operations.planning.apart import call_apart, first_of
+from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
+from distributed.planner.auto_batch import most_divided, with_micro_batch
+from distributed.resilience.failure_reports import note_chosen_batch
 from distributed.resilience.memory_failures import lacks_memory
 from distributed.system.host_memory import Room, host_memory
 from distributed.system.output import print_line
 from distributed.system.private_files import write_private
 from distributed.system.private_folders import PrivateFolder
 from distributed.training.feeds import train_feed
+from distributed.training.model_traits import check_chosen_batch, check_micro_batches
+from distributed.training.routing_traits import check_routing
 
-__all__ = ["choose_before_run", "choose_in_ranks", "probe_step"]
+__all__ = ["ChoiceInRanks", "choose_before_run", "choose_in_ranks", "probe_step"]
 
 _ATTEMPT = "attempt.json"
 _UNTRIED = 0.85
@@ -52,7 +59,8 @@ _UNTRIED = 0.85
 allocator loses between tensors is not predicted."""
 _STEPS = 2
 """The first step makes the optimizer's state, which is in memory during the second."""
-
+_BEAT = 10.0
+"""Seconds, at most, between two broadcasts to ranks that wait for a prediction."""
 
 _Needs = dict[int, int] | str
 """Size of a micro-batch -> bytes that a rank needs; or why that is not predicted."""
@@ -91,59 +99,56 @@ def choose_before_run(
         UserError: no size fits, or the training depends on the size.
         WorkerError: a rank failed for another reason.
     """
-    if not plan.micro_batches or plan.mode == "join" or plan.num_nodes > 1:
+    if not plan.micro_batches:
+        return plan
+    _check_module(plan, task)
+    if plan.mode == "join" or plan.num_nodes > 1:
         return plan
     if earlier is not None and (size := _same_share(plan, earlier)) is not None:
         return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
     if (size := _saved_size(plan)) is not None:
         return with_micro_batch(plan, size, _as_saved(size))
-    task = _for_probe(plan, task)
-    if plan.mode == "in-process" and not _can_travel(plan, task):
-        return _unprobed(plan, task)
+    task = first_of(task, plan.batch.global_batch_size)
+    if plan.mode == "in-process":
+        _check_travels(plan, task)
     return _probed(plan, task, launcher)
 
 
-def _for_probe(plan: RunPlan, task: Task) -> Task:
-    """`task` without what a probe does not use: what is left is sent to other processes."""
-    data = task.train_data
-    if data is not None and data.tensors is not None:
-        number = plan.batch.global_batch_size
-        data = replace(data, dataset=TensorDataset(*(tensor[:number].clone() for tensor in data.tensors)))
-    return replace(
-        task,
-        train_data=data,
-        callbacks=[],
-        val_data={},
-        scheduler=None,
-        metrics=None,
-        validation_step=None,
-        progress=None,
-    )
+def _check_module(plan: RunPlan, task: Task, model: Any = None) -> None:
+    """Raise a UserError for a module whose training depends on the size of a micro-batch, whatever size the
+    memory allows.
+
+    Args:
+        model: that of the task, built; None where a factory has still to build it.
+    """
+    model = model or task.model
+    if isinstance(model, nn.Module):
+        batch, parts = most_divided(plan.batch), (1, plan.dims.context)
+        check_chosen_batch(model)
+        check_micro_batches(model, plan.spec.name, plan.world_size, batch, parts, is_chosen=True)
+        check_routing(model, batch, own_loss=task.loss_fn is None, parts=parts, is_chosen=True)
 
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     sizes, failed = plan.micro_batches, list[int]()
-    step: Any = probe_step
-    if plan.dims.model_axes or plan.dims.expert > 1:
-        step = partial(probe_step, needs=_needs_of_divided(plan, task, launcher))
+    step: Any = partial(probe_step, needs=_needs(plan, task))
     while sizes:
         attempt = replace(with_micro_batch(plan, sizes[0]), micro_batches=sizes)
         with PrivateFolder() as folder:
             try:
                 found = run.probe(attempt, task, step, Path(folder), launcher)
             except WorkerError as error:
-                if not lacks_memory(error):
-                    raise
+                attempt_file = Path(folder) / _ATTEMPT
+                if not lacks_memory(error) or not attempt_file.exists():
+                    raise  # also where the ranks have failed before they tried a size
                 last = error
-                failed.append(_attempted(Path(folder), sizes[0]))
+                failed.append(int(json.loads(attempt_file.read_text(encoding="utf-8"))))
             else:
                 return with_micro_batch(plan, found["size"], found["reason"] + _after(failed))
-        # The prediction was wrong once: near misses are tried once, and then halves.
-        most = failed[-1] - 1 if len(failed) == 1 else failed[-1] // 2
-        sizes = tuple(size for size in plan.micro_batches if size <= most)
+        sizes = _sizes_after(failed, plan.micro_batches)
     raise UserError(
-        f"a step runs out of memory with every micro-batch, down to {failed[-1]} samples:"
-        f" {last.summary.splitlines()[0]}",
+        f"a step runs out of memory with micro-batches of {', '.join(map(str, failed))} samples, the last of"
+        f" which is the smallest: {last.summary.splitlines()[0]}",
         field="batch_size",
         got="auto",
         allowed="a model and a sample that fit into the memory of a rank",
@@ -152,50 +157,28 @@ def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     ) from last
 
 
-def _needs_of_divided(plan: RunPlan, task: Task, launcher: Launcher | None) -> _Needs:
-    """What ranks that share a model need, predicted by a process that is no rank: facts of a divided model
-    are collected in groups of its own."""
-    alone = replace(plan, world_size=1, local_size=1, dims=ParallelDims())
-    with PrivateFolder() as folder:
-        found = run.probe(alone, task, partial(_needs_step, plan), Path(folder), launcher)
-    return found["why"] or {int(size): need for size, need in found["needs"].items()}
+def _sizes_after(failed: list[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes to choose from after those that failed. The prediction was wrong once: the next smaller size
+    is tried, then half of it, and the smallest last."""
+    most = failed[-1] - 1 if len(failed) == 1 else failed[-1] // 2
+    smaller = tuple(size for size in sizes if size < failed[-1])
+    return tuple(size for size in smaller if size <= most) or smaller[-1:]
 
 
-def _needs_step(whole: RunPlan, plan: RunPlan, task: Task, backend: Backend, folder: Path) -> dict[str, Any]:
+def _check_travels(plan: RunPlan, task: Task) -> None:
+    """Raise a UserError for a task that no other process can train."""
     try:
-        return {"needs": _needs(whole, task), "why": ""}
-    except UserError as error:
-        return {"needs": {}, "why": _why(error)}
-
-
-def _unprobed(plan: RunPlan, task: Task) -> RunPlan:
-    """By prediction alone, in this process: the task cannot be sent to another one."""
-    room = _room(plan, task, plan.device_of(0))
-    choice = _predicted(plan, task, room._replace(nbytes=int(room.nbytes * _UNTRIED)))
-    if not choice.predicted:
+        measure_task(RankPayload(plan, task, probe=partial(probe_step, needs="")))
+    except Exception as error:
         raise UserError(
-            f"no size can be tried, because the task cannot be pickled for another process: {choice.reason}",
+            "no size can be tried, and memory is not predicted, because the task cannot be pickled for"
+            f" another process ({type(error).__name__}: {error})",
             field="batch_size",
             got="auto",
             allowed="a number here",
             remedy="Set batch_size to a number, or give a function that builds the model in place of a model"
-            " that cannot be pickled",
-        )
-    return with_micro_batch(plan, choice.size, f"{choice.reason}, not tried: the task cannot be pickled")
-
-
-def _can_travel(plan: RunPlan, task: Task) -> bool:
-    try:
-        measure_task(RankPayload(plan, task, probe=probe_step))
-    except Exception:  # noqa: BLE001 - pickling calls code of the user's objects
-        return False
-    return True
-
-
-def _attempted(folder: Path, largest: int) -> int:
-    """The size that the ranks tried, or the largest if they failed before they chose one."""
-    path = folder / _ATTEMPT
-    return int(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else largest
+            " that cannot be pickled, and open files, locks and connections inside the dataset",
+        ) from error
 
 
 def _after(failed: list[int]) -> str:
@@ -205,19 +188,17 @@ def _after(failed: list[int]) -> str:
 # -- in the ranks --------------------------------------------------------------------
 
 
-def probe_step(
-    plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs | None = None
-) -> dict[str, Any]:
+def probe_step(plan: RunPlan, task: Task, backend: Backend, folder: Path, needs: _Needs) -> dict[str, Any]:
     """Choose a size by prediction and train two steps with it. Collective; called in ranks of a probe.
 
     Args:
         folder: where rank 0 leaves the size before it is tried.
-        needs: what is predicted, if that is known; otherwise rank 0 predicts it.
+        needs: what is predicted.
 
     Returns:
         ``size`` and ``reason``.
     """
-    choice = _decide(plan, task, backend, needs=needs)
+    choice = _choice_for(plan, needs, _least_room(plan, task, backend))
     plan = with_micro_batch(plan, choice.size)
     if backend.world.rank == 0:
         write_private(folder / _ATTEMPT, json.dumps(choice.size).encode())
@@ -245,7 +226,9 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     """
     if not plan.micro_batches:
         return plan
-    choice = _decide(plan, task, backend, _UNTRIED)
+    room = _least_room(plan, task, backend)
+    room = room._replace(nbytes=int(room.nbytes * _UNTRIED))
+    choice = _from_rank_zero(plan, backend, partial(_saved_or_predicted, plan, task, room))
     if not choice.predicted and not has_fitted:
         raise UserError(
             f"the ranks of another launcher, or of several hosts, choose by prediction: {choice.reason}",
@@ -259,44 +242,73 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
         print_line(f"{choice.reason}, not tried", sys.stdout)
     chosen = with_micro_batch(plan, size)
     backend.take_batch(chosen)
+    note_chosen_batch(plan.world_size, size)
     return chosen
 
 
-def _decide(
-    plan: RunPlan, task: Task, backend: Backend, share: float = 1.0, needs: _Needs | None = None
-) -> _Choice:
-    """The choice of rank 0 for the least memory of any rank. The same on all ranks. Collective.
+class ChoiceInRanks:
+    """Calls `choose_in_ranks`, and keeps the plan where this process is a rank.
 
     Args:
-        share: of that memory, which may be used.
-        needs: as of `probe_step`.
+        has_fitted: as of `choose_in_ranks`.
+
+    Attributes:
+        plan: what was chosen; None before, and in a process that is no rank.
     """
+
+    def __init__(self, has_fitted: bool) -> None:
+        self._has_fitted = has_fitted
+        self.plan: RunPlan | None = None
+
+    def __call__(self, plan: RunPlan, task: Task, backend: Backend) -> RunPlan:
+        self.plan = choose_in_ranks(plan, task, backend, self._has_fitted)
+        return self.plan
+
+
+def _least_room(plan: RunPlan, task: Task, backend: Backend) -> Room:
+    """The least memory that a rank can allocate for training. Collective."""
     own = _room(plan, task, backend.world.device)
-    room = min(Room(*each) for each in backend.gather_objects(tuple(own)))
-    room = room._replace(nbytes=int(room.nbytes * share))
-    choice: Any = None
+    return min(Room(*each) for each in backend.gather_objects(tuple(own)))
+
+
+def _saved_or_predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
+    saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
+    if saved is not None:
+        return _Choice(saved, _as_saved(saved), True)
+    return _choice_for(plan, _needs(plan, task, in_rank=True), room)
+
+
+def _from_rank_zero(plan: RunPlan, backend: Backend, work: Callable[[], _Choice]) -> _Choice:
+    """What `work` returns on rank 0, where it takes what time it needs: a broadcast before
+    `collective_timeout` lets the other ranks wait on. Collective.
+
+    Raises:
+        Exception: what `work` has raised, on all ranks.
+    """
+    done: queue.Queue[_Choice | Exception] = queue.Queue()
     if backend.world.rank == 0:
-        try:
-            saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
-            if saved is None:
-                choice = _predicted(plan, task, room, needs)
-            else:
-                choice = _Choice(saved, _as_saved(saved), True)
-        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-            choice = error
-    choice = backend.broadcast_object(choice)
-    if isinstance(choice, Exception):
-        raise choice
-    found: _Choice = choice
+        threading.Thread(target=_put_result, args=(done, work), daemon=True).start()
+    beat = min(_BEAT, plan.config.collective_timeout / 4)
+    found: _Choice | Exception | None = None
+    while found is None:
+        if backend.world.rank == 0:
+            with suppress(queue.Empty):
+                found = done.get(timeout=beat)
+        found = backend.broadcast_object(found)
+    if isinstance(found, Exception):
+        raise found
     return found
 
 
-def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = None) -> _Choice:
-    """The largest size that is predicted to fit; where memory is not predicted, the largest."""
+def _put_result(done: queue.Queue[_Choice | Exception], work: Callable[[], _Choice]) -> None:
     try:
-        needs = _needs(plan, task) if needs is None else needs
-    except UserError as error:
-        needs = _why(error)
+        done.put(work())
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        done.put(error)
+
+
+def _choice_for(plan: RunPlan, needs: _Needs, room: Room) -> _Choice:
+    """The largest size that is predicted to fit; where memory is not predicted, the largest."""
     if isinstance(needs, str):
         size = plan.micro_batches[0]
         return _Choice(size, f"batch_size=auto: {size} (memory is not predicted, {needs})", False)
@@ -306,14 +318,48 @@ def _predicted(plan: RunPlan, task: Task, room: Room, needs: _Needs | None = Non
     return _Choice(size, f"batch_size=auto: {size} ({of})", True)
 
 
-def _needs(plan: RunPlan, task: Task) -> dict[int, int]:
-    """Size -> bytes of a rank at the peak of a step.
+# -- in the process that predicts --------------------------------------------------------
+
+
+def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
+    """Predicted in a process of its own.
+
+    Args:
+        in_rank: this process is a rank of the run.
 
     Raises:
-        UserError: they are not predicted.
+        UserError: the training depends on the size.
     """
-    memory = PlanMemory(task)
-    return {size: memory.parts(with_micro_batch(plan, size)).total for size in plan.micro_batches}
+    try:
+        found = call_apart(plan, task, partial(_predict_needs, plan), in_rank)
+    except UserError as error:
+        return _why(error)
+    except WorkerError as error:
+        return f"the process that predicts has failed: {error.summary.splitlines()[0]}"
+    if found["refused"]:
+        raise UserError(**found["refused"])
+    return found["why"] or {int(size): need for size, need in found["needs"].items()}
+
+
+def _predict_needs(plan: RunPlan, task: Task) -> dict[str, Any]:
+    """``refused``: arguments of a UserError for the model that a factory builds, or None. ``needs``: size ->
+    bytes of a rank at the peak of a step. ``why``: why that is not predicted, or empty."""
+    memory, needs = PlanMemory(task), dict[str, int]()
+    try:
+        model = memory.model(plan)
+    except Exception as error:  # noqa: BLE001 - a factory is code of the user
+        return {"refused": None, "needs": {}, "why": f"model: {type(error).__name__}: {error}"}
+    try:
+        _check_module(plan, task, model)
+    except UserError as error:
+        names = ("message", "field", "got", "allowed", "remedy")
+        return {"refused": {name: getattr(error, name) for name in names}, "needs": {}, "why": ""}
+    try:
+        for size in plan.micro_batches:
+            needs[str(size)] = memory.parts(with_micro_batch(plan, size)).total
+    except UserError as error:
+        return {"refused": None, "needs": {}, "why": _why(error)}
+    return {"refused": None, "needs": needs, "why": ""}
 
 
 def _why(error: UserError) -> str:
@@ -325,10 +371,7 @@ def _room(plan: RunPlan, task: Task, device: str) -> Room:
     if device != "cpu":
         return Room(torch.cuda.mem_get_info(device)[0], f"the free memory of {device}")
     room = host_memory(plan.local_size)
-    tensors: list[torch.Tensor] = []
-    if isinstance(task.model, torch.nn.Module):
-        tensors = [*task.model.parameters(), *task.model.buffers()]
-    return Room(room.nbytes + sum(t.nbytes for t in tensors if t.device.type == "cpu"), room.limit)
+    return Room(room.nbytes + held_on_host(task), room.limit)
 
 
 # -- what a checkpoint says ----------------------------------------------------------

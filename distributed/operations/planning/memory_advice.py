@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,15 +13,17 @@ from torch import nn
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
-from distributed.operations.planning.plan_memory import PlanMemory, in_units
+from distributed.operations.planning.apart import call_apart
+from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import with_micro_batch
 from distributed.planner.estimates.ledger import MemoryParts
-from distributed.registry.catalog import Catalog
+from distributed.planner.resolve import rescale
+from distributed.registry.catalog import Catalog, load_target
 from distributed.resilience.memory_failures import is_killed, lacks_memory
-from distributed.system.host_memory import host_memory
-from distributed.training.model_traits import check_chosen_batch
+from distributed.training.routing_traits import check_routing
 
-__all__ = ["add_advice", "advice_on"]
+__all__ = ["add_advice", "advice_on", "plan_that_ran"]
 
 _MOST = 3
 _MARGIN = 0.9
@@ -34,7 +37,9 @@ _KILLED = (
     "The kernel ends processes in this way for lack of memory, which is the usual reason (check: `dmesg |"
     " grep -i 'killed process'`, or oom_kill in memory.events of the container)."
 )
+_SAME = "the same training"
 _BF16 = "another training: 16-bit products"
+_UNCHECKED = "not checked whether the training is the same"
 
 Replan = Callable[[Mapping[str, Any]], RunPlan]
 
@@ -51,21 +56,65 @@ class _Change(NamedTuple):
 
     text: str
     plan: RunPlan
-    note: str = "the same training"
+    note: str = _SAME
     is_both: bool = False
 
 
-def add_advice(error: BaseException, plan: RunPlan, task: Task, catalog: Catalog, replan: Replan) -> None:
-    """Add to an error by lack of memory what `advice_on` says; other errors stay as they are.
+class _Failed(NamedTuple):
+    """What is known of a run that has failed.
+
+    Attributes:
+        plan: of the run.
+        capacity: bytes that a rank can have at most.
+        killed: whether it is not certain that memory was lacking.
+    """
+
+    plan: RunPlan
+    capacity: int
+    killed: bool
+
+
+def plan_that_ran(plan: RunPlan, error: BaseException, chosen: RunPlan | None) -> RunPlan:
+    """The plan of the ranks that failed, which may have chosen their micro-batch, on fewer ranks than before.
+
+    Args:
+        plan: of the caller.
+        error: of the run.
+        chosen: plan of the rank that this process is; None where it is none.
+    """
+    if chosen is not None:
+        return chosen
+    found = error.chosen_batch if isinstance(error, WorkerError) else None
+    if found is None:
+        return plan
+    ranks, size = found
+    try:
+        # Elastic runs on several hosts have as many ranks on each.
+        nodes = max(1, ranks * plan.num_nodes // plan.world_size)
+        return with_micro_batch(rescale(plan, nodes, ranks // nodes), size)
+    except UserError:
+        return plan
+
+
+def add_advice(
+    error: BaseException, plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, room: int
+) -> None:
+    """Add to an error by lack of memory what `advice_on` says; other errors stay as they are. If the advice
+    itself fails, one sentence says so.
 
     Args:
         replan: ``fields ->`` the plan of the same task with changed fields; raises UserError where there is
             none.
+        room: bytes that a process of the run could allocate on this host before the run.
     """
     if not lacks_memory(error):
         return
     killed = isinstance(error, WorkerError) and is_killed(error.exc_type)
-    text = advice_on(plan, task, catalog, replan, str(error), killed)
+    try:
+        text = advice_on(plan, task, catalog, replan, str(error), killed, room)
+    except Exception as failure:  # noqa: BLE001 - it must not hide the error of the run
+        line = str(failure).partition("\n")[0]
+        text = f"No change is proposed, because the advice has failed ({type(failure).__name__}: {line})."
     if killed:
         text = f"{_KILLED} {text}"
     if isinstance(error, WorkerError):
@@ -75,29 +124,69 @@ def add_advice(error: BaseException, plan: RunPlan, task: Task, catalog: Catalog
 
 
 def advice_on(
-    plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, message: str = "", killed: bool = False
+    plan: RunPlan,
+    task: Task,
+    catalog: Catalog,
+    replan: Replan,
+    message: str = "",
+    killed: bool = False,
+    room: int = 1 << 62,
 ) -> str:
     """The parts of the memory of a rank of `plan`, and up to three changes that fit, as text.
 
     Args:
         message: of the error, from which the capacity of a GPU is read.
         killed: whether it is not certain that memory was lacking.
+        room: as of `add_advice`.
     """
-    memory, changes = PlanMemory(task), _changes(plan, task, catalog, replan)
+    changes = list(_changes(plan, task, catalog, replan))
+    failed = _Failed(plan, _capacity(plan, task, message, room), killed)
+    try:
+        found = call_apart(plan, task, partial(_answer, failed, changes), in_rank=plan.mode == "join")
+    except (UserError, WorkerError) as error:
+        line = error.message if isinstance(error, UserError) else error.summary.partition("\n")[0]
+        changes = [change._replace(note=_UNCHECKED) for change in changes]
+        return _chosen_note(plan) + _unpredicted(changes, line.rstrip("."))
+    return _chosen_note(plan) + str(found["text"])
+
+
+def _chosen_note(plan: RunPlan) -> str:
+    """What is said where the size that ran is not known: the ranks chose it, and left no report of it."""
+    if not plan.micro_batches:
+        return ""
+    return f"The ranks chose their micro-batch; the following is for {plan.batch.batch_size} samples. "
+
+
+def _unpredicted(changes: Iterable[_Change], reason: str) -> str:
+    found = [f"({number}) {c.text} ({c.note})" for number, c in _first(changes)]
+    return f"The parts of its memory are not predicted, {reason}. " + _listed(
+        "Smallest changes that need less, not predicted to fit", found
+    )
+
+
+# -- in the process that predicts ------------------------------------------------------
+
+
+def _answer(failed: _Failed, changes: list[_Change], task: Task) -> dict[str, Any]:
+    memory, plan = PlanMemory(task), failed.plan
+    allowed = _checked(failed, changes, task, memory)
     try:
         parts = memory.parts(plan)
     except UserError as error:
-        found = [f"({number}) {c.text} ({c.note})" for number, c in _first(changes)]
-        return f"The parts of its memory are not predicted, {error.field}: {error.message}. " + _listed(
-            "Smallest changes that need less, not predicted to fit", found
+        return {"text": _unpredicted(allowed, f"{error.field}: {error.message}")}
+    if failed.killed and parts.total < failed.capacity * _SMALL:
+        text = (
+            f"{_described(parts)} The host has {in_units(failed.capacity)} for it, so that another sender of"
+            " the signal, or memory outside of the model such as that of the data, is more likely."
         )
-    capacity = _capacity(plan, message)
-    if killed and parts.total < capacity * _SMALL:
-        return (
-            f"{_described(parts)} The host has {in_units(capacity)} for it, so that another sender of the"
-            " signal, or memory outside of the model such as that of the data, is more likely."
-        )
-    most = min(capacity, int(parts.total * _MARGIN))
+        return {"text": text}
+    most = min(failed.capacity, int(parts.total * _MARGIN))
+    title = f"Smallest changes predicted to need at most {in_units(most)}"
+    return {"text": f"{_described(parts)} " + _listed(title, _fitting(plan, allowed, memory, most))}
+
+
+def _fitting(plan: RunPlan, changes: Iterable[_Change], memory: PlanMemory, most: int) -> list[str]:
+    """The first changes that need at most `most` bytes, as text."""
     found, seen, alone = list[str](), set[str](), 0
     for change in changes:
         size, kind = change.plan.batch.batch_size, re.sub(r"\d+", "", change.text)
@@ -110,12 +199,38 @@ def advice_on(
             seen.add(kind)
             alone = alone or (size if size < plan.batch.batch_size else 0)
             found.append(f"({len(found) + 1}) {change.text} ({in_units(need)}, {change.note})")
-    return f"{_described(parts)} " + _listed(
-        f"Smallest changes predicted to need at most {in_units(most)}", found
-    )
+    return found
 
 
-def _first(changes: Iterator[_Change]) -> list[tuple[int, _Change]]:
+def _checked(failed: _Failed, changes: list[_Change], task: Task, memory: PlanMemory) -> Iterator[_Change]:
+    """The changes that ranks do not refuse for this model, each with what it changes besides memory."""
+
+    @cache
+    def effect() -> str:
+        try:
+            return effect_of_size(task, memory.model(failed.plan), memory.samples())
+        except Exception as error:  # noqa: BLE001 - a factory and the data are code of the user
+            return f"{_UNCHECKED}: {type(error).__name__}"
+
+    for change in changes:
+        try:
+            _check_model(memory.model(change.plan), task, change.plan)
+        except UserError:
+            continue
+        except Exception:  # noqa: BLE001 - a factory that fails without values
+            yield change._replace(note=_UNCHECKED)
+            continue
+        others = () if change.plan.batch.batch_size == failed.plan.batch.batch_size else (effect(),)
+        notes = [note for note in (change.note, *others) if note and note != _SAME]
+        yield change._replace(note="; ".join(notes) or _SAME)
+
+
+def _check_model(model: nn.Module, task: Task, plan: RunPlan) -> None:
+    load_target(plan.spec.target).check_model(model, plan)
+    check_routing(model, plan.batch, task.loss_fn is None, (1, plan.dims.context))
+
+
+def _first(changes: Iterable[_Change]) -> list[tuple[int, _Change]]:
     """The first change of each kind, numbered."""
     kinds: dict[str, _Change] = {}
     for change in changes:
@@ -144,10 +259,11 @@ def _need(memory: PlanMemory, plan: RunPlan) -> int | None:
         return None
 
 
-def _capacity(plan: RunPlan, message: str) -> int:
+def _capacity(plan: RunPlan, task: Task, message: str, room: int) -> int:
     """Bytes that a rank can have at most, as far as this process knows."""
     if plan.device == "cpu":
-        return host_memory(plan.local_size).nbytes
+        # The rank that this process is has its model already, which is a part of what is predicted.
+        return room + (0 if plan.mode == "spawn" else held_on_host(task))
     found = _CAPACITY.search(message)
     return int(float(found[1]) * (1 << (30 if found[2] == "GiB" else 20))) if found else 1 << 62
 
@@ -191,9 +307,7 @@ def _settings(plan: RunPlan, catalog: Catalog) -> Iterator[dict[str, Any]]:
         yield {"optimizer_offload": True}
 
 
-def _changed(
-    plan: RunPlan, replan: Replan, assigned: Mapping[str, Any], note: str = "the same training"
-) -> _Change | None:
+def _changed(plan: RunPlan, replan: Replan, assigned: Mapping[str, Any], note: str = _SAME) -> _Change | None:
     """The change that `assigned` makes; None where the planner refuses it."""
     try:
         other = replan(assigned)
@@ -211,11 +325,6 @@ def _smaller(change: _Change, task: Task) -> Iterator[_Change]:
     share = batch.batch_size * batch.gradient_accumulation_steps
     if not plan.spec.capabilities.accumulation:
         return
-    if isinstance(task.model, nn.Module):
-        try:
-            check_chosen_batch(task.model)
-        except UserError:
-            note = "another training: BatchNorm"
     for size in range(batch.batch_size - 1, 0, -1):
         if share % size == 0:
             steps = _as_set({"gradient_accumulation_steps": share // size})

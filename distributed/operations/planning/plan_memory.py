@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
 
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -12,7 +15,7 @@ from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.split_of_plan import split_of
 
-__all__ = ["PlanMemory", "in_units"]
+__all__ = ["PlanMemory", "held_on_host", "in_units"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -26,7 +29,19 @@ class PlanMemory:
     """
 
     def __init__(self, task: Task) -> None:
-        self._facts = TaskFacts(task)
+        self._facts = TaskFacts(task, remedy="Set batch_size to a number")
+
+    def model(self, plan: RunPlan) -> nn.Module:
+        """The model of the task; that of a factory is built without data."""
+        return self._facts.model(plan.config)
+
+    def samples(self) -> Any:
+        """The first samples, as the data loader yields them.
+
+        Raises:
+            UserError: the data is a stream.
+        """
+        return self._facts.samples()
 
     def parts(self, plan: RunPlan) -> MemoryParts:
         """Memory of the rank that needs most, at the peak of a step.
@@ -39,6 +54,14 @@ class PlanMemory:
         device = "cpu" if plan.device == "cpu" else "cuda"
         source = self._facts.source(plan.config, split.precision, device)
         return predict_memory(source, split, HOST if device == "cpu" else CUDA)
+
+
+def held_on_host(task: Task) -> int:
+    """Bytes of the model of `task` that are in host memory already; 0 for a factory."""
+    if not isinstance(task.model, nn.Module):
+        return 0
+    tensors = (*task.model.parameters(), *task.model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
 
 
 def in_units(nbytes: int) -> str:

@@ -20,10 +20,11 @@ from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFac
 from distributed.planner.stage_order import ONE_STAGE
 from distributed.training.seeding import isolated_rng
 
-__all__ = ["TaskFacts"]
+__all__ = ["SAMPLES", "TaskFacts"]
 
 _NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-_SAMPLES = 2
+SAMPLES = 2
+"""Number of samples from which facts are read."""
 
 
 def _sharing(source: FactsSource) -> FactsSource:
@@ -44,10 +45,13 @@ class TaskFacts:
 
     Args:
         task: the objects of the run.
+        remedy: what the caller's user can do where there are no facts, as a sentence.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(
+        self, task: Task, remedy: str = "Give the numbers of the model in place of the model and its data"
+    ) -> None:
+        self._task, self._remedy = task, remedy
         self._sources: dict[tuple[Any, ...], FactsSource] = {}
         self._model: nn.Module | None = None
         self._batch: Any = None
@@ -113,7 +117,7 @@ class TaskFacts:
             with isolated_rng():
                 return collect_facts(
                     self._built(seed),
-                    self._samples(),
+                    self.samples(),
                     loss_fn=task.loss_fn,
                     training_step=task.training_step,
                     cut=cut,
@@ -128,7 +132,7 @@ class TaskFacts:
                 field="model",
                 got=type(self._model).__name__,
                 allowed="operations on tensors that are not read in Python",
-                remedy="Set batch_size to a number, or let batch_size=auto find it by running steps",
+                remedy=self._remedy,
             ) from error
 
     def _built(self, seed: int) -> nn.Module:
@@ -138,7 +142,12 @@ class TaskFacts:
             self._model = given if is_built else build_without_data(given, seed)
         return self._model
 
-    def _samples(self) -> Any:
+    def samples(self) -> Any:
+        """The first samples, as the data loader yields them.
+
+        Raises:
+            UserError: the data is a stream.
+        """
         source = self._task.train_data
         if source is None or not source.is_map:
             raise UserError(
@@ -147,8 +156,8 @@ class TaskFacts:
                 field="train_loader",
                 got="an iterable dataset" if source is not None else "nothing",
                 allowed="datasets with __getitem__ and __len__",
-                remedy="Give such a dataset, or set batch_size to a number",
+                remedy=self._remedy,
             )
         if self._batch is None:
-            self._batch = first_samples(source, _SAMPLES)
+            self._batch = first_samples(source, SAMPLES)
         return self._batch

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 
 from distributed import WorkerError
 from distributed.config import parse_assignments
+from distributed.interfaces.task import Task
+from distributed.operations.planning import memory_advice
+from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.registry.catalog import get_catalog
+from distributed.system.host_memory import Room
 from tests.support.limited_memory import LimitedData, WideModel
 from tests.support.training import Die, make_trainer
 
@@ -96,6 +101,7 @@ def far_too_large(loss: Callable[..., Tensor], output: Tensor, target: Tensor) -
     return loss(output, target)
 
 
+@pytest.mark.starts_processes
 def test_a_failure_in_this_process_has_a_note() -> None:
     with pytest.raises(RuntimeError) as raised:
         run(WideModel(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
@@ -110,6 +116,7 @@ def test_other_errors_stay_as_they_are() -> None:
     assert not any("Memory of a rank" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.starts_processes
 def test_batches_of_a_loader_are_changed_in_the_loader() -> None:
     loader = torch.utils.data.DataLoader(LimitedData(64, {}), batch_size=64)
     with pytest.raises(RuntimeError) as raised:
@@ -117,3 +124,114 @@ def test_batches_of_a_loader_are_changed_in_the_loader() -> None:
     assert "(1) DataLoader(batch_size=32) and --set gradient_accumulation_steps=2" in "\n".join(
         raised.value.__notes__
     )
+
+
+# -- what a change of the micro-batch changes besides ------------------------------------
+
+
+def normed(evaluated: bool = False) -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    return model.eval() if evaluated else model
+
+
+class Counter(nn.Module):
+    """Counts its forward passes in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1).double()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1.0
+        found: Tensor = self.layer(x)
+        return found
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    scores = output @ target.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def eleven_classes(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.expand(-1, 11), target[:, 0].long())
+
+
+def mean_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "effect"),
+    [
+        (nn.Linear(16, 1).double(), nn.MSELoss(), ""),
+        (nn.Linear(16, 1).double(), mean_of, ""),
+        (nn.Linear(16, 1).double(), eleven_classes, ""),
+        (nn.Linear(16, 1).double(), contrastive, "another training: the loss compares the samples"),
+        (normed(), nn.MSELoss(), "another training: '1' (BatchNorm1d)"),
+        (normed(evaluated=True), nn.MSELoss(), "another training: '1' (BatchNorm1d)"),
+        (Counter(), nn.MSELoss(), "another training: the forward pass changes the buffer 'passes'"),
+        (nn.Linear(3, 1).double(), nn.MSELoss(), "not checked whether the training is the same"),
+    ],
+    ids=["module", "mean", "classes", "pairs", "norm", "evaluated norm", "buffer", "fails"],
+)
+def test_the_effect_of_another_size_is_that_which_auto_refuses(
+    model: nn.Module, loss_fn: Any, effect: str
+) -> None:
+    task = Task(model=model, loss_fn=loss_fn)
+    batch = [torch.zeros(2, 16, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)]
+    found = effect_of_size(task, model, batch)
+    assert found.startswith(effect)
+    assert bool(found) == bool(effect)
+
+
+def wide_and_normed() -> nn.Module:
+    return nn.Sequential(WideModel(), nn.BatchNorm1d(1).double())
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("build", "fields", "note"),
+    [
+        (wide_and_normed, {}, "another training: '1' (BatchNorm1d) computes statistics"),
+        (WideModel, {"loss_fn": contrastive}, "another training: the loss compares the samples"),
+    ],
+    ids=["norm of a factory", "pairs"],
+)
+def test_a_change_that_alters_the_training_says_so(build: Any, fields: dict[str, Any], note: str) -> None:
+    fields = {"loss_fn": nn.MSELoss(), **fields}
+    fields["loss_fn"] = partial(far_too_large, fields["loss_fn"])
+    with pytest.raises(RuntimeError) as raised:
+        run(build, 1, LimitedData(64, {}), **fields)
+    notes = "\n".join(raised.value.__notes__)
+    smaller = re.findall(r"--set batch_size=[^;]*?MiB, ([^;]*)", notes)
+    assert smaller
+    assert all(each.startswith(note) for each in smaller)
+
+
+# -- an advice that fails, and what the process holds -------------------------------------
+
+
+def test_an_advice_that_fails_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> str:
+        raise ZeroDivisionError("in the advice")
+
+    ended = []
+    catalog = get_catalog()
+    monkeypatch.setattr(memory_advice, "advice_on", fail)
+    monkeypatch.setattr(
+        catalog.manager.hook, "on_run_end", lambda **given: ended.append(given["error"]), raising=False
+    )
+    with pytest.raises(RuntimeError, match="allocate") as raised:
+        run(WideModel(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
+    assert ended == [raised.value]
+    expected = "No change is proposed, because the advice has failed (ZeroDivisionError: in the advice)."
+    assert expected in raised.value.__notes__
+
+
+@pytest.mark.starts_processes
+def test_the_model_that_this_process_holds_is_part_of_its_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.trainer.host_memory", lambda ranks: Room(100 * MIB, "in a test"))
+    with pytest.raises(RuntimeError) as raised:
+        run(Deep(table=1 << 19), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
+    assert "predicted to need at most 132 MiB" in "\n".join(raised.value.__notes__)  # 32 MiB of parameters

@@ -1,0 +1,125 @@
+"""Call a function with a task in a process of its own, which ends with it.
+
+Predictions call code of the user: the loss, the training step, hooks, a factory, the dataset. Any of them may
+have a state or draw random numbers, which would leave the process that predicts, rank 0 for example, in
+another state than the other ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from distributed.interfaces.backend import Backend
+from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.plan import RunPlan
+from distributed.interfaces.task import Task
+from distributed.launch import run
+from distributed.launch.local_launcher import LocalLauncher
+from distributed.operations.planning.task_facts import SAMPLES
+from distributed.registry.catalog import get_catalog
+from distributed.system.private_folders import PrivateFolder
+
+__all__ = ["call_apart", "first_of", "without_values"]
+
+_ALONE = "serial"
+"""The backend of the process: of one rank, without a group."""
+
+
+def call_apart(
+    plan: RunPlan, task: Task, function: Callable[[Task], dict[str, Any]], in_rank: bool = False
+) -> dict[str, Any]:
+    """What `function` returns for `task` in a new process. Nothing of this process changes.
+
+    Args:
+        plan: of the run, for its configuration.
+        task: of which the process gets what decides the memory of a step: the model without its values, the
+            class of the optimizer, and of tensors given as data the first samples.
+        function: returns values for JSON. It is pickled.
+        in_rank: this process is a rank of the run.
+
+    Raises:
+        UserError: the task cannot be pickled, or `function` has raised one.
+        WorkerError: the process failed.
+    """
+    start = "fresh" if in_rank or plan.device != "cpu" else plan.config.launch_start
+    # A prediction takes what time it needs, without a step that a monitor could see.
+    watched = {"stall_report": None, "hang_timeout": None, "launch_start": start}
+    alone = replace(
+        plan,
+        config=plan.config.model_copy(update=watched),
+        spec=get_catalog().backends[_ALONE],
+        world_size=1,
+        local_size=1,
+        num_nodes=1,
+        node_rank=0,
+        num_replicas=1,
+        device="cpu",
+        precision="fp32",
+        dims=ParallelDims(),
+        codec=None,
+    )
+    with PrivateFolder() as folder:
+        return run.probe(alone, _sent(task), partial(_called, function), Path(folder), LocalLauncher())
+
+
+def _called(
+    function: Callable[[Task], dict[str, Any]], plan: RunPlan, task: Task, backend: Backend, folder: Path
+) -> dict[str, Any]:
+    return function(task)
+
+
+def _sent(task: Task) -> Task:
+    given: Any = task.optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        given = partial(type(given), **given.defaults)
+    task = first_of(task, SAMPLES)
+    return replace(task, model=without_values(task.model), optimizer=given, run_state=None, state_dir=None)
+
+
+def first_of(task: Task, number: int) -> Task:
+    """`task` for another process that trains at most a few steps: without callbacks, validation and its
+    position; of tensors given as data it has the first `number` samples."""
+    data = task.train_data
+    if data is not None and data.tensors is not None:
+        data = replace(data, dataset=TensorDataset(*(tensor[:number].clone() for tensor in data.tensors)))
+    return replace(
+        task,
+        train_data=data,
+        callbacks=[],
+        val_data={},
+        scheduler=None,
+        metrics=None,
+        validation_step=None,
+        progress=None,
+    )
+
+
+def without_values(model: Any, device: str = "meta") -> Any:
+    """A copy of a module whose parameters and buffers have no values; what cannot be copied so, and a
+    factory, as it is.
+
+    Args:
+        device: of the copy. Under fake tensors it can be any.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    try:
+        memo: dict[int, Any] = {id(buffer): empty(buffer) for buffer in model.buffers()}
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
+        return copy.deepcopy(model, memo)
+    except Exception:  # noqa: BLE001 - copying calls code of the user's modules
+        return model
