@@ -128,7 +128,8 @@ def _gradients(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
         return _zero_gradients(split.zero_stage, accumulates, whole, held)
     if dims.shard > 1:
         # Ranks reduce after the last micro-batch, and keep whole gradients until then.
-        return _Moments(*([whole if accumulates else 0.0] * 2), held, held)
+        before = whole if accumulates else 0.0
+        return _Moments(before, before, held, held)
     # Under gpipe no micro-batch has gradients before the last loss.
     before = whole if accumulates and not _waits(split) else 0.0
     if dims.model_parallel_size > 1:
