@@ -75,10 +75,10 @@ def unchanged_modules() -> Iterator[None]:
     reach modules that are not copied, such as those of its file's top level."""
     before: dict[nn.Module, _Values] = {}
     with ExitStack() as stack:
-        stack.callback(lambda: [_put_back(values) for values in before.values()])
+        stack.callback(_put_all_back, before)
         for kind in (nn.Module, nn.RNNBase):  # the latter changes itself before it calls the former
             apply = kind._apply
-            kind._apply = _remembering(apply, before)  # type: ignore[method-assign,assignment]
+            kind._apply = _remembering(apply, before)  # type: ignore[method-assign]
             stack.callback(setattr, kind, "_apply", apply)
         yield
 
@@ -95,6 +95,11 @@ def _remembering(apply: Any, before: dict[nn.Module, _Values]) -> Any:
         return made
 
     return call
+
+
+def _put_all_back(before: dict[nn.Module, _Values]) -> None:
+    for values in before.values():
+        _put_back(values)
 
 
 def _put_back(values: _Values) -> None:
