@@ -40,6 +40,7 @@ def collect_facts(
     precision: str = "fp32",
     optimizer: str = "adamw",
     momentum: float = 0.0,
+    weight_decay: float = 0.0,
     block_classes: Sequence[str] = (),
     device: str = "cpu",
     cut: Cut = WHOLE,
@@ -56,6 +57,7 @@ def collect_facts(
         precision: ``fp32``, ``bf16`` or ``fp16``: autocast as in training.
         optimizer: name of the optimizer that the configuration builds.
         momentum: of SGD.
+        weight_decay: of the optimizer.
         block_classes: class names of the blocks, as the configuration has them.
         device: of the rank.
         cut: the ranks that divide the model, which is cut as the backends of a mesh cut it.
@@ -66,7 +68,12 @@ def collect_facts(
             allocates does not grow in proportion to the samples; or the model cannot be cut so; or the loss
             or the training step cannot be copied.
     """
-    foreach, device = device != "cpu", _recorded_on(device)
+    settings: dict[str, Any] = {
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "foreach": device != "cpu",
+    }
+    device = _recorded_on(device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with rank_of_cut(cut, options) as part, unchanged_modules(), fake:
         memo = _fake_tensors(model, device)
@@ -94,10 +101,10 @@ def collect_facts(
         later=plain[1],
         first_recomputed=again[0] if again else None,
         later_recomputed=again[1] if again else None,
-        optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=foreach),
+        optimizer=optimizer_facts(optimizer, **settings),
         precision=precision,
         optimizer_name=optimizer,
-        work=WorkFacts(recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=foreach)),
+        work=WorkFacts(recorder.work(), optimizer_work(optimizer, **settings)),
         cut=cut,
         received=received,
         whole_numel=whole_numel,

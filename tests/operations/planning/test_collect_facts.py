@@ -373,3 +373,10 @@ def test_optimizers_are_measured(name: str, momentum: float, state: float, forea
     facts = optimizer_facts(name, momentum=momentum, foreach=foreach)
     assert facts.state == state
     assert facts.at_once == foreach
+
+
+@pytest.mark.parametrize(("name", "more"), [("adamw", 0.0), ("adam", 1.0), ("sgd", 1.0)])
+def test_weight_decay_of_gradients_needs_a_copy_of_them(name: str, more: float) -> None:
+    """Adam and SGD make a gradient with the decay; AdamW scales the parameter in place."""
+    without, decayed = (optimizer_facts(name, weight_decay=decay) for decay in (0.0, 0.1))
+    assert decayed.workspace == without.workspace + more
