@@ -17,7 +17,7 @@ __all__ = ["HEADS", "Verification", "run_fields"]
 
 HEADS = ["", "predicted", "measured", "error"]
 
-_HIDDEN = "less than a process needs to start"
+_HIDDEN = "less than a rank needs to start"
 
 _PHASES = {
     "compute": ("time_forward", "time_backward"),
@@ -81,7 +81,7 @@ class Verification:
         yield [
             memory.what,
             cells[0],
-            "less than a process needs to start" if self.hidden else cells[1],
+            "less than a rank needs to start" if self.hidden else cells[1],
             cells[2],
         ]
 
