@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,11 @@ from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.load import as_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError, hide_own_frames
+from distributed.interfaces.callback import Callback
 from distributed.operations.planning.options import PlanOptions
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.numbers import ModelNumbers
+from distributed.system.private_folders import PrivateFolder
 from distributed.trainer import Trainer, config_layers
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from distributed.planner.estimates.search import Ranked
 
 __all__ = ["plan", "verify"]
+
+_MEASURED_STEPS = 3
+"""The peak is that of steady training, which the second step has reached."""
 
 
 @hide_own_frames
@@ -114,7 +119,8 @@ def verify(
 ) -> Verification:
     """Train a few steps with a plan here, and compare what it predicted with what was measured.
 
-    The model of `trainer` and its optimizer are copied; they are not trained.
+    On CPU the memory is measured in a second run of three steps, because the measurement takes time. The
+    model of `trainer` and its optimizer are copied; they are not trained.
 
     Args:
         plans: made for the model of `trainer`.
@@ -126,6 +132,7 @@ def verify(
         UserError: there are not so many devices here, or the model cannot be shortened.
         WorkerError: a rank failed.
     """
+    from distributed.operations.planning.host_peak import MeasurePeak, can_measure, peak_of
     from distributed.operations.planning.shorter_model import shortened
     from distributed.operations.planning.verification import Verification, run_fields
 
@@ -137,24 +144,35 @@ def verify(
             allowed="3 or more",
             remedy="Train more steps",
         )
-    model, optimizer = deepcopy((trainer.model, trainer.optimizer))
-    fields = plans.fields(index) | run_fields(steps)
     row = plans[index]
-    if layers is not None:
-        model, optimizer = shortened(model, optimizer, layers, trainer.config.block_classes)
-    config = load_layers([*as_layers(trainer.config), Layer("plan", fields)])
-    with command_line(ScriptRun([])):
-        probe = Trainer(
+
+    def probe(fields: dict[str, Any], callbacks: Sequence[Callback] = ()) -> Trainer:
+        model, optimizer = deepcopy((trainer.model, trainer.optimizer))
+        if layers is not None:
+            model, optimizer = shortened(model, optimizer, layers, trainer.config.block_classes)
+        return Trainer(
             model,
-            config,
+            load_layers([*as_layers(trainer.config), Layer("plan", plans.fields(index) | fields)]),
             optimizer=optimizer,
             loss_fn=trainer.loss_fn,
             training_step=trainer.training_step,
+            callbacks=callbacks,
         )
+
+    with command_line(ScriptRun([])):
+        timed = probe(run_fields(steps))
         if layers is not None:
-            row = _predicted_again(probe, train_loader, plans, row)
-        history = probe.fit(train_loader)
-    return Verification(row, history)
+            row = _predicted_again(timed, train_loader, plans, row)
+        history = timed.fit(train_loader)
+        peak, measures = None, plans.profile.device == "cpu" and can_measure()
+        if measures:
+            with PrivateFolder() as folder:
+                # It prints no comparison of its own, whose step time would be that of the measurement.
+                silent = {name: None for name in plans.fields(index) if name.startswith("planned.")}
+                fields = {**run_fields(_MEASURED_STEPS), **silent, "launch": "spawn"}
+                probe(fields, [MeasurePeak(Path(folder))]).fit(train_loader)
+                peak = peak_of(Path(folder), row.split.dims.world_size)
+    return Verification(row, history, peak, hidden=measures and peak is None)
 
 
 def _predicted_again(trainer: Trainer, data: Any, plans: Plans, row: Ranked) -> Ranked:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ from distributed.training.lever import Forwards
 __all__ = ["FIELD", "Recomputed", "recompute"]
 
 FIELD = "activation_checkpointing"
+_CACHING = "use_cache"
+"""Argument of the models of transformers."""
 _IN_PLACE = re.compile("modified by an inplace operation|activation checkpoint has been mutated")
 _OTHER_CALLS = "encountered during backward but not found in storage"
 """In torch's messages about tensors that backward needs, and about other operations (torch 2.13)."""
@@ -84,14 +87,20 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
             got=mode,
             allowed="none with BatchNorm inside the blocks",
         )
-    return Recomputed(blocks, mode, _caching(model))
+    return Recomputed(blocks, mode, _caching(model, blocks))
 
 
-def _caching(model: nn.Module) -> list[Any]:
-    """Configurations by which models of transformers fill a cache of keys and values: the recomputation of a
-    block would add its keys a second time."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(c): c for c in configs if getattr(c, "use_cache", None) is True}.values())
+def _caching(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules of transformers that fill a cache of keys and values: the recomputation of a block would add
+    its keys a second time."""
+    inner = {module for block in blocks for module in block.modules()}
+    return [
+        module
+        for module in model.modules()
+        if module not in inner
+        and getattr(getattr(module, "config", None), "use_cache", None) is True
+        and _CACHING in signature(module.forward).parameters
+    ]
 
 
 class Recomputed(Forwards):
@@ -100,22 +109,30 @@ class Recomputed(Forwards):
     Args:
         blocks: whose activations are recomputed.
         mode: see `recompute`.
-        caching: configurations whose ``use_cache`` is false meanwhile. No training step reads the cache.
+        caching: modules that are called with ``use_cache=False`` unless the caller gives another value. Their
+            configuration is left as it is: callbacks may save it.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], mode: str, caching: Sequence[Any] = ()) -> None:
-        self._mode, self._caching = mode, caching
-        super().__init__([(block, _Forward(block, mode)) for block in blocks])
-        for config in caching:
-            config.use_cache = False
-
-    def undo(self) -> None:
-        for config in self._caching:
-            config.use_cache = True
-        super().undo()
+    def __init__(self, blocks: Sequence[nn.Module], mode: str, caching: Sequence[nn.Module] = ()) -> None:
+        self._mode = mode
+        replaced: list[tuple[nn.Module, Any]] = [(block, _Forward(block, mode)) for block in blocks]
+        super().__init__([*replaced, *((module, _Uncached(module)) for module in caching)])
 
     def explained(self) -> AbstractContextManager[None]:
         return _explained(self._mode)
+
+
+class _Uncached:
+    """Forward of a module that would fill a cache of keys and values, which no training step reads."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__wrapped__: Callable[..., Any] = module.forward
+        self._position = list(signature(module.forward).parameters).index(_CACHING)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= self._position and kwargs.get(_CACHING) is None:
+            kwargs[_CACHING] = False
+        return self.__wrapped__(*args, **kwargs)
 
 
 class _Forward:

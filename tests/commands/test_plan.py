@@ -87,6 +87,8 @@ def test_a_script_is_planned_tried_and_trained(
     rows = [line.split() for line in out[out.index("6 steps here:") :].splitlines()]
     (step,) = [row for row in rows if row[:2] == ["step", "time"]]
     assert step[-1].endswith("%")
+    (memory,) = [row for row in rows if row[:1] == ["memory"]]
+    assert " ".join(memory).endswith("less than a rank needs to start"), "of 3,284 parameters"
 
     trained = ["train", "--script", script, "--config", file, "--set", f"tracking.record_dir={folder}"]
     assert main([*map(str, trained), "--", "3"]) == 1

@@ -12,6 +12,7 @@ from distributed.interfaces.backend_spec import SCHEDULES
 from distributed.parallel.pipeline_balance import balance
 from distributed.parallel.pipeline_orders import Action, bubble_of, order_of, simulate
 from distributed.planner.pipeline import plain_shape
+from distributed.planner.stage_order import LOOPED, ONE_STAGE, rank_order
 
 SIZES = [(2, 8), (4, 8), (4, 16), (2, 4), (3, 6)]
 
@@ -28,6 +29,18 @@ def test_the_simulated_bubble_is_that_of_the_formula(schedule: str, ranks: int, 
         Action("F", s, m) for s in range(shape.num_stages) for m in range(micro_batches)
     }
     assert bubble_of(simulate(order, shape)) == pytest.approx(shape.bubble, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [*ONE_STAGE, *LOOPED])
+def test_the_order_that_predictions_play_is_that_of_the_schedule(schedule: str) -> None:
+    """Which the planner has without torch."""
+    for ranks, micro_batches in itertools.product((2, 3, 4), range(1, 13)):
+        try:
+            shape = plain_shape(schedule, ranks, micro_batches)
+        except UserError:
+            continue
+        for rank, own in order_of(shape).items():
+            assert list(map(tuple, own)) == list(rank_order(schedule, ranks, micro_batches, rank))
 
 
 def test_an_order_that_waits_for_itself_is_no_order() -> None:

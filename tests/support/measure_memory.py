@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distributed.interfaces.parallel_dims import MODEL_AXES
-from tests.support.peak_memory import MeasurePeak, count_mappings
+from distributed.operations.planning.host_peak import MeasurePeak, count_mappings, peak_of
 from tests.support.small_transformers import MODELS, Pairs, Samples
 from tests.support.training import make_trainer
 
@@ -41,7 +41,9 @@ def measure(name: str, samples: int, ranks: int, steps: int = 3, pairs: bool = F
         trainer = make_trainer(model, ranks, callbacks=callbacks, **fields)
         data = batch(window * steps)
         trainer.fit(Pairs(data) if pairs else Samples(data))
-        return max(int(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir())
+        peak = peak_of(Path(folder), ranks)
+        assert peak is not None, "more was live before the first step than in training"
+        return peak
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ __all__ = [
     "DDP",
     "DECIDING",
     "GPIPE",
+    "INTERLEAVED",
+    "LOOPED_BFS",
     "MESHES",
     "ONE_F_ONE_B",
     "PAIRS",
@@ -49,12 +51,19 @@ TP = DDP | {"parallel": {"tensor": 2}}
 CP = DDP | PAIRS | {"parallel": {"context": 2}}
 GPIPE = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "gpipe"}}
 ONE_F_ONE_B = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "1f1b"}}
+INTERLEAVED = DDP | {
+    "gradient_accumulation_steps": 4,
+    "parallel": {"pipeline": 2, "schedule": "interleaved-1f1b"},
+}
+LOOPED_BFS = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "looped-bfs"}}
 
 MESHES: list[dict[str, Any]] = [
     TP,
     CP,
     GPIPE,
     ONE_F_ONE_B,
+    INTERLEAVED,
+    LOOPED_BFS,
     FSDP | {"ranks": 4, "parallel": {"data": 2, "shard": 2}},
     FSDP | {"ranks": 4, "parallel": {"tensor": 2, "shard": 2}},
     FSDP | PAIRS | {"ranks": 4, "parallel": {"context": 2, "shard": 2}},
@@ -91,6 +100,8 @@ DECIDING = [
     CP,
     GPIPE,
     ONE_F_ONE_B,
+    INTERLEAVED,
+    LOOPED_BFS,
     SERIAL,
 ]
 """What models that were kept aside are measured with."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -290,6 +292,52 @@ def test_models_of_libraries_train_the_same(build: Callable[[], nn.Module], rank
         make_trainer(model, 2, rank_pool, backend="pytorch-ddp", **given).fit(data, max_steps=6)
         found[mode] = bits(model)
     assert all(found[mode] == found["none"] for mode in MODES)
+
+
+class Frozen:
+    """A configuration that refuses changes."""
+
+    def __init__(self, config: Any) -> None:
+        vars(self)["_config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is read only")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_configuration_of_a_model_is_not_changed(frozen: bool, tmp_path: Path) -> None:
+    """A callback that saves the model while it trains finds the user's own values, and bits are the same."""
+    found = []
+    for mode in ("none", "full"):
+        model: Any = llama(use_cache=mode == "full")
+        own = model.config
+        if frozen and mode == "full":
+            model.model.config = Frozen(own)
+
+        def save(context: Context, own: Any = own) -> None:
+            own.save_pretrained(tmp_path)
+
+        trainer = make_trainer(
+            model, backend="serial", batch_size=2, activation_checkpointing=mode, callbacks=[OnStep(save)]
+        )
+        trainer.fit([{"input_ids": text, "labels": text} for text in texts()], max_steps=2)
+        assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is (mode == "full")
+        found.append(bits(model))
+    assert found[0] == found[1]
+
+
+def test_a_cache_that_is_asked_for_is_filled() -> None:
+    """As `generate` does in a callback. Without a request none is."""
+    model: Any = llama(use_cache=True).eval()
+    lever = recompute(model, find_blocks(model, ()), "full")
+    with torch.no_grad():
+        assert model(texts()[0][None]).past_key_values is None
+        assert model(texts()[0][None], use_cache=True).past_key_values is not None
+        lever.undo()
+        assert model(texts()[0][None]).past_key_values is not None
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.operations.planning.cut_model import CutOptions, rank_of_cut
 from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
+from distributed.operations.planning.private_copies import private_copies, unchanged_modules
 from distributed.operations.planning.recorder import Recorder, explained, resized_batch
 from distributed.planner.estimates.model_facts import WHOLE, Cut, FactsSource, ModelFacts, Timeline
 from distributed.planner.estimates.work_facts import WorkFacts
 from distributed.training.activation_checkpointing import recompute
+from distributed.training.module_modes import ModuleModes
 from distributed.training.objective import Objective
 
 __all__ = ["collect_facts", "facts_source"]
@@ -38,6 +40,7 @@ def collect_facts(
     precision: str = "fp32",
     optimizer: str = "adamw",
     momentum: float = 0.0,
+    weight_decay: float = 0.0,
     block_classes: Sequence[str] = (),
     device: str = "cpu",
     cut: Cut = WHOLE,
@@ -49,11 +52,12 @@ def collect_facts(
         model: on any device, the meta device included. It is not changed.
         batch: one micro-batch as the data loader yields it, of any number of samples; only shapes and dtypes
             are read. The first dimension of each tensor is that of samples.
-        loss_fn: as the `Trainer` takes it.
-        training_step: as the `Trainer` takes it.
+        loss_fn: as the `Trainer` takes it. A copy of it is recorded.
+        training_step: as the `Trainer` takes it. A copy of it is recorded.
         precision: ``fp32``, ``bf16`` or ``fp16``: autocast as in training.
         optimizer: name of the optimizer that the configuration builds.
         momentum: of SGD.
+        weight_decay: of the optimizer.
         block_classes: class names of the blocks, as the configuration has them.
         device: of the rank.
         cut: the ranks that divide the model, which is cut as the backends of a mesh cut it.
@@ -61,11 +65,22 @@ def collect_facts(
 
     Raises:
         UserError: the model's control flow depends on values, which fake tensors do not have; or what it
-            allocates does not grow in proportion to the samples; or the model cannot be cut so.
+            allocates does not grow in proportion to the samples; or the model cannot be cut so; or the loss
+            or the training step cannot be copied.
     """
-    foreach, device = device != "cpu", _recorded_on(device)
-    with rank_of_cut(cut, options) as part, FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        copied = _fake_copy(model, mode, device)
+    settings: dict[str, Any] = {
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "foreach": device != "cpu",
+    }
+    device = _recorded_on(device)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with rank_of_cut(cut, options) as part, unchanged_modules(), fake:
+        memo = _fake_tensors(model, device)
+        copied = copy.deepcopy(model, memo)
+        ModuleModes().set_training(copied, True)
+        with unset_fake_temporarily():
+            loss_fn, training_step = private_copies((loss_fn, training_step), memo)
         objective = Objective(loss_fn, training_step, device=device)
         whole_numel = sum(p.numel() for p in copied.parameters())
         with explained():
@@ -86,10 +101,10 @@ def collect_facts(
         later=plain[1],
         first_recomputed=again[0] if again else None,
         later_recomputed=again[1] if again else None,
-        optimizer=optimizer_facts(optimizer, momentum=momentum, foreach=foreach),
+        optimizer=optimizer_facts(optimizer, **settings),
         precision=precision,
         optimizer_name=optimizer,
-        work=WorkFacts(recorder.work(), optimizer_work(optimizer, momentum=momentum, foreach=foreach)),
+        work=WorkFacts(recorder.work(), optimizer_work(optimizer, **settings)),
         cut=cut,
         received=received,
         whole_numel=whole_numel,
@@ -116,8 +131,9 @@ def _recorded_on(device: str) -> str:
     return device if device == "cpu" or torch.cuda.is_available() else "cpu"
 
 
-def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:
-    """A copy whose parameters and buffers are fake tensors on `device`; no data is copied."""
+def _fake_tensors(model: nn.Module, device: str) -> dict[int, Any]:
+    """A memo of `copy.deepcopy` by which parameters and buffers of `model` become fake tensors on `device`;
+    no data is copied."""
 
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
@@ -127,7 +143,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module
         memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake(buffer)
-    return copy.deepcopy(model, memo).train(model.training)
+    return memo
 
 
 def _recomputed(recorder: Recorder) -> tuple[tuple[Timeline, Timeline] | None, str]:

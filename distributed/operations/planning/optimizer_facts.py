@@ -20,16 +20,19 @@ _SMALL = 8
 step."""
 
 
-def optimizer_facts(name: str, *, momentum: float = 0.0, foreach: bool = False) -> OptimizerFacts:
+def optimizer_facts(
+    name: str, *, momentum: float = 0.0, weight_decay: float = 0.0, foreach: bool = False
+) -> OptimizerFacts:
     """State and temporary memory per byte of a parameter.
 
     Args:
         name: of the optimizer, as the configuration has it.
         momentum: of SGD.
+        weight_decay: of the optimizer. SGD and Adam add it to a copy of the gradient.
         foreach: whether parameters are updated together, as torch does by default on GPUs.
     """
     model = nn.Linear(_ROWS, _ROWS, bias=False)
-    config = DistributedConfig(optimizer=name, momentum=momentum)
+    config = DistributedConfig(optimizer=name, momentum=momentum, weight_decay=weight_decay)
     optimizer = build_optimizer(None, model, config, 1e-3)
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -58,15 +61,18 @@ def optimizer_facts(name: str, *, momentum: float = 0.0, foreach: bool = False) 
     )
 
 
-def optimizer_work(name: str, *, momentum: float = 0.0, foreach: bool = False) -> OptimizerWork:
+def optimizer_work(
+    name: str, *, momentum: float = 0.0, weight_decay: float = 0.0, foreach: bool = False
+) -> OptimizerWork:
     """Operations of the update of one parameter, as lines in its elements.
 
     Args:
         name: of the optimizer, as the configuration has it.
         momentum: of SGD.
+        weight_decay: of the optimizer. SGD and Adam add it to a copy of the gradient.
         foreach: whether parameters are updated together, as torch does by default on GPUs.
     """
-    config = DistributedConfig(optimizer=name, momentum=momentum)
+    config = DistributedConfig(optimizer=name, momentum=momentum, weight_decay=weight_decay)
     sides = (_ROWS, 2 * _ROWS)
     counted = []
     for side in sides:

@@ -23,6 +23,9 @@ from distributed.training.seeding import isolated_rng
 __all__ = ["SAMPLES", "TaskFacts"]
 
 _NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+_SETTINGS = ("momentum", "weight_decay")
+_OTHER_SETTINGS = ("amsgrad", "nesterov", "maximize", "foreach", "fused", "differentiable")
+"""Those that need other tensors, and are not recorded."""
 SAMPLES = 2
 """Number of samples from which facts are read."""
 
@@ -64,17 +67,17 @@ class TaskFacts:
             precision: ``fp32``, ``bf16`` or ``fp16``.
             device: ``cpu`` or ``cuda``.
         """
-        name, momentum = self.optimizer(config)
+        name, settings = self.optimizer(config)
         options = CutOptions(
             tensor_plan=config.parallel.tensor_plan,
             context_attention=config.parallel.context_attention,
             stages=config.parallel.stages,
         )
-        key = (name, momentum, precision, device, config.block_classes, str(options))
+        key = (name, str(settings), precision, device, config.block_classes, str(options))
         if key not in self._sources:
             given = {
                 "optimizer": name,
-                "momentum": momentum,
+                **settings,
                 "precision": precision,
                 "device": device,
                 "block_classes": config.block_classes,
@@ -87,29 +90,31 @@ class TaskFacts:
         """The model of the task; that of a factory is built without data."""
         return self._built(config.seed)
 
-    def optimizer(self, config: DistributedConfig) -> tuple[str, float]:
-        """Name and momentum of the optimizer of the task.
+    def optimizer(self, config: DistributedConfig) -> tuple[str, dict[str, float]]:
+        """Name of the optimizer of the task, and those of its settings that change its memory.
 
         Raises:
             UserError: predictions do not know it.
         """
         given: Any = self._task.optimizer
         if given is None:
-            return config.optimizer, config.momentum
+            return config.optimizer, {name: getattr(config, name) for name in _SETTINGS}
         settings: Any = {}
         if isinstance(given, partial):
             given, settings = given.func, given.keywords
         if isinstance(given, torch.optim.Optimizer):
             given, settings = type(given), given.defaults
-        if given not in _NAMES or settings.get("amsgrad"):
+        other = next((name for name in _OTHER_SETTINGS if settings.get(name)), None)
+        if given not in _NAMES or other is not None:
             raise UserError(
                 "the memory of this optimizer is not predicted",
                 field="optimizer",
-                got=getattr(given, "__name__", type(given).__name__),
-                allowed="AdamW, Adam, SGD",
+                got=getattr(given, "__name__", type(given).__name__) + (f" with {other}" if other else ""),
+                allowed=f"AdamW, Adam, SGD, without {', '.join(_OTHER_SETTINGS)}",
                 remedy="Choose one of these, or measure a run",
             )
-        return _NAMES[given], float(settings.get("momentum", 0.0))
+        default = {"weight_decay": 0.01} if given is torch.optim.AdamW else {}
+        return _NAMES[given], {n: float(settings.get(n, default.get(n, 0.0))) for n in _SETTINGS}
 
     def _collect(self, seed: int, given: dict[str, Any], cut: Cut) -> ModelFacts:
         task = self._task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,8 @@ from distributed.planner.estimates.search import Ranked
 __all__ = ["HEADS", "Verification", "run_fields"]
 
 HEADS = ["", "predicted", "measured", "error"]
+
+_HIDDEN = "less than a rank needs to start"
 
 _PHASES = {
     "compute": ("time_forward", "time_backward"),
@@ -51,16 +53,23 @@ class Verification:
     Attributes:
         row: the plan, with its predictions.
         history: of the trial.
+        peak: bytes of the rank that needed most in a second trial, on CPU; None where it was not measured.
+        hidden: whether it was not because a rank needed more before its first step.
     """
 
     row: Ranked
     history: History
+    peak: int | None = None
+    hidden: bool = False
 
     @property
     def comparisons(self) -> list[Comparison]:
         """Step time and memory."""
         planned = {"step_seconds": self.row.time.total, "memory_bytes": self.row.memory.live}
-        return compare(planned, self.history.logs, self.history.batch["global_batch_size"])
+        step, memory = compare(planned, self.history.logs, self.history.batch["global_batch_size"])
+        if self.peak is not None:  # copies that collectives make are tensors of the host like all others
+            memory = replace(memory, predicted=float(self.row.memory.total), measured=float(self.peak))
+        return [step, memory]
 
     def rows(self) -> Iterator[list[str]]:
         """Cells below `HEADS`: the step, its parts where they are known, and the memory."""
@@ -68,7 +77,13 @@ class Verification:
         yield [step.what, *_cells(step)]
         for part, measured in self._parts(step.measured):
             yield [f"  {part.replace('_', ' ')}", seconds_text(getattr(self.row.time, part)), measured, ""]
-        yield [memory.what, *_cells(memory)]
+        cells = _cells(memory)
+        yield [
+            memory.what,
+            cells[0],
+            "less than a rank needs to start" if self.hidden else cells[1],
+            cells[2],
+        ]
 
     def _parts(self, seconds: float | None) -> Iterator[tuple[str, str]]:
         logs = self.history.logs[1:] or self.history.logs

@@ -8,6 +8,8 @@ events and not a sum of maxima which are never live together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import AXES
 from distributed.planner.estimates.device_memory import EXACT, DeviceMemory
@@ -17,6 +19,7 @@ from distributed.planner.estimates.ledger import Ledger, MemoryParts
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts, Timeline
 from distributed.planner.estimates.pipeline_window import place_buffers, play_stages
 from distributed.planner.estimates.split import Split
+from distributed.planner.stage_order import rank_stages
 
 __all__ = ["MemoryParts", "check_split", "predict_memory"]
 
@@ -38,9 +41,13 @@ def predict_memory(
     """
     layout = layout_of(split)
     _check_layout(split, layout)
-    stages = range(split.dims.pipeline)
-    ranks = [_of_rank(_facts_of(facts, split.cut(stage)), split, device, layout) for stage in stages]
-    return max(ranks, key=lambda parts: parts.total)
+    number = split.dims.pipeline
+    ranks = [rank_stages(split.schedule, number, rank) if number > 1 else (0,) for rank in range(number)]
+    found = [
+        _of_rank([_facts_of(facts, split.cut(stage)) for stage in stages], split, device, layout)
+        for stages in ranks
+    ]
+    return max(found, key=lambda parts: parts.total)
 
 
 def check_split(split: Split) -> None:
@@ -63,10 +70,13 @@ def _facts_of(facts: ModelFacts | FactsSource, cut: Cut) -> ModelFacts:
 
 
 def _of_rank(
-    facts: ModelFacts, split: Split, device: DeviceMemory, layout_class: type[Layout]
+    stages: Sequence[ModelFacts], split: Split, device: DeviceMemory, layout_class: type[Layout]
 ) -> MemoryParts:
-    _check_facts(facts, split, layout_class)
-    first, later = _timelines(facts, split)
+    """Memory of the rank that has `stages`, each of which has the parameters of all of them."""
+    for facts in stages:
+        _check_facts(facts, split, layout_class)
+    facts, lines = stages[0], [_timelines(facts, split) for facts in stages]
+    first, later = lines[0]
     ledger = Ledger(device)
     ledger.take("framework", device.framework_bytes)
     layout = layout_class(facts, split, ledger, device)
@@ -75,8 +85,8 @@ def _of_rank(
     for size in first.inputs * number:
         ledger.take("activations", size.at(split.micro_batch))
     if split.dims.pipeline > 1:
-        place_buffers(layout, facts, split)
-        play_stages(layout, first, later, split)
+        place_buffers(layout, stages, split)
+        play_stages(layout, stages, lines, split)
     else:
         # All micro-batches between the first and the last have the same peak.
         for position in sorted({0, min(1, number - 1), number - 1}):

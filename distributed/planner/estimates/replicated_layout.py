@@ -7,7 +7,7 @@ from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import ModelFacts
 from distributed.planner.estimates.split import Split
-from distributed.planner.stage_order import ONE_STAGE
+from distributed.planner.stage_order import LOOPED, ONE_STAGE
 
 __all__ = ["BUCKET", "Buckets", "FlatGradients"]
 
@@ -22,7 +22,7 @@ class Buckets(Layout):
     ``mark_variable_ready_dense``."""
 
     axes = ("data", "tensor", "pipeline", "context")
-    schedules = ONE_STAGE
+    schedules = (*ONE_STAGE, *LOOPED)
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)
@@ -59,7 +59,7 @@ class FlatGradients(Layout):
     tensors are live until the last of them has arrived. In a pipeline no bucket is sent before the end."""
 
     axes = Buckets.axes
-    schedules = ONE_STAGE
+    schedules = (*ONE_STAGE, *LOOPED)
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)

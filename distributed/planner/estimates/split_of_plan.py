@@ -7,7 +7,7 @@ from distributed.errors import UserError
 from distributed.interfaces.codec import DENSE
 from distributed.interfaces.plan import RunPlan
 from distributed.planner.estimates.split import Split
-from distributed.planner.pipeline import pipeline_shape
+from distributed.planner.pipeline import pipeline_shape, plain_shape
 
 __all__ = ["PREDICTED", "split_of"]
 
@@ -17,6 +17,8 @@ PREDICTED: dict[str, tuple[object, ...]] = {
     "optimizer_bits": (32,),
     "matmul_precision": ("default", "tf32"),
     "gradient_as_bucket_view": (True,),
+    "bucket_cap_mb": (25.0,),
+    "sync_batchnorm": (False,),
 }
 """Field -> values whose effect on the memory and the time of a rank a `Split` describes."""
 
@@ -34,6 +36,8 @@ def split_of(plan: RunPlan) -> Split:
     if dims.pipeline > 1:
         shape = pipeline_shape(config, dims, batch)
         pieces, schedule = shape.pieces, shape.schedule
+        if shape.num_stages > plain_shape(schedule, shape.num_ranks, shape.num_microbatches).num_stages:
+            raise _not_predicted("parallel.stages", f"{shape.num_stages} names")
     return Split(
         dims,
         plan.spec.runs or plan.spec.name,
@@ -53,13 +57,16 @@ def _check(plan: RunPlan) -> None:
     config, own = plan.config, plan.spec.unpredicted
     found = _core_setting(config) or (own(config) if own else None)
     if found is not None:
-        field, value = found
-        raise UserError(
-            "the effect of this setting on the memory and the time of a rank is not predicted",
-            field=field,
-            got=value,
-            remedy="Leave it out, or measure a run",
-        )
+        raise _not_predicted(*found)
+
+
+def _not_predicted(field: str, value: object) -> UserError:
+    return UserError(
+        "the effect of this setting on the memory and the time of a rank is not predicted",
+        field=field,
+        got=value,
+        remedy="Leave it out, or measure a run",
+    )
 
 
 def _core_setting(config: DistributedConfig) -> tuple[str, object] | None:

@@ -4,17 +4,20 @@ wrong."""
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import mse_loss
 
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.optimizer_facts import optimizer_facts
+from distributed.operations.planning.private_copies import unchanged_modules
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.model_facts import Kind, ModelFacts, Size
 from distributed.planner.estimates.split import Split
@@ -177,6 +180,132 @@ def test_batch_norm_is_not_recomputed() -> None:
     assert caught.value.field == "activation_checkpointing"
 
 
+class Scaled(nn.Module):
+    """A loss with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output * self.scale, target)
+
+
+TEACHER = nn.Linear(8, 1)
+
+
+def moves_a_loss() -> tuple[dict[str, Any], list[nn.Module]]:
+    loss = Scaled()
+
+    def step(model: nn.Module, samples: Any) -> Tensor:
+        return loss.double().float()(model(samples[0]), samples[1])
+
+    return {"training_step": step}, [loss]
+
+
+def moves_a_module_of_the_file() -> tuple[dict[str, Any], list[nn.Module]]:
+    def step(model: nn.Module, samples: Any) -> Tensor:
+        target = TEACHER.double().float()(samples[0])
+        return mse_loss(model(samples[0]), target)
+
+    return {"training_step": step}, [TEACHER]
+
+
+class Step:
+    """A training step with a module and a list that it fills."""
+
+    def __init__(self) -> None:
+        self.loss, self.seen = Scaled(), list[Tensor]()
+
+    def step(self, model: nn.Module, samples: Any) -> Tensor:
+        self.loss.double().float()
+        self.seen.append(model(samples[0]))
+        return self.loss(self.seen[-1], samples[1])
+
+
+def moves_its_own() -> tuple[dict[str, Any], list[nn.Module]]:
+    own = Step()
+    return {"training_step": own.step}, [own.loss]
+
+
+@pytest.mark.parametrize("made", [moves_a_loss, moves_a_module_of_the_file, moves_its_own])
+def test_what_the_user_gave_keeps_its_tensors(made: Any) -> None:
+    """A module of the user is converted while tensors are fake, as on the way to a GPU."""
+    given, modules = made()
+    before = [dict(module.state_dict()) for module in modules]
+    collect_facts(Tower(), batch(), **given)
+    for module, state in zip(modules, before, strict=True):
+        assert module.state_dict().keys() == state.keys()
+        for name, value in module.state_dict().items():
+            assert not isinstance(value, FakeTensor)
+            assert value.data_ptr() == state[name].data_ptr()
+    own = getattr(given["training_step"], "__self__", None)
+    assert not getattr(own, "seen", None)
+
+
+def test_recurrent_layers_keep_their_list_of_weights() -> None:
+    layer = nn.Sequential(nn.LSTM(8, 2))
+    with unchanged_modules(), FakeTensorMode(allow_non_fake_inputs=True):
+        layer.double()
+    assert layer(torch.zeros(2, 8))[0].dtype == torch.float32
+    alone = nn.LSTM(8, 2)
+    with unchanged_modules(), FakeTensorMode(allow_non_fake_inputs=True):
+        alone.double()
+    assert alone(torch.zeros(2, 8))[0].dtype == torch.float32
+
+
+def test_a_loss_on_another_device_is_not_moved() -> None:
+    """`collect_facts` moves losses to the device of the rank: here from the meta device."""
+    loss = Scaled().to("meta")
+    collect_facts(Tower(), batch(), loss_fn=nn.MSELoss())
+    with pytest.raises(NotImplementedError):
+        loss.to("cpu")  # without values, it can only be moved where tensors are fake
+    collect_facts(Tower(), batch(), loss_fn=loss)
+    assert loss.scale.device.type == "meta"
+    assert not isinstance(loss.scale, FakeTensor)
+
+
+def test_a_step_that_calls_the_model_which_it_holds_is_recorded() -> None:
+    model = Tower()
+
+    def held(_: nn.Module, samples: Any) -> Tensor:
+        return mse_loss(model(samples[0]), samples[1])
+
+    def passed(given: nn.Module, samples: Any) -> Tensor:
+        return mse_loss(given(samples[0]), samples[1])
+
+    one, other = (collect_facts(model, batch(), training_step=step) for step in (held, passed))
+    assert one == other
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    lock = threading.Lock()
+
+    def step(model: nn.Module, samples: Any) -> Tensor:
+        with lock:
+            return mse_loss(model(samples[0]), samples[1])
+
+    with pytest.raises(UserError, match="cannot be copied") as caught:
+        collect_facts(Tower(), batch(), training_step=step)
+    assert caught.value.field == "training_step"
+    assert "lock" in str(caught.value.got)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_are_those_of_training(training: bool) -> None:
+    """The model itself trains in any case; a layer that was set to evaluation in a model in training mode
+    stays there. Dropout keeps a mask for backward where it trains."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 1))
+    saved = [block.saved.per_sample for block in facts_of(model).blocks[1:]]
+    model.train(training)
+    blocks[1].eval()
+    found = [block.saved.per_sample for block in facts_of(model).blocks[1:]]
+    assert saved[0] == saved[1]
+    assert found[0] == saved[0]
+    assert (found[1] < saved[1]) == training
+
+
 class DependsOnValues(nn.Module):
     """Control flow that fake tensors cannot follow."""
 
@@ -244,3 +373,10 @@ def test_optimizers_are_measured(name: str, momentum: float, state: float, forea
     facts = optimizer_facts(name, momentum=momentum, foreach=foreach)
     assert facts.state == state
     assert facts.at_once == foreach
+
+
+@pytest.mark.parametrize(("name", "more"), [("adamw", 0.0), ("adam", 1.0), ("sgd", 1.0)])
+def test_weight_decay_of_gradients_needs_a_copy_of_them(name: str, more: float) -> None:
+    """Adam and SGD make a gradient with the decay; AdamW scales the parameter in place."""
+    without, decayed = (optimizer_facts(name, weight_decay=decay) for decay in (0.0, 0.1))
+    assert decayed.workspace == without.workspace + more

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from distributed import Trainer
+from distributed.operations.planning.host_peak import peak_of
+from distributed.planning import plan, verify
 from tests.support.commands import run
-from tests.support.predicted_memory import CP, FSDP, FULL, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
+from tests.support.predicted_memory import CP, FSDP, FULL, INTERLEAVED, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -18,7 +24,7 @@ WITHIN = 0.01
 # A part of all runs, because each starts ranks: `python -m tests.benchmarks.predicted_memory` measures all.
 RUNS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [TP, CP, ZERO | {"zero_stage": 3}, SERIAL],
-    "phi": [FSDP | FULL, ONE_F_ONE_B],
+    "phi": [FSDP | FULL, ONE_F_ONE_B, INTERLEAVED],
 }
 
 
@@ -34,7 +40,7 @@ def test_the_measurement_counts_what_is_live() -> None:
     """Two tensors of 64 and 128 MiB at once, after one of 160 MiB: 192 MiB, and a page for each."""
     program = """
 import torch
-from tests.support.peak_memory import count_mappings, live_bytes, max_bytes
+from distributed.operations.planning.host_peak import count_mappings, live_bytes, max_bytes
 count_mappings()
 before, most = live_bytes(), max_bytes()
 assert most - before < 2**26, "the process had more before"
@@ -46,3 +52,33 @@ print(live_bytes() - before, max_bytes() - before)
     done = run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [str(3 * 2**26 + 2 * 4096)] * 2
+
+
+def large() -> nn.Module:
+    """Weights of 4 MiB each, beside which what a process has of its own is small."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(3)), nn.Linear(1024, 2)
+    )
+
+
+@pytest.mark.starts_processes
+def test_a_trial_on_cpu_measures_its_peak() -> None:
+    """Within the error of predictions; the run whose steps are timed allocates as any other."""
+    data = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randint(0, 2, (64,)))
+    fields: dict[str, Any] = {"global_batch_size": 16, "device": "cpu"}
+    trainer = Trainer(large(), fields)
+    plans = plan(
+        trainer.model, data, fields, hardware="CPU", num_devices=2, axes=["data"], backend="pytorch-ddp"
+    )
+    found = verify(plans, trainer, data, steps=3)
+    step, memory = found.comparisons
+    assert memory.measured == found.peak
+    assert memory.error is not None
+    assert abs(memory.error) < WITHIN
+    assert step.measured is not None
+
+
+def test_a_peak_that_a_rank_did_not_see_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "rank-0").write_text("7")
+    assert peak_of(tmp_path, 1) == 7
+    assert peak_of(tmp_path, 2) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout, MicroBatch
 from distributed.planner.estimates.ledger import Ledger
@@ -11,8 +13,9 @@ from distributed.planner.estimates.sharded_layout import ShardedUnits
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.zero3_layout import ParameterShards
 from distributed.planner.estimates.zero_layout import ZeroStages
+from distributed.planner.stage_order import BACKWARD, FORWARD, rank_order, rank_stages
 
-__all__ = ["MUTANTS"]
+__all__ = ["MUTANTS", "ORDERS"]
 
 
 class ForgetsOptimizerWorkspace(Layout):
@@ -187,3 +190,29 @@ MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("deepspeed", FreesAfterForward),
 )
 """(backend, its wrong layout)."""
+
+
+Order = Iterator[tuple[str, int, int]]
+
+
+def one_stage_after_another(schedule: str, num_ranks: int, num_microbatches: int, rank: int) -> Order:
+    """All micro-batches of a stage, backward included, before the next stage."""
+    for stage in rank_stages(schedule, num_ranks, rank):
+        yield from ((FORWARD, stage, m) for m in range(num_microbatches))
+        yield from ((BACKWARD, stage, m) for m in range(num_microbatches))
+
+
+def one_micro_batch_after_another(schedule: str, num_ranks: int, num_microbatches: int, rank: int) -> Order:
+    """Backward of a micro-batch follows its forward."""
+    for m in range(num_microbatches):
+        for stage in rank_stages(schedule, num_ranks, rank):
+            yield from ((FORWARD, stage, m), (BACKWARD, stage, m))
+
+
+def breadth_first(schedule: str, num_ranks: int, num_microbatches: int, rank: int) -> Order:
+    """All forward passes first, whatever the schedule."""
+    yield from rank_order("looped-bfs", num_ranks, num_microbatches, rank)
+
+
+ORDERS = (one_stage_after_another, one_micro_batch_after_another, breadth_first)
+"""Wrong orders of a rank with several stages."""

@@ -10,7 +10,7 @@ import pytest
 
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
-from distributed.planner.estimates import memory
+from distributed.planner.estimates import memory, pipeline_window
 from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.layouts import layout_of, predicted_backends
@@ -28,7 +28,8 @@ from distributed.planner.estimates.model_facts import (
     Timeline,
 )
 from distributed.planner.estimates.split import Split
-from tests.planner.estimates.memory_mutants import MUTANTS
+from distributed.planner.stage_order import LOOPED
+from tests.planner.estimates.memory_mutants import MUTANTS, ORDERS
 
 GLOO = DeviceMemory(copies_in_collectives=True)
 SEGMENTS = DeviceMemory(segment=1000)
@@ -101,6 +102,24 @@ def stages(sends_output: bool = False, sends_gradient: bool = False) -> FactsSou
         return replace(one, first=lines[0], later=lines[1], cut=cut, received=received)
 
     return facts
+
+
+def looped(sends_output: bool = False) -> FactsSource:
+    """Four stages of one block on two ranks: each rank has the weights of two, and computes one at a time."""
+
+    def facts(cut: Cut) -> ModelFacts:
+        one, own = chain([100], [10]), cut.stage // 2
+        sent = (0 if sends_output and cut.stage < 3 else None, None)
+        lines = [_of_parameter(replace(line, sent=sent), own) for line in (one.first, one.later)]
+        received = (Size(0, 5 * (cut.stage > 0)), Size(0, 5 * (cut.stage < 3)))
+        return replace(TWO, first=lines[0], later=lines[1], cut=cut, received=received)
+
+    return facts
+
+
+def _of_parameter(line: Timeline, number: int) -> Timeline:
+    events = [Event(k, number if k == Kind.GRADIENT else n) for k, n in line.events]
+    return replace(line, events=tuple(events), gradients=dict.fromkeys([number], *line.gradients.values()))
 
 
 def _with_gradient(line: Timeline) -> Timeline:
@@ -188,6 +207,13 @@ BY_HAND = [
     ("pytorch-ddp", piped("1f1b"), stages(sends_output=True), EXACT, 400 + 800 + 60 + 90),
     # In the second backward of the last stage, the gradient that the first has sent.
     ("pytorch-ddp", piped("gpipe"), stages(sends_gradient=True), EXACT, 400 + 800 + 60 + 90 + 21),
+    # Two stages a rank. In the second backward of the first stage: 2 weights, their gradients, a new one;
+    # memory to receive 12 messages of 15 bytes; what 5 micro-batches of both stages saved.
+    (*("pytorch-ddp", piped("interleaved-1f1b"), looped(), EXACT), 800 + 800 + 400 + 180 + 150),
+    # All 8 outputs are live until the end of the step.
+    (*("pytorch-ddp", piped("interleaved-1f1b"), looped(True), EXACT), 800 + 800 + 400 + 180 + 240),
+    # The same moment; backward begins with the last micro-batch, after all forward passes.
+    (*("pytorch-ddp", piped("looped-bfs"), looped(), EXACT), 800 + 800 + 400 + 180 + 90),
     # In the update of a single rank: flat weights, their copy, two states, the gradient, two temporary
     # tensors.
     ("deepspeed", split("deepspeed", 1, zero_stage=2), TWO_ADAM, EXACT, 800 + 800 + 1600 + 800 + 1600),
@@ -209,6 +235,16 @@ def test_a_wrong_layout_is_noticed(
     monkeypatch.setattr(memory, "layout_of", lambda split: mutant)
     assert own
     assert any(predict_memory(row[2], row[1], row[3]).total != row[4] for row in own)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_wrong_order_is_noticed(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_window, "rank_order", order)
+    assert any(
+        predict_memory(facts, given, device).total != expected
+        for _, given, facts, device, expected in BY_HAND
+        if given.dims.pipeline > 1 and given.schedule in LOOPED
+    )
 
 
 def test_parts_add_up() -> None:
@@ -233,13 +269,17 @@ def test_what_libraries_take_is_added() -> None:
     assert parts.total == 1630 + 77
 
 
+_ORDERED = "gpipe, 1f1b, interleaved-1f1b, looped-bfs"
+
+
 @pytest.mark.parametrize(
     ("given", "field", "allowed"),
     [
         (Split(ParallelDims(), "ray"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(tensor=2), "deepspeed"), "parallel.tensor", "1"),
-        (Split(ParallelDims(pipeline=2), "pytorch-ddp", schedule="zbv"), "parallel.schedule", "gpipe, 1f1b"),
+        (Split(ParallelDims(pipeline=2), "pytorch-ddp", schedule="zbv"), "parallel.schedule", _ORDERED),
+        (Split(ParallelDims(pipeline=2), "fsdp", schedule="looped-bfs"), "parallel.schedule", "gpipe, 1f1b"),
         (Split(ParallelDims(context=4), "serial"), "parallel.context", "1"),
         (Split(ParallelDims(data=2, expert=2), "fsdp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),

@@ -60,6 +60,8 @@ def test_offloading_changes_nothing_on_a_cpu() -> None:
         ("activation_checkpointing", {"activation_checkpointing": "offload"}),
         ("compile", {"compile": "blocks"}),
         ("gradient_as_bucket_view", {"gradient_as_bucket_view": False}),
+        ("bucket_cap_mb", {"bucket_cap_mb": 1}),
+        ("sync_batchnorm", {"sync_batchnorm": True}),
         ("fsdp.reshard_after_forward", {"backend": "fsdp", "fsdp.reshard_after_forward": False}),
         (
             "zero.offload_parameters",
@@ -72,3 +74,12 @@ def test_settings_that_are_not_predicted_are_named(field: str, fields: dict[str,
     with pytest.raises(UserError) as raised:
         split_of(_plan(num_gpus=2, **fields))
     assert raised.value.field == field
+
+
+def test_more_stages_than_usual_are_not_predicted() -> None:
+    fields = {"backend": "pytorch-ddp", "num_gpus": 2, "batch_size": 8, "parallel.pipeline": 2}
+    looped = {**fields, "parallel.schedule": "interleaved-1f1b"}
+    assert split_of(_plan(**looped)).schedule == "interleaved-1f1b"
+    with pytest.raises(UserError) as raised:
+        split_of(_plan(**looped, **{"parallel.stages": tuple("abcdef")}))
+    assert (raised.value.field, raised.value.got) == ("parallel.stages", "6 names")

@@ -1,10 +1,9 @@
-"""The exact peak of live tensor bytes of a rank on CPU, from glibc's own counters.
+"""Measure the peak of live tensor bytes of a rank on CPU, exactly, from glibc's own counters.
 
 Every allocation of `THRESHOLD` bytes or more is made a mapping of its own, so that glibc counts exactly what
-is
-live: ``mallinfo2().hblkhd`` now, "max mmap bytes" of ``malloc_stats()`` at most since the process began. No
-part of torch takes part in the measurement. Source: malloc_stats(3), mallinfo(3) and mallopt(3) of glibc 2.33
-and later.
+is live: ``mallinfo2().hblkhd`` now, "max mmap bytes" of ``malloc_stats()`` at most since the process began.
+No part of torch takes part in the measurement. It makes allocations slower for the rest of the process, and
+is for ranks of a trial. Source: malloc_stats(3), mallinfo(3) and mallopt(3) of glibc 2.33 and later.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from distributed import Callback
-from distributed.interfaces.callback import Context
+from distributed.interfaces.callback import Callback, Context
 
-__all__ = ["MeasurePeak", "count_mappings"]
+__all__ = ["MeasurePeak", "can_measure", "count_mappings", "live_bytes", "max_bytes", "peak_of"]
 
 THRESHOLD = 16384
 """Bytes from which an allocation is a mapping of its own."""
@@ -50,19 +49,30 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-_libc = ctypes.CDLL(None)
-_libc.mallinfo2.restype = _Mallinfo2
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Mallinfo2
+    return library
+
+
+def can_measure() -> bool:
+    """Whether the C library of this process is a glibc that counts mappings."""
+    try:
+        return hasattr(_libc(), "malloc_stats")
+    except (AttributeError, OSError, TypeError):
+        return False
 
 
 def count_mappings() -> None:
     """Let glibc count allocations of this process from `THRESHOLD` bytes on, for good."""
-    if not (_libc.mallopt(_M_MMAP_THRESHOLD, THRESHOLD) and _libc.mallopt(_M_MMAP_MAX, 1 << 24)):
+    if not (_libc().mallopt(_M_MMAP_THRESHOLD, THRESHOLD) and _libc().mallopt(_M_MMAP_MAX, 1 << 24)):
         raise OSError("glibc refused the threshold of mappings")
 
 
 def live_bytes() -> int:
     """Bytes of the mappings that are live."""
-    return int(_libc.mallinfo2().hblkhd)
+    return int(_libc().mallinfo2().hblkhd)
 
 
 def max_bytes() -> int:
@@ -71,13 +81,14 @@ def max_bytes() -> int:
         before = os.dup(2)
         try:
             os.dup2(file.fileno(), 2)
-            _libc.malloc_stats()
+            _libc().malloc_stats()
         finally:
             os.dup2(before, 2)
             os.close(before)
         file.seek(0)
         found = re.search(rb"max mmap bytes\s*=\s*(\d+)", file.read())
-    assert found, "glibc's malloc_stats() has another form"
+    if not found:
+        raise OSError("malloc_stats() of this C library has another form")
     return int(found[1])
 
 
@@ -94,7 +105,8 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class MeasurePeak(Callback):
-    """Write the peak of live tensor bytes of each rank, as a number, to ``folder/rank``.
+    """Write the peak of live tensor bytes of each rank, as a number, to ``folder/rank-N``; no file where more
+    was live before the first step.
 
     What is live at the end of the run beside its known tensors (the model, the optimizer's state, the
     buckets of DDP) is the process's own: objects of Python, and buffers that libraries keep from the first
@@ -118,14 +130,21 @@ class MeasurePeak(Callback):
 
     def on_run_end(self, context: Context, status: str) -> None:
         peak, end = max_bytes(), live_bytes()
-        assert peak > self.before, "more was live before the first step than in training"
+        if peak <= self.before:
+            return  # more was live before the first step than in training, and hides its peak
         states = context.optimizer.state  # its keys are copies of shards under ZeRO
         kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
         kept.extend(states)
         known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
         known += sum(map(mapped, _buckets(context)))
         known += tensor_bytes([*_received(context), *_zero3_buffers(context)])
-        (self.folder / str(context.world.rank)).write_text(str(peak - end + known), encoding="utf-8")
+        (self.folder / f"rank-{context.world.rank}").write_text(str(peak - end + known), encoding="utf-8")
+
+
+def peak_of(folder: Path, ranks: int) -> int | None:
+    """The most that a rank wrote to `folder`, in bytes; None if one of `ranks` did not."""
+    written = [int(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*")]
+    return max(written) if len(written) == ranks else None
 
 
 def _settle_collectives() -> None:
@@ -180,7 +199,7 @@ def _received(context: Context) -> list[torch.Tensor]:
 
 def _zero3_buffers(context: Context) -> list[torch.Tensor]:
     """What ZeRO stage 3 keeps: the shares of the parameters and of their gradients, and its bucket."""
-    zero = getattr(getattr(context.backend, "engine", None), "optimizer", None)
+    zero: Any = getattr(getattr(context.backend, "engine", None), "optimizer", None)
     if not hasattr(zero, "lp_param_buffer"):
         return []
     buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
