@@ -29,6 +29,7 @@ from distributed.training.objective import Objective
 __all__ = ["collect_facts", "facts_source"]
 
 _DEFAULTS = CutOptions()
+_NO_SETTINGS: Mapping[str, Any] = {}
 
 
 def collect_facts(
@@ -39,8 +40,7 @@ def collect_facts(
     training_step: Callable[..., Any] | None = None,
     precision: str = "fp32",
     optimizer: str = "adamw",
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    optimizer_settings: Mapping[str, Any] = _NO_SETTINGS,
     block_classes: Sequence[str] = (),
     device: str = "cpu",
     cut: Cut = WHOLE,
@@ -56,8 +56,7 @@ def collect_facts(
         training_step: as the `Trainer` takes it. A copy of it is recorded.
         precision: ``fp32``, ``bf16`` or ``fp16``: autocast as in training.
         optimizer: name of the optimizer that the configuration builds.
-        momentum: of SGD.
-        weight_decay: of the optimizer.
+        optimizer_settings: arguments of torch's class of this name, such as ``momentum``.
         block_classes: class names of the blocks, as the configuration has them.
         device: of the rank.
         cut: the ranks that divide the model, which is cut as the backends of a mesh cut it.
@@ -68,11 +67,7 @@ def collect_facts(
             allocates does not grow in proportion to the samples; or the model cannot be cut so; or the loss
             or the training step cannot be copied.
     """
-    settings: dict[str, Any] = {
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "foreach": device != "cpu",
-    }
+    settings = {"foreach": device != "cpu", **optimizer_settings}
     device = _recorded_on(device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with rank_of_cut(cut, options) as part, unchanged_modules(), fake:

@@ -177,7 +177,7 @@ def facts_from_numbers(
         training_step=next_token_loss,
         precision=precision,
         optimizer=optimizer,
-        momentum=momentum,
+        optimizer_settings={"momentum": momentum} if momentum else {},
         device=device,
     )
 

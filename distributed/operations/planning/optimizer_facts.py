@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from distributed.config import DistributedConfig
 from distributed.operations.planning.memory_trace import MemoryTrace
 from distributed.operations.planning.work_trace import WorkTrace, merge
 from distributed.planner.estimates.model_facts import Kind, OptimizerFacts
 from distributed.planner.estimates.work_facts import OptimizerWork
-from distributed.training.optimizers import build_optimizer
 
-__all__ = ["optimizer_facts", "optimizer_work"]
+__all__ = ["OPTIMIZERS", "optimizer_facts", "optimizer_work"]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+"""Name in the configuration -> class."""
 
 _ROWS = 256
 _SMALL = 8
@@ -20,23 +28,16 @@ _SMALL = 8
 step."""
 
 
-def optimizer_facts(
-    name: str, *, momentum: float = 0.0, weight_decay: float = 0.0, foreach: bool = False
-) -> OptimizerFacts:
+def optimizer_facts(name: str, *, foreach: bool = False, **settings: Any) -> OptimizerFacts:
     """State and temporary memory per byte of a parameter.
 
     Args:
         name: of the optimizer, as the configuration has it.
-        momentum: of SGD.
-        weight_decay: of the optimizer. SGD and Adam add it to a copy of the gradient.
         foreach: whether parameters are updated together, as torch does by default on GPUs.
+        settings: arguments of torch's class of this name, such as ``momentum``.
     """
     model = nn.Linear(_ROWS, _ROWS, bias=False)
-    config = DistributedConfig(optimizer=name, momentum=momentum, weight_decay=weight_decay)
-    optimizer = build_optimizer(None, model, config, 1e-3)
-    for group in optimizer.param_groups:
-        if "foreach" in group:
-            group["foreach"] = foreach
+    optimizer = _build(name, model, foreach, settings)
     (parameter,) = model.parameters()
     trace = MemoryTrace([model], [parameter])
     for _ in range(2):  # state exists after the first step
@@ -57,30 +58,30 @@ def optimizer_facts(
         state=sum(nbytes for nbytes in state if nbytes >= whole // _SMALL) / whole,
         workspace=round(most / whole, 2),
         per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
-        at_once=foreach,
+        at_once=foreach and not settings.get("fused"),
     )
 
 
-def optimizer_work(
-    name: str, *, momentum: float = 0.0, weight_decay: float = 0.0, foreach: bool = False
-) -> OptimizerWork:
+def _build(name: str, model: nn.Module, foreach: bool, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    # torch refuses a fused optimizer that also has foreach.
+    return OPTIMIZERS[name](
+        model.parameters(), lr=1e-3, foreach=foreach and not settings.get("fused"), **settings
+    )
+
+
+def optimizer_work(name: str, *, foreach: bool = False, **settings: Any) -> OptimizerWork:
     """Operations of the update of one parameter, as lines in its elements.
 
     Args:
         name: of the optimizer, as the configuration has it.
-        momentum: of SGD.
-        weight_decay: of the optimizer. SGD and Adam add it to a copy of the gradient.
         foreach: whether parameters are updated together, as torch does by default on GPUs.
+        settings: arguments of torch's class of this name, such as ``momentum``.
     """
-    config = DistributedConfig(optimizer=name, momentum=momentum, weight_decay=weight_decay)
     sides = (_ROWS, 2 * _ROWS)
     counted = []
     for side in sides:
         model = nn.Linear(side, 1, bias=False)
-        optimizer = build_optimizer(None, model, config, 1e-3)
-        for group in optimizer.param_groups:
-            if "foreach" in group:
-                group["foreach"] = foreach
+        optimizer = _build(name, model, foreach, settings)
         trace = WorkTrace()
         for _ in range(2):  # state exists after the first step
             model.weight.grad = torch.zeros_like(model.weight)
@@ -89,7 +90,7 @@ def optimizer_work(
                 optimizer.step()
         counted.append(trace.take())
     (block,) = merge(counted[0], counted[1], 1, sides)
-    return OptimizerWork(block.forward, foreach)
+    return OptimizerWork(block.forward, foreach and not settings.get("fused"))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

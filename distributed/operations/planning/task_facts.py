@@ -14,6 +14,7 @@ from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.cut_model import CutOptions
+from distributed.operations.planning.optimizer_facts import OPTIMIZERS
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
@@ -22,10 +23,9 @@ from distributed.training.seeding import isolated_rng
 
 __all__ = ["SAMPLES", "TaskFacts"]
 
-_NAMES: dict[Any, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-_SETTINGS = ("momentum", "weight_decay")
-_OTHER_SETTINGS = ("amsgrad", "nesterov", "maximize", "foreach", "fused", "differentiable")
-"""Those that need other tensors, and are not recorded."""
+_NAMES: dict[Any, str] = {built: name for name, built in OPTIMIZERS.items()}
+_SETTINGS = ("momentum", "weight_decay", "amsgrad", "nesterov", "maximize", "foreach", "fused")
+"""Settings of an optimizer that change its state or its temporary memory."""
 SAMPLES = 2
 """Number of samples from which facts are read."""
 
@@ -77,7 +77,7 @@ class TaskFacts:
         if key not in self._sources:
             given = {
                 "optimizer": name,
-                **settings,
+                "optimizer_settings": settings,
                 "precision": precision,
                 "device": device,
                 "block_classes": config.block_classes,
@@ -90,7 +90,7 @@ class TaskFacts:
         """The model of the task; that of a factory is built without data."""
         return self._built(config.seed)
 
-    def optimizer(self, config: DistributedConfig) -> tuple[str, dict[str, float]]:
+    def optimizer(self, config: DistributedConfig) -> tuple[str, dict[str, Any]]:
         """Name of the optimizer of the task, and those of its settings that change its memory.
 
         Raises:
@@ -98,23 +98,22 @@ class TaskFacts:
         """
         given: Any = self._task.optimizer
         if given is None:
-            return config.optimizer, {name: getattr(config, name) for name in _SETTINGS}
+            names = ("momentum", "weight_decay") if config.optimizer == "sgd" else ("weight_decay",)
+            return config.optimizer, {name: getattr(config, name) for name in names}
         settings: Any = {}
         if isinstance(given, partial):
             given, settings = given.func, given.keywords
         if isinstance(given, torch.optim.Optimizer):
             given, settings = type(given), given.defaults
-        other = next((name for name in _OTHER_SETTINGS if settings.get(name)), None)
-        if given not in _NAMES or other is not None:
+        if given not in _NAMES or settings.get("differentiable"):
             raise UserError(
                 "the memory of this optimizer is not predicted",
                 field="optimizer",
-                got=getattr(given, "__name__", type(given).__name__) + (f" with {other}" if other else ""),
-                allowed=f"AdamW, Adam, SGD, without {', '.join(_OTHER_SETTINGS)}",
+                got=getattr(given, "__name__", type(given).__name__),
+                allowed="AdamW, Adam, SGD, without differentiable",
                 remedy="Choose one of these, or measure a run",
             )
-        default = {"weight_decay": 0.01} if given is torch.optim.AdamW else {}
-        return _NAMES[given], {n: float(settings.get(n, default.get(n, 0.0))) for n in _SETTINGS}
+        return _NAMES[given], {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
 
     def _collect(self, seed: int, given: dict[str, Any], cut: Cut) -> ModelFacts:
         task = self._task

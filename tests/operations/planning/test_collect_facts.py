@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import mse_loss
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.task import Task
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.optimizer_facts import optimizer_facts
 from distributed.operations.planning.private_copies import unchanged_modules
+from distributed.operations.planning.task_facts import TaskFacts
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.model_facts import Kind, ModelFacts, Size
 from distributed.planner.estimates.split import Split
@@ -370,9 +373,28 @@ def test_a_batch_without_samples_is_an_error() -> None:
 )
 def test_optimizers_are_measured(name: str, momentum: float, state: float, foreach: bool) -> None:
     """Two tensors of the size of the parameter, or one of momentum."""
-    facts = optimizer_facts(name, momentum=momentum, foreach=foreach)
+    settings = {"momentum": momentum} if momentum else {}
+    facts = optimizer_facts(name, foreach=foreach, **settings)
     assert facts.state == state
     assert facts.at_once == foreach
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "workspace"),
+    [({"fused": True}, 2.0, 0.0), ({"amsgrad": True}, 3.0, 2.0), ({"maximize": True}, 2.0, 3.0)],
+)
+def test_settings_of_an_optimizer_object_are_measured(
+    settings: dict[str, bool], state: float, workspace: float
+) -> None:
+    """A fused update needs no temporary memory, ``amsgrad`` has a third moment, ``maximize`` copies the
+    gradient."""
+    facts = optimizer_facts("adamw", **settings)
+    assert (facts.state, facts.workspace) == (state, workspace)
+    given = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)  # type: ignore[arg-type]
+    assert (
+        TaskFacts(Task(Tower(), optimizer=given)).optimizer(DistributedConfig())[1].items()
+        >= settings.items()
+    )
 
 
 @pytest.mark.parametrize(("name", "more"), [("adamw", 0.0), ("adam", 1.0), ("sgd", 1.0)])
