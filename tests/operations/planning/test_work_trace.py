@@ -122,7 +122,7 @@ def test_backward_belongs_to_the_block_of_its_forward() -> None:
 
 def test_adamw_by_hand() -> None:
     """Decay, first moment, second moment (two), root, division, epsilon, and the update; and a step count."""
-    work = optimizer_work("adamw")
+    work = optimizer_work("adamw", weight_decay=0.0)
     moved = sum(o.number * o.nbytes.per_sample for o in work.operations)
     assert moved == FLOAT * (2 + 3 + 2 + 4 + 2 + 2 + 2 + 4 - 2)
     assert sum(o.number for o in work.operations if o.kind != "view") == 8
