@@ -45,7 +45,8 @@ _NETWORK_SOURCE = "an assumption, 10 Gb/s Ethernet: a single node does not show 
 
 
 def default_ranks(gpus: int) -> list[int]:
-    """Numbers of ranks that are measured: powers of two up to the GPUs, or up to twice the cores and 4."""
+    """Numbers of ranks that are measured: powers of two up to the GPUs, at most 16; without GPUs up to the
+    cores, at least 4 and at most 8."""
     most = gpus or max(4, min(8, len(os.sched_getaffinity(0))))
     return [number for number in (1, 2, 4, 8, 16) if number <= most]
 
