@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from distributed.system.omp_threads import omp_threads
+
 ADDRESS = "DISTRIBUTED_FORK_SERVER"
 """Environment variable: path of the socket of the server that starts this process's ranks."""
 
@@ -144,7 +146,8 @@ def _take_environment(env: dict[str, str]) -> None:
         stream.reconfigure(line_buffering=stream.isatty(), write_through=unbuffered)  # type: ignore[union-attr]
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(omp_threads(env, cores) or cores)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # as when it is imported; Python's own generator does so at every fork

@@ -1,7 +1,7 @@
 """Configurations of which predicted and measured step times are compared on this machine.
 
-`BUILD` are those with which the form of the model was chosen. `TEST` were run once, when it was fixed: they
-have other models, sizes and divisions.
+`BUILD` are those with which the first form of the model was chosen. `TEST` have other models, sizes and
+divisions; docs/predicted-time.md names the forms that were chosen after they had been measured.
 """
 
 from __future__ import annotations

@@ -38,14 +38,16 @@ DURATION = 0.02
 _BUSY = 25.0
 """Percent of the processors in use by others from which on a note is printed."""
 
-_SPREAD = 0.25
-"""Relative half-width of the interval around predictions: see docs/predicted-time.md, "This machine"."""
+_SPREAD = 0.23
+"""Relative half-width of the interval around predictions, which holds 18 of the 20 rows of
+docs/predicted-time.md, "This machine"."""
 _NETWORK = {"link_between_nodes": 1.25e9, "latency_between_nodes": 1e-4}
 _NETWORK_SOURCE = "an assumption, 10 Gb/s Ethernet: a single node does not show its network"
 
 
 def default_ranks(gpus: int) -> list[int]:
-    """Numbers of ranks that are measured: powers of two up to the GPUs, or up to twice the cores and 4."""
+    """Numbers of ranks that are measured: powers of two up to the GPUs, at most 16; without GPUs up to the
+    cores, at least 4 and at most 8."""
     most = gpus or max(4, min(8, len(os.sched_getaffinity(0))))
     return [number for number in (1, 2, 4, 8, 16) if number <= most]
 
@@ -175,8 +177,8 @@ def _profile(found: dict[int, dict[str, Any]], name: str, gpus: int) -> dict[str
     sources = dict.fromkeys((key for key in values if key not in ("name", "summary", "device")), source)
     sources |= dict.fromkeys(_NETWORK, _NETWORK_SOURCE)
     sources["achievable"] = (
-        f"{source}: rates are what operations reach; activation_passes, spread and link_between_nodes are"
-        " those of the profile CPU"
+        f"{source}: rates are what operations reach; activation_passes and link_between_nodes are those"
+        " of the profile CPU, and spread is that of 20 runs on one machine"
     )
     if not within:
         sources["link_within_node"] = sources["latency_within_node"] = _NETWORK_SOURCE

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from distributed.launch.own_loop import cleanup_distributed, setup_distributed
 from distributed.launch.rank_process import leave, report_error, watch_parent
 from distributed.operations.planning.measure_collectives import measure_collectives, measure_overlap
+from distributed.operations.planning.measure_host import HostTimes, measure_host
 from distributed.operations.planning.measure_operations import (
     Clock,
     Curves,
     matmul_rate,
-    measure_host,
     measure_kinds,
     memory_bandwidth,
     reference_operation,
@@ -46,7 +46,8 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         fields: of the configuration, for `setup_distributed`.
 
     Returns:
-        JSON: on all ranks the same, but for the rates of this rank's own device.
+        JSON. Curves and times of the host are means over the ranks, and collectives take as long as on the
+        slowest one; what DDP and FSDP2 take, and the rates of the device, are those of this rank.
     """
     device = setup_distributed(**fields).device
     try:
@@ -54,15 +55,14 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         clock = Clock(duration, device, shared=shared, limit=_LIMIT)
         dist.barrier()
         curves = _mean_over_ranks(measure_kinds(clock))
-        forward, backward = measure_host(clock, curves)
+        host = _mean_times(measure_host(clock, curves))
         ranks: dict[str, Any] = {
             "threads": torch.get_num_threads(),
             "operations": curves,
-            "forward_seconds": forward,
-            "backward_seconds": backward,
+            **host._asdict(),
         }
         if dist.get_world_size() > 1:
-            ranks |= _together(clock, curves)
+            ranks |= _together(clock, curves, host)
         dist.barrier()
         rates = {name: matmul_rate(clock, dtype) for name, dtype in _rated(device).items()}
         return {
@@ -76,7 +76,7 @@ def measure(duration: float, fields: Mapping[str, Any]) -> dict[str, Any]:
         cleanup_distributed()
 
 
-def _together(clock: Clock, curves: Curves) -> dict[str, Any]:
+def _together(clock: Clock, curves: Curves, host: HostTimes) -> dict[str, Any]:
     """What depends on other ranks. Collective."""
     size, operation = dist.get_world_size(), reference_operation(clock)
     collectives = measure_collectives(clock.duration, clock.device, operation)
@@ -87,8 +87,21 @@ def _together(clock: Clock, curves: Curves) -> dict[str, Any]:
     return {
         "collectives": collectives,
         "overlap": measure_overlap(operation, clock.seconds(operation), clock.device),
-        **measure_waits(curves, seconds, clock.device)._asdict(),
+        **measure_waits(
+            curves,
+            seconds,
+            clock.device,
+            update_seconds=host.update_seconds,
+            slower=max(1.0, size / len(os.sched_getaffinity(0))) if clock.device == "cpu" else 1.0,
+        )._asdict(),
     }
+
+
+def _mean_times(times: HostTimes) -> HostTimes:
+    """The mean on all ranks. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, times)
+    return HostTimes(*map(fmean, zip(*found, strict=True)))
 
 
 def _mean_over_ranks(curves: Curves) -> Curves:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from distributed.planner.estimates.hardware import HardwareProfile
+from distributed.system.omp_threads import omp_threads
 from distributed.system.output import print_line
 
 __all__ = ["announce_difference", "difference_to_machine"]
@@ -26,7 +27,7 @@ def difference_to_machine(
         return None
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if threads is None:
-        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // num_ranks))
+        threads = omp_threads(os.environ, cores) or max(1, cores // num_ranks)
     start = f"the profile {profile.name} was measured"
     if node.cores != cores:
         return f"{start} on {node.cores} cores, and there are {cores} here"

@@ -1,15 +1,18 @@
 """Measure how long operations of each kind take on a device, by their size.
 
 Sizes are what `WorkTrace` counts for the same calls, so that a prediction reads a curve at the sizes at which
-it was measured.
+it was measured. On CPUs, operations of all kinds that move about as many bytes take turns, as in a step of
+a model: the same operation in a loop finds its tensors in the caches and the other threads of the process
+awake. `measure_host` measures what steps take beyond these operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import cycle
-from statistics import median
-from time import perf_counter
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from statistics import fmean, median
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -17,17 +20,14 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, gelu, layer_norm, max_pool2d, scaled_dot_product_attention
 
 from distributed.operations.planning.work_trace import RawOperation, WorkTrace
-from distributed.planner.estimates.measured_node import seconds_of
 from distributed.planner.estimates.work_facts import MATRIX_KINDS, THIN
 
 __all__ = [
     "Clock",
     "Curves",
     "matmul_rate",
-    "measure_host",
     "measure_kinds",
     "memory_bandwidth",
-    "network",
     "reference_operation",
     "rising",
     "size_of",
@@ -47,16 +47,21 @@ _IMAGES = ((32, 4), (32, 8), (32, 16), (64, 16), (128, 16), (128, 32))
 _NARROW_IMAGES = ((8, 8), (16, 16), (16, 32), (16, 64), (16, 128))
 _SEQUENCES = ((1, 32), (4, 64), (8, 128), (16, 256), (8, 1024))
 """(heads of 64 elements, tokens)."""
-_ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**23)
+_ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**22, 2**23)
+_SCALES = (2**16, 2**20, 2**24)
+"""Bytes between operations that do not take turns: tensors of a model are of about the same size, and so are
+those in the caches when an operation begins."""
 _WIDTH = 256
 """Elements of a row that is normalized or gathered."""
 _UPDATED = (2**8, 2**13, 2**16, 2**18, 2**20)
 """Elements of a parameter that is updated."""
-_UPDATE_ELEMENTS = 2**21
+_UPDATE_ELEMENTS = 2**22
 """Elements of all parameters that are updated one after another, each with a gradient and two moments."""
-_WEIGHT_BYTES = 2**25
-"""Bytes of the weights among which matrix products take turns."""
+_MOST_UPDATED = 256
+"""Parameters that are updated one after another."""
 _REPEATS = 3
+_ROUNDS = 40
+"""Calls of each operation that takes turns with others, unless they take longer than they should."""
 
 
 class Clock:
@@ -84,28 +89,67 @@ class Clock:
         length = max(1, int(self.duration / _REPEATS / once))
         return median(self._block(call, length) for _ in range(_REPEATS))
 
+    def in_turns(self, calls: Sequence[Call]) -> list[float]:
+        """Seconds of each call while the calls take turns, in an order that changes: the median.
+
+        The host of a GPU runs ahead of it, so that there each call is timed by itself. Where processors are
+        shared, the median is that of the time on a processor, by the share of them that the process got.
+        """
+        if self.device != "cpu":
+            return [self.seconds(call) for call in calls]
+        for call in calls:
+            call()
+        clock = process_time if self._shared else perf_counter
+        found: list[list[float]] = [[] for _ in calls]
+        order, random = list(range(len(calls))), Random(0)
+        begun, own = perf_counter(), process_time()
+        for _ in range(_ROUNDS):
+            random.shuffle(order)
+            for index in order:
+                times = found[index]
+                if times and (perf_counter() > self._deadline or _enough(times, self.duration)):
+                    continue
+                start = clock()
+                calls[index]()
+                times.append(clock() - start)
+        slower = (perf_counter() - begun) / (process_time() - own) if self._shared else 1.0
+        return [max(1e-7, median(times) * slower) for times in found]
+
     def _block(self, call: Call, length: int) -> float:
-        self._wait()
+        self.wait()
         start = perf_counter()
         for _ in range(length):
             call()
-        self._wait()
+        self.wait()
         return (perf_counter() - start) / length
 
-    def _wait(self) -> None:
+    def typical(self, seconds: list[float]) -> float:
+        """The median, or the mean where the device is shared."""
+        return fmean(seconds) if self._shared else median(seconds)
+
+    def wait(self) -> None:
+        """Wait until the device has computed what was called."""
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
 
 
+def _enough(times: list[float], duration: float) -> bool:
+    return len(times) >= _REPEATS and sum(times) >= duration
+
+
 def measure_kinds(clock: Clock) -> Curves:
     """The curve of each kind, and of ``update``: AdamW on one parameter, by the bytes of its operations."""
-    curves: Curves = {}
-    for kind, calls in _calls(clock.device).items():
-        points = []
-        for call in calls():
+    scales: list[list[tuple[RawOperation, Call]]] = [[] for _ in range(len(_SCALES) + 1)]
+    for kind, given in _calls(clock.device).items():
+        for call in given():
             (operation,) = _of_kind(kind, call)
-            points.append((size_of(operation), clock.seconds(call)))
-        curves[kind] = rising(points)
+            scales[bisect_right(_SCALES, operation.nbytes)].append((operation, call))
+    points: dict[str, list[tuple[float, float]]] = {}
+    for alike in scales:
+        seconds = clock.in_turns([call for _, call in alike])
+        for (operation, _), each in zip(alike, seconds, strict=True):
+            points.setdefault(operation.kind, []).append((size_of(operation), each))
+    curves = {kind: rising(found) for kind, found in points.items()}
     curves["update"] = rising([_update(clock, number) for number in _UPDATED])
     return curves
 
@@ -128,7 +172,7 @@ def _update(clock: Clock, number: int) -> tuple[float, float]:
     """(bytes, seconds) of the update of a parameter of `number` elements, of many: none is in the caches."""
     parameters = [
         nn.Parameter(torch.zeros(number, device=clock.device))
-        for _ in range(max(4, _UPDATE_ELEMENTS // number))
+        for _ in range(max(4, min(_MOST_UPDATED, _UPDATE_ELEMENTS // number)))
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -170,11 +214,9 @@ def _calls(device: str) -> dict[str, Callable[[], Iterator[Call]]]:
 
 
 def _matmul(side: int, dtype: torch.dtype, device: str, rows: int | None = None) -> Call:
-    # A model has other weights in each layer, which are not in the caches nearest to the processor.
-    number = max(1, min(16, _WEIGHT_BYTES // (side * side * dtype.itemsize)))
     values = torch.randn(rows or side, side, device=device).to(dtype)
-    weights = cycle([torch.randn(side, side, device=device).to(dtype) for _ in range(number)])
-    return lambda: torch.mm(values, next(weights).t())
+    weight = torch.randn(side, side, device=device).to(dtype)
+    return lambda: torch.mm(values, weight.t())
 
 
 def _convolution(channels: int, side: int, device: str) -> Call:
@@ -250,64 +292,6 @@ def memory_bandwidth(clock: Clock) -> float:
     source = torch.randn(2**24, device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
-
-
-def measure_host(clock: Clock, curves: Curves) -> tuple[float, float]:
-    """Seconds of the host for an operation of forward and of backward, beyond the curves.
-
-    Modules, the graph of autograd and Python take time that a call in a loop does not show. It is that of a
-    network with small tensors, less the sum of its operations, over their number.
-    """
-    small = _Pass(clock, network(16, 64), torch.randn(1, 16, 64, device=clock.device))
-    forward, backward = (
-        max(0.0, (small.seconds[i] - small.known(curves, i)) / small.count(i)) for i in (0, 1)
-    )
-    return forward, backward
-
-
-class _Pass:
-    """Forward and backward of a network: measured seconds, and counted operations."""
-
-    def __init__(self, clock: Clock, network: nn.Module, values: Tensor) -> None:
-        network = network.to(clock.device)
-        trace = WorkTrace()
-        with trace:
-            network(values).sum().backward()
-        self._operations = trace.take()
-
-        def both() -> None:
-            network(values).sum().backward()
-
-        forward = clock.seconds(lambda: network(values))
-        self.seconds = forward, max(0.0, clock.seconds(both) - forward)
-
-    def _of(self, backward: int) -> list[RawOperation]:
-        return [o for o in self._operations if o.backward == bool(backward) and o.kind != "view"]
-
-    def count(self, backward: int) -> int:
-        return len(self._of(backward))
-
-    def known(self, curves: Curves, backward: int) -> float:
-        return sum(seconds_of(curves[o.kind], size_of(o)) for o in self._of(backward))
-
-
-class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mix, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.mix(self.norms[0](x)).unflatten(-1, (4, -1)).transpose(1, 2).chunk(3, -1)
-        x = x + self.output(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
-        found: Tensor = x + self.down(gelu(self.up(self.norms[1](x))))
-        return found
-
-
-def network(layers: int, width: int) -> nn.Sequential:
-    """Layers of a transformer, of values (samples, tokens, width)."""
-    return nn.Sequential(*(_Layer(width) for _ in range(layers)))
 
 
 def reference_operation(clock: Clock) -> Call:

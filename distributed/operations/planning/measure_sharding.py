@@ -1,9 +1,10 @@
-"""Measure what ranks wait for beyond collectives: each other, and the bookkeeping of FSDP2 on the host."""
+"""Measure what ranks wait for beyond collectives: each other, and the bookkeeping of DDP and FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean, median
+from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.operations.planning.measure_collectives import timed
-from distributed.operations.planning.measure_operations import Curves, network
+from distributed.operations.planning.measure_host import network
+from distributed.operations.planning.measure_operations import Curves
 from distributed.planner.estimates.measured_node import seconds_of
 
 __all__ = ["Waits", "measure_waits"]
 
 _LAYERS, _WIDTH = 6, 256
+_SMALL = 8, 32
+"""Layers and width of a network whose parameters fit into the smallest bucket."""
 _REPEATS = 5
+_SMALL_REPEATS = 20
 
 
 class Waits(NamedTuple):
@@ -25,22 +30,33 @@ class Waits(NamedTuple):
 
     Attributes:
         skew: by how much the slowest rank is behind the mean one, as a share of the computation.
+        replica_seconds: for each parameter of DDP, of the host.
         unit_seconds: for each gather and each reduction of a unit of FSDP2, beyond the collective and copies.
-        sharded_update_seconds: for the update of each sharded parameter, beyond its curve.
+        sharded_update_seconds: for the update of each sharded parameter, beyond that of a whole one.
     """
 
     skew: float
+    replica_seconds: float
     unit_seconds: float
     sharded_update_seconds: float
 
 
-def measure_waits(curves: Curves, collective: Callable[[str, float], float], device: str) -> Waits:
-    """Train a small network on all ranks, whole and sharded. Collective.
+def measure_waits(
+    curves: Curves,
+    collective: Callable[[str, float], float],
+    device: str,
+    *,
+    update_seconds: float = 0.0,
+    slower: float = 1.0,
+) -> Waits:
+    """Train small networks on all ranks: whole, as replicas of DDP, and sharded. Collective.
 
     Args:
         curves: kind -> (size, seconds).
         collective: (operation, bytes) -> seconds, among all ranks.
         device: of this rank.
+        update_seconds: of the host for the update of each parameter.
+        slower: ranks that share a processor.
     """
     torch.manual_seed(0)
     model = network(_LAYERS, _WIDTH).to(device)
@@ -52,7 +68,32 @@ def measure_waits(curves: Curves, collective: Callable[[str, float], float], dev
     expected = computed + _LAYERS * (exchanged + copied)
     measured, updated, rest = _sharded(model, values, device, curves)
     each = max(0.0, measured - expected) / (3 * _LAYERS)
-    return Waits(skew, each, max(0.0, updated - rest) / sum(1 for _ in model.parameters()))
+    number = sum(1 for _ in model.parameters())
+    shards = max(0.0, (updated - rest) / number - update_seconds)
+    return Waits(skew, slower * _replica(device), each, shards)
+
+
+def _replica(device: str) -> float:
+    """Seconds of this thread for each parameter of DDP: its hooks, and copies of gradients into buckets. What
+    a collective takes meanwhile is no time of this thread."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = network(*_SMALL).to(device)
+    values = torch.randn(1, 16, _SMALL[1], device=device)
+    alone = _thread_seconds(model, values)
+    together = _thread_seconds(DistributedDataParallel(model), values)
+    return max(0.0, together - alone) / sum(1 for _ in model.parameters())
+
+
+def _thread_seconds(model: nn.Module, values: Tensor) -> float:
+    """Median seconds of this thread in a pass."""
+    found = []
+    for _ in range(_SMALL_REPEATS):
+        model.zero_grad()
+        start = thread_time()
+        model(values).sum().backward()
+        found.append(thread_time() - start)
+    return median(found[_SMALL_REPEATS // 4 :])
 
 
 def _plain(model: nn.Module, values: Tensor, device: str) -> tuple[float, float]:

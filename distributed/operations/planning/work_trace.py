@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from distributed.errors import UserError
 from distributed.planner.estimates.size import Size
-from distributed.planner.estimates.work_facts import NARROW, THIN, BlockWork, Operations
+from distributed.planner.estimates.work_facts import NARROW, BlockWork, Operations, matmul_kind
 
 __all__ = ["RawOperation", "WorkTrace", "merge"]
 
@@ -66,6 +66,7 @@ class RawOperation(NamedTuple):
         kind: of `distributed.planner.estimates.work_facts.KINDS`.
         flops: floating-point operations.
         nbytes: bytes read and written.
+        sides: of the factors of a matrix product.
     """
 
     block: int
@@ -73,6 +74,7 @@ class RawOperation(NamedTuple):
     kind: str
     flops: int
     nbytes: int
+    sides: tuple[int, ...] = ()
 
 
 class WorkTrace(TorchDispatchMode):
@@ -161,20 +163,24 @@ def merge(
         )
     groups: list[tuple[Counter[Any], Counter[Any]]] = [(Counter(), Counter()) for _ in range(num_blocks)]
     for one, other in zip(small, large, strict=True):
-        flops, nbytes = (
-            Size.through(one.flops, other.flops, samples),
-            Size.through(one.nbytes, other.nbytes, samples),
+        flops, nbytes, *sides = (
+            Size.through(a, b, samples)
+            for a, b in zip((*one[3:5], *one.sides), (*other[3:5], *other.sides), strict=True)
         )
-        groups[one.block][one.backward][one.kind, flops, nbytes] += 1
+        kind = "matmul" if sides else one.kind  # whether it is thin depends on the samples
+        groups[one.block][one.backward][kind, flops, nbytes, tuple(sides)] += 1
     return tuple(BlockWork(_grouped(forward), _grouped(backward)) for forward, backward in groups)
 
 
 def _grouped(counter: Counter[Any]) -> tuple[Operations, ...]:
-    return tuple(Operations(kind, count, flops, nbytes) for (kind, flops, nbytes), count in counter.items())
+    return tuple(
+        Operations(kind, count, flops, nbytes, sides)
+        for (kind, flops, nbytes, sides), count in counter.items()
+    )
 
 
-def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int]:
-    """(kind, floating-point operations, bytes) of one call."""
+def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int, tuple[int, ...]]:
+    """(kind, floating-point operations, bytes, sides) of one call."""
     packet = func._overloadpacket
     name = packet.__name__
     outputs = _tensors(result)
@@ -183,7 +189,7 @@ def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, in
     if name.startswith("_foreach_") and not outputs:
         outputs = _tensors(args[0])
     if name in _EMPTY or func.is_view or not outputs or func.namespace in _EXCHANGES:
-        return "view", 0, 0
+        return "view", 0, 0, ()
     inputs = _tensors((args, kwargs))
     moved = sum(map(_bytes, outputs))
     if name in _ROWS_ONLY:
@@ -196,13 +202,17 @@ def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, in
     direction = "-backward" if "backward" in name else ""
     if "attention" in name:
         causal = "causal-" if any(a is True for a in (*args, kwargs.get("is_causal"))) else ""
-        return f"{causal}attention{direction}", _attention_flops(packet, args, kwargs, result), moved
+        return f"{causal}attention{direction}", _attention_flops(packet, args, kwargs, result), moved, ()
     if packet in flop_registry:
-        kind = _convolution(inputs, direction) if "conv" in name else _matmul(inputs)
-        return kind, int(flop_registry[packet](*args, **kwargs, out_val=result)), moved
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        if "conv" in name:
+            return _convolution(inputs, direction), flops, moved, ()
+        # The factors of a matrix product are its last two tensors.
+        sides = (*inputs[-2].shape[-2:], *inputs[-1].shape[-2:])
+        return matmul_kind(sides), flops, moved, sides
     if _shares_storage(inputs, outputs) and not func._schema.is_mutable:
-        return "view", 0, 0
-    return _kind_of(name), 0, moved
+        return "view", 0, 0, ()
+    return _kind_of(name), 0, moved, ()
 
 
 def _kind_of(name: str) -> str:
@@ -221,12 +231,6 @@ def _convolution(inputs: list[Tensor], direction: str) -> str:
     """Kind of a convolution; its weight is its second tensor, and the third of its backward."""
     weight = inputs[2 if direction else 1]
     return ("narrow-" if weight.shape[1] < NARROW else "") + f"convolution{direction}"
-
-
-def _matmul(inputs: list[Tensor]) -> str:
-    """Kind of a matrix product; its factors are its last two tensors."""
-    sides = [*inputs[-2].shape[-2:], *inputs[-1].shape[-2:]]
-    return "thin-matmul" if min(sides) * THIN <= max(sides) else "matmul"
 
 
 def _attention_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -17,11 +17,12 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import link_of
-from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
+from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts, Size
 from distributed.planner.estimates.rates import Rates, rates_of
 from distributed.planner.estimates.replicated_layout import BUCKET
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.time import TimeParts
+from distributed.planner.estimates.work_facts import Operations
 from distributed.planner.pipeline import MEASURABLE, ZERO_BUBBLE
 
 __all__ = ["FactsTimer"]
@@ -161,6 +162,7 @@ class _Step:
         exchanges = sum(each.exchanges for each in self.passes) / ranks
         adding = (count - 1) * max(map(self._accumulation, self.stages))
         bubble, sends = self._pipeline()
+        bubble = self.rates.idle(bubble, count * compute + adding)
         exposed = count * exchanges + sends + max(map(self._beside, range(ranks)))
         exposed += self._updates()
         if split.dims.world_size > 1:
@@ -205,7 +207,9 @@ class _Step:
 
     def _accumulation(self, facts: ModelFacts) -> float:
         """Adding the gradients of a micro-batch to those of the ones before."""
-        return sum(self.rates.copy(3 * p.nbytes) for p in facts.parameters if p.trained)
+        each = (Size(3 * p.nbytes) for p in facts.parameters if p.trained)
+        added = [Operations("elementwise", 1, Size(0), nbytes) for nbytes in each]
+        return self.rates.compute(added, 1, backward=True)
 
     # -- pipeline -----------------------------------------------------------------------
 
@@ -327,10 +331,12 @@ class _Step:
         return self._bucket("all-reduce", axes, min(nbytes, nbytes % BUCKET or BUCKET))
 
     def _copies(self, facts: ModelFacts) -> float:
-        """Copies of gradients into buckets, and of shards into and out of what is gathered."""
+        """Copies of gradients into buckets, with the hooks that make them, and of shards into and out of what
+        is gathered."""
         split, dims, copy = self.split, self.split.dims, self.rates.copy
         if dims.shard == 1 and not split.zero_stage:
-            return 2.0 * sum(copy(2 * p.nbytes) for p in facts.parameters if p.trained)
+            trained = [p for p in facts.parameters if p.trained]
+            return 2.0 * sum(copy(2 * p.nbytes) for p in trained) + self.rates.replicas(len(trained))
         units = self._units(facts)
         gathers = sum((2 if block else 1) * copy(2 * nbytes) for block, nbytes in units.items())
         gathers *= split.num_micro_batches if dims.shard > 1 or split.zero_stage > 2 else 0

@@ -65,21 +65,25 @@ class MeasuredRanks(_Section):
             floating-point operations (`MATRIX_KINDS`) or bytes, in float32.
         forward_seconds: seconds of the host for each operation of forward, beyond the curves.
         backward_seconds: the same of backward.
+        update_seconds: seconds of the host for the update of each parameter, beyond its curve.
         collectives: operation -> number of ranks of a group -> time by bytes. All groups of this size
             communicate at the same time.
         overlap: share of a collective's time that computation beside it hides.
         skew: by how much the slowest rank is behind the mean one, as a share of the computation.
+        replica_seconds: seconds of the host for each parameter whose gradients DDP reduces.
         unit_seconds: seconds for each gather and each reduction of a unit of FSDP2, beyond the collective.
-        sharded_update_seconds: seconds for the update of each sharded parameter, beyond its curve.
+        sharded_update_seconds: seconds for the update of each sharded parameter, beyond that of a whole one.
     """
 
     threads: int = Field(ge=1)
     operations: Annotated[Mapping[str, Curve], AfterValidator(_check_kinds)]
     forward_seconds: Seconds
     backward_seconds: Seconds
+    update_seconds: Seconds = 0.0
     collectives: Mapping[str, Mapping[int, Curve]] = {}
     overlap: float = Field(default=0.0, ge=0, le=1)
     skew: Seconds = 0.0
+    replica_seconds: Seconds = 0.0
     unit_seconds: Seconds = 0.0
     sharded_update_seconds: Seconds = 0.0
 

@@ -41,11 +41,17 @@ class Rates(Protocol):
     def gathered(self, communication: float, number: int, beside: float) -> float:
         """The same of `number` gathers and reductions of units of FSDP2."""
 
+    def replicas(self, number: int) -> float:
+        """Seconds of the host in backward for `number` parameters whose gradients DDP reduces."""
+
     def update(self, nbytes: float, *, sharded: bool) -> float:
         """Seconds of the update of a parameter whose operations move `nbytes` bytes."""
 
     def waiting(self, compute: float) -> float:
         """Seconds that ranks wait for the slowest one after `compute` seconds of computation."""
+
+    def idle(self, bubble: float, compute: float) -> float:
+        """Seconds by which a step is longer than its computation where ranks wait for `bubble` seconds."""
 
 
 class DatasheetRates:
@@ -92,6 +98,10 @@ class DatasheetRates:
         """As `exposed`."""
         return self.exposed(communication, beside)
 
+    def replicas(self, number: int) -> float:
+        """Nothing: the host runs ahead of the device."""
+        return 0.0
+
     def update(self, nbytes: float, *, sharded: bool) -> float:
         """Seconds by the bandwidth of memory."""
         return nbytes / self._bandwidth
@@ -99,6 +109,10 @@ class DatasheetRates:
     def waiting(self, compute: float) -> float:
         """Nothing: times are of the mean device."""
         return 0.0
+
+    def idle(self, bubble: float, compute: float) -> float:
+        """All of them: each rank has a device."""
+        return bubble
 
 
 class MeasuredRates:
@@ -114,6 +128,7 @@ class MeasuredRates:
         assert profile.measured is not None
         self._ranks, self._slower = profile.measured.of(num_ranks)
         self._asynchronous = profile.measured.asynchronous
+        self._sharing = 1.0 if self._asynchronous else max(1.0, num_ranks / profile.measured.cores)
         self._faster = profile.flops(precision) / profile.flops("fp32")
 
     def compute(self, work: Iterable[Operations], num_samples: int, *, backward: bool = False) -> float:
@@ -126,7 +141,8 @@ class MeasuredRates:
                 continue
             matrix = operation.kind in MATRIX_KINDS
             size = _computed(operation, num_samples) if matrix else operation.nbytes.at(num_samples)
-            seconds = seconds_of(ranks.operations[CAUSAL.get(operation.kind, operation.kind)], size)
+            kind = operation.kind_at(num_samples)
+            seconds = seconds_of(ranks.operations[CAUSAL.get(kind, kind)], size)
             device += operation.number * seconds / (self._faster if matrix else 1.0)
             host += operation.number * each
         return self._slower * (hypot(device, host) if self._asynchronous else device + host)
@@ -156,14 +172,24 @@ class MeasuredRates:
             return self.exposed(communication, beside) + waits
         return communication + waits
 
+    def replicas(self, number: int) -> float:
+        """On CPUs a measured time for each; on GPUs nothing, as the host runs ahead."""
+        return 0.0 if self._asynchronous else self._slower * number * self._ranks.replica_seconds
+
     def update(self, nbytes: float, *, sharded: bool) -> float:
-        """Seconds by the curve of updates."""
-        seconds = seconds_of(self._ranks.operations["update"], max(1.0, nbytes))
-        return self._slower * (seconds + (self._ranks.sharded_update_seconds if sharded else 0.0))
+        """Seconds by the curve of updates, and those of the host."""
+        ranks = self._ranks
+        seconds = seconds_of(ranks.operations["update"], max(1.0, nbytes)) + ranks.update_seconds
+        return self._slower * (seconds + (ranks.sharded_update_seconds if sharded else 0.0))
 
     def waiting(self, compute: float) -> float:
         """A measured share."""
         return self._ranks.skew * compute
+
+    def idle(self, bubble: float, compute: float) -> float:
+        """While one of several ranks that share a processor waits, the others compute faster: a step takes as
+        long as the computation, or as the longest path with a processor for each rank."""
+        return max(0.0, (compute + bubble) / self._sharing - compute)
 
 
 def rates_of(profile: HardwareProfile, precision: str, world_size: int, engine: Engine = OURS) -> Rates:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "Operations",
     "OptimizerWork",
     "WorkFacts",
+    "matmul_kind",
 ]
 
 MATRIX_KINDS = (
@@ -68,6 +69,11 @@ MEASURED_KINDS = (*(kind for kind in KINDS if kind not in CAUSAL and kind != "vi
 operations."""
 
 
+def matmul_kind(sides: Sequence[float]) -> str:
+    """The kind of a matrix product whose factors have these `sides`."""
+    return "thin-matmul" if min(sides) * THIN <= max(sides) else "matmul"
+
+
 class Operations(NamedTuple):
     """Equal operations of one kind.
 
@@ -76,12 +82,18 @@ class Operations(NamedTuple):
         number: how many there are.
         flops: floating-point operations of each; 0 for kinds other than `MATRIX_KINDS`.
         nbytes: bytes that each reads and writes.
+        sides: of the factors of a matrix product, by which it is thin or not for a number of samples.
     """
 
     kind: str
     number: int
     flops: Size
     nbytes: Size
+    sides: tuple[Size, ...] = ()
+
+    def kind_at(self, num_samples: int) -> str:
+        """The kind for a micro-batch of `num_samples` samples."""
+        return matmul_kind([side.at(num_samples) for side in self.sides]) if self.sides else self.kind
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,21 @@ def traced(call: Callable[[], object]) -> list[RawOperation]:
     return [operation for operation in trace.take() if operation.kind != "view"]
 
 
+def sides(*lengths: int | None) -> tuple[Size, ...]:
+    """Sides of factors; None is the number of samples."""
+    return tuple(Size(0, 1) if length is None else Size(length) for length in lengths)
+
+
+def test_whether_a_product_is_thin_depends_on_the_samples() -> None:
+    """A factor of (n, 1024) is thin for up to 64 samples, whatever the number at which it was recorded."""
+    model = nn.Linear(1024, 1024, bias=False)
+    facts = collect_facts(
+        model, (torch.zeros(2, 1024),), training_step=lambda model, batch: model(batch[0]).mean()
+    )
+    (product,) = (o for o in facts.work.blocks[0].forward if o.sides)
+    assert [product.kind_at(number) for number in (1, 64, 65, 512)] == ["thin-matmul"] * 2 + ["matmul"] * 2
+
+
 def test_a_perceptron_by_hand() -> None:
     """8 -> 16 -> 4, without biases: products of (n, 8) and (8, 16), and so on; backward needs no gradient of
     the input, and the gradient of a sum is copied from one number."""
@@ -38,8 +53,12 @@ def test_a_perceptron_by_hand() -> None:
     first, second = 2 * 8 * 16, 2 * 16 * 4
     products = [o for o in work.forward if "matmul" in o.kind]
     assert products == [
-        Operations("matmul", 1, Size(0, first), Size(8 * 16 * FLOAT, (8 + 16) * FLOAT)),
-        Operations("matmul", 1, Size(0, second), Size(16 * 4 * FLOAT, (16 + 4) * FLOAT)),
+        Operations(
+            "matmul", 1, Size(0, first), Size(8 * 16 * FLOAT, (8 + 16) * FLOAT), sides(None, 8, 8, 16)
+        ),
+        Operations(
+            "matmul", 1, Size(0, second), Size(16 * 4 * FLOAT, (16 + 4) * FLOAT), sides(None, 16, 16, 4)
+        ),
     ]
     assert Operations("elementwise", 1, Size(0), Size(0, 2 * 16 * FLOAT)) in work.forward
     # The mean reads all outputs, and writes one number.
@@ -58,7 +77,7 @@ def test_a_convolution_by_hand(channels: int, prefix: str) -> None:
     forward, *_, back = traced(lambda: layer(images).backward(torch.zeros(2, 8, 6, 6)))
     flops = 2 * 2 * 8 * 6 * 6 * channels * 9
     moved = FLOAT * (2 * channels * 36 + 2 * 8 * 36 + 8 * channels * 9)
-    assert forward == (0, False, f"{prefix}convolution", flops, moved)
+    assert forward == (0, False, f"{prefix}convolution", flops, moved, ())
     assert back[2:4] == (f"{prefix}convolution-backward", 2 * flops)
 
 

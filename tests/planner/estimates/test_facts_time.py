@@ -139,6 +139,10 @@ def test_a_wrong_form_is_noticed(
     if name == "_last_bucket":  # all hidden but the last bucket
         assert timer.parts(split("pytorch-ddp", data=2)).exposed_communication < (800 + 3_200) * NANO
         return
+    if name == "_copies ":
+        timer = FactsTimer(source, linear_profile(replica_seconds=1.0))
+        assert timer.parts(split("pytorch-ddp", data=2)).exposed_communication < 2.0
+        return
     for given, compute, exposed, optimizer in BY_HAND:
         parts = FactsTimer(source, LINEAR).parts(given)
         found = (parts.compute, parts.exposed_communication, parts.optimizer)
@@ -161,6 +165,19 @@ def test_the_host_takes_time_for_each_operation() -> None:
     assert parts.compute == pytest.approx(18_000 * NANO + 2 * 1e-3 + 4 * 2e-3)
 
 
+def test_the_host_takes_time_for_each_parameter() -> None:
+    """To add the gradients of the second micro-batch, to reduce them, and to update the weights."""
+    profile = linear_profile(backward_seconds=1e-3, replica_seconds=1.0, update_seconds=10.0)
+    given = split("pytorch-ddp", data=2, num_micro_batches=2)
+    plain, parts = (FactsTimer(chain(), each).parts(given) for each in (LINEAR, profile))
+    products, added = 2 * 4, 2
+    assert parts.compute - plain.compute == pytest.approx((products + added) * 1e-3)
+    assert parts.exposed_communication - plain.exposed_communication == pytest.approx(2 * 1.0)
+    assert parts.optimizer - plain.optimizer == pytest.approx(2 * 10.0)
+    alone = FactsTimer(chain(), profile).parts(split())
+    assert alone.exposed_communication == 0.0
+
+
 def test_ranks_wait_for_the_slowest_and_for_each_unit() -> None:
     profile = linear_profile(skew=0.5, unit_seconds=1.0, sharded_update_seconds=10.0)
     plain = FactsTimer(chain(), LINEAR).parts(split("fsdp", shard=2))
@@ -169,6 +186,20 @@ def test_ranks_wait_for_the_slowest_and_for_each_unit() -> None:
     assert waits == pytest.approx(0.5 * 18_000 * NANO + 2 * 3)
     assert parts.optimizer - plain.optimizer == pytest.approx(2 * 10.0)
     assert FactsTimer(chain(), profile).parts(split()) == FactsTimer(chain(), LINEAR).parts(split())
+
+
+@pytest.mark.parametrize(("cores", "sharing"), [(8, 1.0), (4, 2.0), (6, 8 / 6)])
+def test_ranks_that_share_a_processor_compute_while_others_wait(cores: int, sharing: float) -> None:
+    """A step is as long as all computation on the cores, or as its longest path on cores of its own."""
+    node = LINEAR.measured
+    assert node is not None
+    shared = LINEAR.model_copy(update={"measured": node.model_copy(update={"cores": cores})})
+    given = split("pytorch-ddp", data=4, pipeline=2, num_micro_batches=2)
+    alone, parts = (FactsTimer(source, profile).parts(given) for profile in (LINEAR, shared))
+    assert alone.bubble > 0.0
+    assert parts.compute == alone.compute
+    path = (alone.compute + alone.bubble) / sharing
+    assert parts.compute + parts.bubble == pytest.approx(max(alone.compute, path))
 
 
 def test_a_datasheet_by_hand() -> None:

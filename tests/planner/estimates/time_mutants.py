@@ -12,6 +12,7 @@ __all__ = ["MUTANTS"]
 
 _pass, _gathers, _accumulation = _Step._pass, _Step._gathers, _Step._accumulation
 _update, _last_bucket, _exchanges = _Step._update, _Step._last_bucket, _Step._exchanges
+_copies = _Step._copies
 
 
 def no_recomputation(self: Any, facts: Any) -> Any:
@@ -48,6 +49,16 @@ def hides_the_last_bucket(self: Any, facts: Any) -> float:
     return 0.0
 
 
+def copies_into_buckets_only(self: Any, facts: Any) -> float:
+    """Reduced gradients stay in their buckets."""
+    return _copies(self, facts) / 2
+
+
+def hooks_take_no_time(self: Any, facts: Any) -> float:
+    """DDP copies gradients in no more time than the copies take."""
+    return _copies(self, facts) - self.rates.replicas(sum(p.trained for p in facts.parameters))
+
+
 def exchanges_in_one_direction(self: Any, facts: Any) -> float:
     """Ranks that share the model exchange activations, and no gradients of them."""
     return _exchanges(self, facts) / 2
@@ -65,6 +76,8 @@ MUTANTS: dict[str, Callable[..., Any]] = {
     "_accumulation": adds_nothing,
     "_update": updates_everything,
     "_last_bucket": hides_the_last_bucket,
+    "_copies": copies_into_buckets_only,
+    "_copies ": hooks_take_no_time,
     "_exchanges": exchanges_in_one_direction,
     "_updates": no_weights_are_gathered,
 }
