@@ -253,7 +253,8 @@ def _write(plans: Plans, args: argparse.Namespace) -> None:
     lines, index = list[str](), positive_int(args.number, "--number") - 1
     if args.output is not None:
         plans.save(args.output, index)
-        script = f" --script {args.script}" if args.script else ""
+        script = args.script or ("FILE" if _numbers(args) else None)
+        script = f" --script {script}" if script else ""
         lines += [f"plan {index + 1}: {args.output}; train with it:"]
         several = plans.fields(index).get("num_nodes", 1)
         rest = " --node-rank N --rdzv-endpoint HOST:PORT" if several and several > 1 else ""

@@ -29,16 +29,22 @@ __all__ = ["DECODERS", "compared"]
 DECODERS = {
     "narrow": {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "vocabulary": 32000},
     "grouped": {"layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 4, "ffn": 3584, "vocabulary": 8192},
+    "wide": {"layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 3584, "vocabulary": 2048},
     "deep": {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocabulary": 4096},
 }
-_SEQUENCE, _BATCH = 512, 16
-_AXES = {"grouped": ("data", "shard", "tensor"), "deep": ("data", "shard", "pipeline")}
+_SEQUENCES, _BATCH = {"wide": 64}, 16
+_AXES = {
+    "wide": ("data", "shard", "pipeline"),
+    "grouped": ("data", "shard", "tensor"),
+    "deep": ("data", "shard", "pipeline"),
+}
 
 
 def compared(name: str, precision: str, axes: Sequence[str] = ()) -> Iterator[tuple[Split, float]]:
     """(split, difference of the memory from numbers relative to that from facts) for every plan."""
-    sizes: dict[str, Any] = {**DECODERS[name], "sequence": _SEQUENCE}
-    rows = _BATCH, _SEQUENCE
+    sequence = _SEQUENCES.get(name, 512)
+    sizes: dict[str, Any] = {**DECODERS[name], "sequence": sequence}
+    rows = _BATCH, sequence
     data = torch.utils.data.TensorDataset(
         torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
     )

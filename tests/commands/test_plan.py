@@ -50,7 +50,7 @@ def test_numbers_print_a_table_and_write_files(tmp_path: Path, capsys: pytest.Ca
     assert "fragmentation" in out
     assert len(re.findall(r"interval +[\d.]+ ?\S* to [\d.]+", out)) == 3
     assert "more pipeline ranks than layers=4" in out
-    assert f"train --config {tmp_path / 'plan.yaml'}" in out
+    assert f"train --script FILE --config {tmp_path / 'plan.yaml'}" in out
     found = yaml.safe_load((tmp_path / "plan.yaml").read_text(encoding="utf-8"))
     assert found["global_batch_size"] == 16
     assert found["planned"]["hardware"] == "H100"

@@ -81,7 +81,7 @@ def _replica(device: str) -> float:
     model = network(*_SMALL).to(device)
     values = torch.randn(1, 16, _SMALL[1], device=device)
     alone = _thread_seconds(model, values)
-    together = _thread_seconds(DistributedDataParallel(model), values)
+    together = _thread_seconds(DistributedDataParallel(model, gradient_as_bucket_view=True), values)
     return max(0.0, together - alone) / sum(1 for _ in model.parameters())
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from distributed.config import DistributedConfig, Layer, load_layers
+from distributed.config import DistributedConfig, Layer
 from distributed.config.load import as_layers
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework
@@ -23,7 +23,7 @@ from distributed.parallel.expert_layers import expert_layers
 from distributed.planner.batch import DEFAULT_BATCH_SIZE
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.codec_shares import codec_share
-from distributed.planner.estimates.configuration import check_places, freed, refusal_of
+from distributed.planner.estimates.configuration import check_places, refusal_of, with_free_stages
 from distributed.planner.estimates.device_memory import GPU, HOST
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.from_facts import FactsSizes, FromFacts
@@ -78,8 +78,7 @@ def plan_task(
     precision = precision_of(config, profile.device)
     known = TaskFacts(task)
     model = known.model(config)
-    start = load_layers([*layers, Layer("plan", freed(config, kept))])
-    source = known.source(start, precision, profile.device)
+    source = known.source(with_free_stages(config, kept), precision, profile.device)
     whole = source(Cut())
     sizes = FactsSizes(_global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(model))
     space = space_of(sizes, config, kept, profile, devices, catalog, options.codecs)

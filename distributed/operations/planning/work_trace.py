@@ -153,7 +153,7 @@ def merge(
     Raises:
         UserError: the two do not call the same operations.
     """
-    if [operation[:2] for operation in small] != [operation[:2] for operation in large]:
+    if list(map(_place_of, small)) != list(map(_place_of, large)):
         raise UserError(
             "what the model computes for one micro-batch depends on the number of samples in it",
             field="batch_size",
@@ -170,6 +170,12 @@ def merge(
         kind = "matmul" if sides else one.kind  # whether it is thin depends on the samples
         groups[one.block][one.backward][kind, flops, nbytes, tuple(sides)] += 1
     return tuple(BlockWork(_grouped(forward), _grouped(backward)) for forward, backward in groups)
+
+
+def _place_of(operation: RawOperation) -> tuple[object, ...]:
+    """What does not depend on the number of samples. A matrix product may be thin for few of them alone."""
+    kind = "matmul" if operation.sides else operation.kind
+    return operation.block, operation.backward, kind, len(operation.sides)
 
 
 def _grouped(counter: Counter[Any]) -> tuple[Operations, ...]:

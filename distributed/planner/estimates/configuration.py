@@ -16,10 +16,18 @@ from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog
 
-__all__ = ["FREE_FIELDS", "check_places", "freed", "plan_fields", "refusal_of", "split_fields"]
+__all__ = [
+    "FREE_FIELDS",
+    "check_places",
+    "plan_fields",
+    "refusal_of",
+    "split_fields",
+    "with_free_stages",
+]
 
 _AXES = ("pipeline", "data", "shard", "context", "tensor", "expert")
 
+_OF_PIPELINES = ("parallel.schedule", "parallel.num_microbatches", "parallel.stages")
 _PLACES = ("num_gpus", "num_processes", "num_nodes", "gpus_per_node")
 
 FREE_FIELDS = {
@@ -91,25 +99,30 @@ def check_places(
     """
     chosen: dict[str, Any] = {name: FREE_FIELDS[name] for name in _PLACES}
     chosen |= {"device": device} | _places(world_size, device, devices_per_node)
+    on_one_host = chosen["num_nodes"] == 1
     for name in sorted(kept & chosen.keys()):
         value = value_of(base, name)
-        if value not in (chosen[name], "auto"):
+        same = (
+            chosen[name],
+            "auto",
+            None,
+            *([world_size] if on_one_host and name == "gpus_per_node" else []),
+        )
+        if value not in same:
             raise UserError(
                 f"plans for this hardware on {world_size} devices have another value",
                 field=name,
                 got=value,
-                allowed=str(chosen[name]),
+                allowed=f"{chosen[name]}" if chosen[name] is not None else "none, ranks are placed otherwise",
                 remedy="Leave it out, or change the hardware or the number of devices",
             )
 
 
-def freed(base: DistributedConfig, kept: Collection[str]) -> dict[str, Any]:
-    """Defaults of fields that `base` sets and a plan decides, but for those that are `kept`."""
-    return {
-        name: default
-        for name, default in FREE_FIELDS.items()
-        if name not in kept and base.origin(name) != "default"
-    }
+def with_free_stages(base: DistributedConfig, kept: Collection[str]) -> DistributedConfig:
+    """`base` without stages of a pipeline that a plan does not keep, for facts of parts of a model."""
+    if "parallel.stages" in kept:
+        return base
+    return base.model_copy(update={"parallel": base.parallel.model_copy(update={"stages": ()})})
 
 
 def plan_fields(
@@ -129,10 +142,13 @@ def plan_fields(
     fields = split_fields(split, device, devices_per_node)
     if catalog.backend(split.backend).capabilities.zero_stages:
         fields.setdefault("zero_stage", split.zero_stage)  # its default is another stage
-    context = "parallel.context_attention"
-    if split.dims.context == 1 and context not in kept and base.origin(context) != "default":
-        fields[context] = "auto"
-    return freed(base, kept) | fields
+    # What has no meaning with this split cannot be kept.
+    dims = split.dims
+    of_context = {"parallel.context_attention": "auto"} if dims.context == 1 else {}
+    kept = set(kept).difference(of_context, _OF_PIPELINES if dims.pipeline == 1 else ())
+    free = FREE_FIELDS | of_context
+    changed = {name for name in free.keys() - kept if base.origin(name) != "default"}
+    return {name: free[name] for name in free if name in changed} | fields
 
 
 def refusal_of(

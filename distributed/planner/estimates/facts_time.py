@@ -336,7 +336,8 @@ class _Step:
         split, dims, copy = self.split, self.split.dims, self.rates.copy
         if dims.shard == 1 and not split.zero_stage:
             trained = [p for p in facts.parameters if p.trained]
-            return 2.0 * sum(copy(2 * p.nbytes) for p in trained) + self.rates.replicas(len(trained))
+            hooks = self.rates.replicas(len(trained)) if dims.model_parallel_size == 1 else 0.0
+            return 2.0 * sum(copy(2 * p.nbytes) for p in trained) + hooks
         units = self._units(facts)
         gathers = sum((2 if block else 1) * copy(2 * nbytes) for block, nbytes in units.items())
         gathers *= split.num_micro_batches if dims.shard > 1 or split.zero_stage > 2 else 0

@@ -199,7 +199,9 @@ def _describe(error: ValidationError, path: str) -> UserError:
             field=missing[0],
             got=", ".join(missing),
             allowed="every value of a profile",
-            remedy="Add them; a shipped profile has them with their units and sources",
+            remedy="Measure it again with `calibrate`"
+            if missing[0].startswith("measured.")
+            else "Add them; a shipped profile has them with their units and sources",
         )
     first = error.errors()[0]
     return UserError(

@@ -79,11 +79,11 @@ class MeasuredRanks(_Section):
     operations: Annotated[Mapping[str, Curve], AfterValidator(_check_kinds)]
     forward_seconds: Seconds
     backward_seconds: Seconds
-    update_seconds: Seconds = 0.0
+    update_seconds: Seconds
     collectives: Mapping[str, Mapping[int, Curve]] = {}
     overlap: float = Field(default=0.0, ge=0, le=1)
     skew: Seconds = 0.0
-    replica_seconds: Seconds = 0.0
+    replica_seconds: Seconds
     unit_seconds: Seconds = 0.0
     sharded_update_seconds: Seconds = 0.0
 

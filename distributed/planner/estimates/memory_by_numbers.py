@@ -1,4 +1,4 @@
-"""Memory of a rank for a model that is given by its sizes alone: what each part stores at four moments.
+"""Memory of a rank for a model that is given by its sizes alone: what each part stores at five moments.
 
 Coarser than a prediction from the model object: operations inside of a block are not followed. Sources:
 Rajbhandari et al., 2020 (arXiv:1910.02054), for bytes of a parameter by ZeRO stage; Korthikanti et al., 2022
@@ -23,9 +23,9 @@ from distributed.planner.estimates.zero3_layout import LARGEST_BUCKET, REUSED
 
 __all__ = ["SPREAD", "rank_memory"]
 
-SPREAD = 0.2
-"""Relative half-width of the interval around a prediction: the largest difference to recorded facts that the
-command above shows is rounded up to it."""
+SPREAD = 0.25
+"""Relative half-width of the interval around a prediction: the command above shows no larger factor between
+it and recorded facts."""
 
 _WEIGHT = 4
 """Bytes of an element of a weight, a gradient or a moment: all float32."""
@@ -43,17 +43,20 @@ the loss there are the logit and its gradient besides."""
 
 
 class _Moments(NamedTuple):
-    """Bytes at four moments of a step.
+    """Bytes at five moments of a step.
 
     Attributes:
         at_loss: the last forward pass has ended; there are logits and their gradient.
         in_block: backward is inside the last block.
-        at_end: backward ends.
+        in_second: so is that of the second micro-batch, where all of them wait for the last loss; under
+            ZeRO 1, all gradients are about to be copied into buckets.
+        at_end: backward ends, or under ZeRO 3 the next forward pass begins.
         at_step: the optimizer updates.
     """
 
     at_loss: float = 0.0
     in_block: float = 0.0
+    in_second: float = 0.0
     at_end: float = 0.0
     at_step: float = 0.0
 
@@ -66,26 +69,31 @@ def rank_memory(
     moments = zip(
         _weights(numbers, split, engine),
         _gradients(numbers, split, engine),
+        _optimizer(numbers, split, engine, foreach=device.framework_bytes > 0),
         _activations(numbers, split, engine),
         _staging(numbers, split, engine),
         strict=True,
     )
-    parameters, gradients, activations, staging = max(moments, key=sum)
+    parameters, gradients, optimizer, activations, staging = max(moments, key=sum)
     parts = MemoryParts(
         parameters=round(parameters),
         gradients=round(gradients),
-        optimizer=round(_state(numbers, split, engine)),
+        optimizer=round(optimizer),
         activations=round(activations),
         framework=device.framework_bytes + round(staging),
     )
     return parts.with_reserved(device.reserved)
 
 
-def _state(numbers: ModelNumbers, split: Split, engine: Engine) -> float:
-    """Moments, and DeepSpeed's copy of the weights that a rank updates."""
-    copy = _WEIGHT if split.zero_stage else 0
-    state = 0 if split.offload else _STATE_BYTES[split.optimizer]
-    return (copy + state) * held_parameters(numbers, split, engine, 1)
+def _optimizer(numbers: ModelNumbers, split: Split, engine: Engine, *, foreach: bool) -> _Moments:
+    """Moments, DeepSpeed's copy of the weights that a rank updates, and what an update of all parameters at
+    once needs besides."""
+    if split.offload:
+        return _Moments()
+    held = held_parameters(numbers, split, engine, 1)
+    state = ((_WEIGHT if split.zero_stage else 0) + _STATE_BYTES[split.optimizer]) * held
+    roots = _WEIGHT * held if foreach and split.optimizer in ("adam", "adamw") else 0.0
+    return _Moments(state, state, state, state, state + roots)
 
 
 def _weights(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
@@ -101,17 +109,19 @@ def _weights(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
         # What lies outside of blocks stays gathered, and the next block is gathered ahead.
         gathered = engine.gathered_bytes or size
         at_loss += gathered * (max(embedding, output) if dims.pipeline > 1 else embedding + output)
-        in_block = at_loss + gathered * 2 * block
+        in_block = at_loss + gathered * min(2, -(-numbers.layers // dims.pipeline)) * block
+    at_end = at_loss if split.zero_stage == 3 else held
     if split.precision == "fp32":
-        return _Moments(at_loss, in_block, held, held)
+        return _Moments(at_loss, in_block, in_block, at_end, held)
     # Each micro-batch keeps 16-bit copies of weights that multiply between its forward and its backward.
     first, last = _in_flight(split, engine)
     if split.activation_checkpointing:
         copies = size * last * output
-        return _Moments(at_loss + copies, in_block + copies + size * block, held, held)
+        inside = in_block + copies + size * block
+        return _Moments(at_loss + copies, inside, inside, at_end, held)
     multiply = whole if dims.pipeline > 1 or numbers.tied else whole - embedding
     copies = size * max(first, last) * multiply
-    return _Moments(at_loss + copies, in_block + copies, held, held)
+    return _Moments(at_loss + copies, in_block + copies, in_block + copies, at_end, held)
 
 
 def _block(numbers: ModelNumbers, split: Split) -> float:
@@ -125,29 +135,30 @@ def _gradients(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
     whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
     held = _WEIGHT * held_parameters(numbers, split, engine, 2)
     if split.zero_stage:
-        return _zero_gradients(split.zero_stage, accumulates, whole, held)
+        owned = _WEIGHT * held_parameters(numbers, split, engine, 1)
+        return _zero_gradients(split.zero_stage, accumulates, whole, owned)
     if dims.shard > 1:
         # Ranks reduce after the last micro-batch, and keep whole gradients until then.
-        before = whole if accumulates else 0.0
-        return _Moments(before, before, held, held)
+        later = whole if accumulates else 0.0
+        return _Moments(0.0 if _waits(split) else later, later, later, held, held)
     # Under gpipe no micro-batch has gradients before the last loss.
     before = whole if accumulates and not _waits(split) else 0.0
     if dims.model_parallel_size > 1:
-        return _Moments(before, before, whole, whole)
-    views = whole if dims.data > 1 else 0.0  # in buckets, from the first step on
-    return _Moments(views + before, views + before, (views + before) or whole, (views + before) or whole)
+        return _Moments(before, before, whole, whole, whole)
+    before += whole if dims.data > 1 else 0.0  # in buckets, from the first step on
+    return _Moments(before, before, before, whole, whole)
 
 
-def _zero_gradients(stage: int, accumulates: bool, whole: float, held: float) -> _Moments:
+def _zero_gradients(stage: int, accumulates: bool, whole: float, owned: float) -> _Moments:
     bucket = min(whole, _WEIGHT * LARGEST_BUCKET)
     if stage == 3:
-        return _Moments(*[held + bucket] * 4)
+        return _Moments(*[owned + bucket] * 5)
     if stage == 2:
-        before = held if accumulates else 0.0
-        return _Moments(before, before + bucket, before + bucket + held, held)
+        before = owned if accumulates else 0.0
+        return _Moments(before, before + bucket, before + bucket, before + bucket + owned, owned)
     # Stage 1 keeps its bucket from the first micro-batch to the last.
     before = whole + bucket if accumulates else 0.0
-    return _Moments(before, before or bucket, whole + bucket, held)
+    return _Moments(before, before or bucket, whole + bucket, bucket + owned, owned)
 
 
 def _waits(split: Split) -> bool:
@@ -161,6 +172,8 @@ def _staging(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
         whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
         bucket = min(whole, _WEIGHT * LARGEST_BUCKET)
         return _Moments(in_block=bucket if bucket < whole else 0.0, at_end=bucket)
+    if split.zero_stage == 3:
+        return _Moments(at_end=_WEIGHT * min(sum(rank_parameters(numbers, split, engine)), REUSED))
     if split.dims.shard > 1:
         gathered = engine.gathered_bytes or ITEM_SIZES[split.precision]
         return _Moments(*[gathered * _block(numbers, split)] * 2)
@@ -183,7 +196,10 @@ def _activations(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moment
     logits = numbers.vocabulary / (dims.tensor if engine.cuts_embedding else 1)
     ends = _ENDS * numbers.hidden * _WEIGHT + _LOGIT * (last + 2) * logits
     at_first, at_last = first * stored + again, last * stored
-    return _Moments(tokens * max(at_first, at_last + ends), tokens * max(at_first, at_last + again))
+    rest = (last - 1) * (stored + _LOGIT * logits) + again if _waits(split) else 0.0
+    return _Moments(
+        tokens * max(at_first, at_last + ends), tokens * max(at_first, at_last + again), tokens * rest
+    )
 
 
 def _in_flight(split: Split, engine: Engine) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from distributed.interfaces.codec import DENSE
 from distributed.interfaces.parallel_dims import AXES, ParallelDims
 from distributed.planner.backend_choice import choose_backend
 from distributed.planner.estimates.candidates import SearchSpace, distinct_backends
+from distributed.planner.estimates.configuration import FREE_FIELDS
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.predictions import ModelSizes
 from distributed.planner.estimates.split import SGD_WITH_MOMENTUM
@@ -45,7 +46,8 @@ def space_of(
         UserError: a field that was asked for has a value that is not predicted; no such codec.
     """
     for name, allowed in PREDICTED.items():
-        if name in asked and value_of(config, name) not in allowed:
+        decided = name in asked or name not in FREE_FIELDS
+        if decided and value_of(config, name) not in allowed:
             raise UserError(
                 "time and memory with this value are not predicted",
                 field=name,

@@ -62,7 +62,7 @@ def _check(plan: RunPlan) -> None:
 
 def _not_predicted(field: str, value: object) -> UserError:
     return UserError(
-        "the effect of this setting on the memory and the time of a rank is not predicted",
+        f"the effect of {field} on the memory and the time of a rank is not predicted",
         field=field,
         got=value,
         remedy="Leave it out, or measure a run",

@@ -54,6 +54,37 @@ def test_stages_of_a_start_do_not_decide_what_is_predicted() -> None:
     assert all(not started.fields(index)["parallel.stages"] for index in range(len(started)))
 
 
+@pytest.mark.parametrize(
+    ("start", "asked"),
+    [
+        ({"parallel": {"pipeline": 2, "schedule": "gpipe"}}, {"parallel": {"schedule": "1f1b"}}),
+        ({"parallel": {"pipeline": 2, "num_microbatches": 2}}, {"batch_size": 8}),
+        ({"parallel": {"context": 2, "context_attention": "ring"}}, {}),
+        ({"parallel": {"tensor": 2}, "num_nodes": 1, "node_rank": 0}, {"node_rank": 0}),
+    ],
+)
+def test_fields_of_an_axis_do_not_keep_plans_without_it_away(
+    start: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    plans = planned(start, **asked)
+    kinds = {row.split.dims.model_parallel_size for row in plans.rows}
+    assert {1, 2} <= kinds
+    if "schedule" in asked.get("parallel", {}):
+        assert {row.split.schedule for row in plans.rows if row.split.dims.pipeline > 1} == {"1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ({"bucket_cap_mb": 50}, "bucket_cap_mb: time and memory with this value are not predicted.*Got 50"),
+        ({"compile": "blocks"}, "compile: time and memory with this value are not predicted"),
+    ],
+)
+def test_a_start_whose_memory_is_not_predicted_names_its_field(start: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=f"^{text}"):
+        planned(start)
+
+
 def test_offloading_that_changes_nothing_on_a_cpu_is_kept() -> None:
     plans = planned(optimizer_offload=True, axes=["data", "shard"])
     assert len(plans) > 3
@@ -80,7 +111,7 @@ def test_a_file_repeats_the_configuration_that_was_given(tmp_path: Path) -> None
     [
         ({"num_processes": 4}, "num_processes: plans for this hardware on 2 devices .*Got 4. Allowed: 2"),
         ({"num_nodes": 2}, "num_nodes: plans for this hardware .*Got 2. Allowed: 1"),
-        ({"num_gpus": 2}, "num_gpus: plans for this hardware .*Got 2. Allowed: None"),
+        ({"num_gpus": 2}, "num_gpus: plans for this hardware .*Got 2. Allowed: none, ranks are placed"),
         ({"device": "cuda"}, "device: plans for this hardware .*Got 'cuda'. Allowed: cpu"),
         ({"hardware": "H100", "device": "cpu"}, "device: plans for this hardware .*Allowed: cuda"),
     ],
@@ -91,6 +122,18 @@ def test_places_that_no_plan_has_are_refused(fields: dict[str, Any], text: str) 
         given = {"hardware": "CPU", "num_devices": 2} | fields
         with pytest.raises(UserError, match=f"^{text}"):
             distributed.plan(model, data, **given)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_processes": None}, {"num_processes": 2, "num_nodes": 1}, {"device": "auto"}]
+)
+def test_places_that_say_nothing_else_are_accepted(fields: dict[str, Any]) -> None:
+    assert len(planned(axes=["data"], **fields)) > 1
+
+
+def test_gpus_of_the_only_node_are_accepted() -> None:
+    plans = distributed.plan(SIZES, hardware="H100", num_devices=8, num_nodes=1, gpus_per_node=8)
+    assert plans[0].split.dims.world_size == 8
 
 
 def test_devices_fill_whole_nodes() -> None:

@@ -11,12 +11,13 @@ from distributed.planner.estimates.work_facts import MEASURED_KINDS
 
 __all__ = ["linear_profile", "linear_ranks"]
 
+_HOST = ("forward_seconds", "backward_seconds", "update_seconds", "replica_seconds")
 LINE = ((1.0, 1e-9), (1e12, 1e3))
 
 
 def linear_ranks(sizes: tuple[int, ...] = (2, 4, 8), **given: Any) -> MeasuredRanks:
     """Ranks of groups of `sizes`, whose host takes no time and whose communication nothing hides."""
-    values = {"threads": 1, "forward_seconds": 0.0, "backward_seconds": 0.0, **given}
+    values = {"threads": 1, **dict.fromkeys(_HOST, 0.0), **given}
     return MeasuredRanks(
         operations=dict.fromkeys(MEASURED_KINDS, LINE),
         collectives={name: dict.fromkeys(sizes, LINE) for name in OPERATIONS},
