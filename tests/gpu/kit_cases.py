@@ -9,6 +9,7 @@ from tests.gpu.kit import current
 from tests.gpu.ranks import shared_pool
 
 
+@pytest.mark.starts_processes
 class TestBackend(BackendConformance):
     """Every contract, on the device under test."""
 

@@ -23,7 +23,7 @@ from distributed.planner.estimates.zero3_layout import LARGEST_BUCKET, REUSED
 
 __all__ = ["SPREAD", "rank_memory"]
 
-SPREAD = 0.25
+SPREAD = 0.45
 """Relative half-width of the interval around a prediction: the command above shows no larger factor between
 it and recorded facts."""
 
@@ -194,11 +194,16 @@ def _activations(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moment
     again = block if split.activation_checkpointing else 0.0
     first, last = _in_flight(split, engine)
     logits = numbers.vocabulary / (dims.tensor if engine.cuts_embedding else 1)
-    ends = _ENDS * numbers.hidden * _WEIGHT + _LOGIT * (last + 2) * logits
+    # Schedules with several stages on a rank keep the outputs of all micro-batches.
+    kept = 1 if dims.pipeline == 1 or split.schedule == "1f1b" else split.num_micro_batches
+    ends = _ENDS * numbers.hidden * _WEIGHT + _LOGIT * (kept + 2) * logits
     at_first, at_last = first * stored + again, last * stored
-    rest = (last - 1) * (stored + _LOGIT * logits) + again if _waits(split) else 0.0
+    outputs = _LOGIT * (kept - 1) * logits
+    rest = (last - 1) * stored + outputs + again if _waits(split) else 0.0
     return _Moments(
-        tokens * max(at_first, at_last + ends), tokens * max(at_first, at_last + again), tokens * rest
+        tokens * max(at_first, at_last + ends),
+        tokens * max(at_first, at_last + outputs + again),
+        tokens * rest,
     )
 
 
@@ -212,4 +217,7 @@ def _in_flight(split: Split, engine: Engine) -> tuple[float, float]:
     if split.schedule == "1f1b":
         return float(min(count, stages)), 1.0
     # Narayanan et al., 2021, section 2.2: interleaving stores (1 + (p - 1) / (p v)) times as much.
-    return min(float(count), stages * (1.0 + (stages - 1) / (stages * engine.stages_per_rank))), 1.0
+    each = engine.stages_per_rank
+    first = stages * (1.0 + (stages - 1) / (stages * each))
+    last = ((each - 1) * stages + 1) / each
+    return min(float(count), first), min(float(count), last)
