@@ -83,7 +83,7 @@ class MeasuredRanks(_Section):
     collectives: Mapping[str, Mapping[int, Curve]] = {}
     overlap: float = Field(default=0.0, ge=0, le=1)
     skew: Seconds = 0.0
-    replica_seconds: Seconds
+    replica_seconds: Seconds = 0.0
     unit_seconds: Seconds = 0.0
     sharded_update_seconds: Seconds = 0.0
 
