@@ -170,8 +170,11 @@ def verify(
                 # It prints no comparison of its own, whose step time would be that of the measurement.
                 silent = {name: None for name in plans.fields(index) if name.startswith("planned.")}
                 fields = {**run_fields(_MEASURED_STEPS), **silent, "launch": "spawn"}
-                probe(fields, [MeasurePeak(Path(folder))]).fit(train_loader)
-                peak = peak_of(Path(folder), row.split.dims.world_size)
+                try:
+                    probe(fields, [MeasurePeak(Path(folder))]).fit(train_loader)
+                    peak = peak_of(Path(folder), row.split.dims.world_size)
+                except UserError:
+                    measures = False  # what cannot be sent to another process was timed in this one
     return Verification(row, history, peak, hidden=measures and peak is None)
 
 

@@ -11,13 +11,17 @@ __all__ = ["is_killed", "is_out_of_memory", "lacks_memory"]
 
 _TYPES = {"MemoryError", "_ArrayMemoryError", "OutOfMemoryError", "OutOfMemory"}
 """Classes of Python, NumPy and torch that report nothing else."""
-_CARRIERS = {"RuntimeError", "AcceleratorError", "DistBackendError", "OSError"}
-"""Classes that report it by their message: of allocators, streams, NCCL and system calls."""
+_CARRIERS = {
+    *("RuntimeError", "AcceleratorError", "DistBackendError", "OSError"),
+    *("InductorError", "BackendCompilerFailed"),
+}
+"""Classes that report it by their message: of allocators, streams, NCCL, system calls and the compiler."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"  # c10/core/impl/alloc_cpu.cpp
-    r"|\b(CUDA|HIP|XPU|MPS)( backend)? (error: )?out of memory"
+    r"|\b(CUDA|HIP|XPU|MPS)( backend| driver)? (error: )?out of memory"
+    r"|\bTriton Error \[\w+\]: out of memory|\bOutOfMemoryError: "
     r"|\b(Cuda|HIP|hip) failure (\d+ )?'?out of memory"  # NCCL, RCCL
-    r"|\b(cuda|hip)ErrorOutOfMemory|\bCU\w+_STATUS_ALLOC_FAILED|\bstd::bad_alloc"
+    r"|\b(cuda|hip)ErrorOutOfMemory|\b(CU|HIP|ROC)\w*_ALLOC_FAILED|\bstd::bad_alloc"
     r"|\bUnable to allocate [\d.]+ \w+ for an array"  # NumPy
     r"|\[Errno 12\]|: Cannot allocate memory( \(12\))?(\.|$)",
     re.MULTILINE,

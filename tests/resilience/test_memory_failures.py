@@ -24,6 +24,11 @@ Last error:
 Cuda failure 2 'out of memory'"""
 
 REPORTS = [
+    ("RuntimeError", "CUDA driver error: out of memory"),
+    ("RuntimeError", "Triton Error [CUDA]: out of memory"),
+    ("InductorError", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ("RuntimeError", "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling hipblasCreate(handle)"),
+    ("RuntimeError", "cuFFT error: CUFFT_ALLOC_FAILED"),
     ("MemoryError", ""),
     (
         "OutOfMemoryError",

@@ -15,6 +15,7 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import without_values
 from distributed.operations.planning.recorder import explained, resized_batch
 from distributed.training.model_traits import with_statistics
+from distributed.training.module_modes import ModuleModes
 from distributed.training.objective import Objective
 
 __all__ = ["effect_of_size"]
@@ -50,6 +51,7 @@ def _effect_in(task: Task, model: nn.Module, batch: Any, size: int) -> str:
     objective = Objective(task.loss_fn, task.training_step, warns=True, is_chosen=True)
     with FakeTensorMode(allow_non_fake_inputs=True), explained(), _without_warnings():
         fake = without_values(model, "cpu")
+        ModuleModes().set_training(fake, True)
         versions = _versions(fake)
         given = resized_batch(batch, size, "cpu")
         try:

@@ -33,6 +33,8 @@ def shortened(model: Any, optimizer: Any, number: int, names: Sequence[str] = ()
         left = set(model.parameters())
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter in left]
+        for parameter in [p for p in optimizer.state if p not in left]:
+            del optimizer.state[parameter]
         optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     return model, optimizer
 

@@ -40,9 +40,10 @@ _STRATEGIES = (
 def estimate_memory(params_b: float, precision: str = "bf16") -> float:
     """Gigabytes (1e9 bytes) that training takes on one device with AdamW.
 
-    Weights, gradients and both moments are float32, which makes 16 bytes a parameter, and 2 more for the
-    copies of autocast. Activations are those of one sample of 2048 tokens in a transformer of common
-    proportions.
+    Weights, gradients, both moments and the temporary memory of an update on a GPU are float32, which makes
+    20 bytes a parameter. To it come what the allocator reserves, a fifth, and a gigabyte of libraries. If
+    activations are more than an update needs, they are those of one sample of 2048 tokens in a transformer of
+    common proportions.
 
     Args:
         params_b: number of parameters in billions.

@@ -202,7 +202,11 @@ def test_an_optimizer_object_keeps_the_parameters_that_are_left() -> None:
     model = chain()
     groups = [{"params": model[:4].parameters()}, {"params": model[4].parameters()}]
     rest = {"params": model[5].parameters(), "lr": 0.5}
-    short, optimizer = shortened(model, torch.optim.SGD([*groups, rest], lr=0.1), 2)
+    whole = torch.optim.SGD([*groups, rest], lr=0.1, momentum=0.9)
+    model(vectors(3)[0]).sum().backward()
+    whole.step()  # it has a state
+    short, optimizer = shortened(model, whole, 2)
+    assert len(optimizer.state_dict()["state"]) == 10
     assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in short.parameters()}

@@ -66,4 +66,4 @@ def test_a_node_has_ranks() -> None:
 
 def test_all_fields_of_ranks_have_defaults_but_what_operations_take() -> None:
     needed = {name for name, info in MeasuredRanks.model_fields.items() if info.is_required()}
-    assert needed == {"threads", "operations", "forward_seconds", "backward_seconds"}
+    assert needed == {"threads", "operations", "forward_seconds", "backward_seconds", "update_seconds"}
