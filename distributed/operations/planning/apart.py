@@ -24,6 +24,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.local_launcher import LocalLauncher
+from distributed.operations.planning.optimizer_facts import settings_of
 from distributed.operations.planning.task_facts import SAMPLES
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
@@ -80,7 +81,7 @@ def _called(
 def _sent(task: Task) -> Task:
     given: Any = task.optimizer
     if isinstance(given, torch.optim.Optimizer):
-        given = partial(type(given), **given.defaults)
+        given = partial(type(given), **settings_of(given))
     task = first_of(task, SAMPLES)
     return replace(task, model=without_values(task.model), optimizer=given, run_state=None, state_dir=None)
 

@@ -13,7 +13,7 @@ from distributed.operations.planning.work_trace import WorkTrace, merge
 from distributed.planner.estimates.model_facts import Kind, OptimizerFacts
 from distributed.planner.estimates.work_facts import OptimizerWork
 
-__all__ = ["OPTIMIZERS", "optimizer_facts", "optimizer_work"]
+__all__ = ["OPTIMIZERS", "optimizer_facts", "optimizer_work", "settings_of"]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -60,6 +60,19 @@ def optimizer_facts(name: str, *, foreach: bool = False, **settings: Any) -> Opt
         per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
         at_once=foreach and not settings.get("fused"),
     )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Arguments of the class of `optimizer`. Of a setting that its groups have with several values, the
+    largest, which needs most memory."""
+    found = dict(optimizer.defaults)
+    for name in found:
+        values = [
+            group[name] for group in optimizer.param_groups if isinstance(group.get(name), bool | float | int)
+        ]
+        if values:
+            found[name] = max(values)
+    return found
 
 
 def _build(name: str, model: nn.Module, foreach: bool, settings: Mapping[str, Any]) -> torch.optim.Optimizer:

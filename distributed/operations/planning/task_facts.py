@@ -14,7 +14,7 @@ from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.cut_model import CutOptions
-from distributed.operations.planning.optimizer_facts import OPTIMIZERS
+from distributed.operations.planning.optimizer_facts import OPTIMIZERS, settings_of
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
@@ -104,7 +104,7 @@ class TaskFacts:
         if isinstance(given, partial):
             given, settings = given.func, given.keywords
         if isinstance(given, torch.optim.Optimizer):
-            given, settings = type(given), given.defaults
+            given, settings = type(given), settings_of(given)
         if given not in _NAMES or settings.get("differentiable"):
             raise UserError(
                 "the memory of this optimizer is not predicted",

@@ -402,3 +402,13 @@ def test_weight_decay_of_gradients_needs_a_copy_of_them(name: str, more: float) 
     """Adam and SGD make a gradient with the decay; AdamW scales the parameter in place."""
     without, decayed = (optimizer_facts(name, weight_decay=decay) for decay in (0.0, 0.1))
     assert decayed.workspace == without.workspace + more
+
+
+def test_settings_of_groups_are_those_that_need_most() -> None:
+    """A group may have a momentum that the optimizer's defaults have not."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    groups = [{"params": [first], "momentum": 0.9}, {"params": [second], "weight_decay": 0.1}]
+    _, found = TaskFacts(Task(Tower(), optimizer=torch.optim.SGD(groups, lr=0.1))).optimizer(
+        DistributedConfig()
+    )
+    assert (found["momentum"], found["weight_decay"]) == (0.9, 0.1)
