@@ -145,9 +145,9 @@ def measure_kinds(clock: Clock) -> Curves:
             (operation,) = _of_kind(kind, call)
             scales[bisect_right(_SCALES, operation.nbytes)].append((operation, call))
     points: dict[str, list[tuple[float, float]]] = {}
-    for alike in scales:
-        seconds = clock.in_turns([call for _, call in alike])
-        for (operation, _), each in zip(alike, seconds, strict=True):
+    for scale in scales:
+        seconds = clock.in_turns([call for _, call in scale])
+        for (operation, _), each in zip(scale, seconds, strict=True):
             points.setdefault(operation.kind, []).append((size_of(operation), each))
     curves = {kind: rising(found) for kind, found in points.items()}
     curves["update"] = rising([_update(clock, number) for number in _UPDATED])

@@ -77,13 +77,8 @@ class Verification:
         yield [step.what, *_cells(step)]
         for part, measured in self._parts(step.measured):
             yield [f"  {part.replace('_', ' ')}", seconds_text(getattr(self.row.time, part)), measured, ""]
-        cells = _cells(memory)
-        yield [
-            memory.what,
-            cells[0],
-            "less than a rank needs to start" if self.hidden else cells[1],
-            cells[2],
-        ]
+        predicted, measured, error = _cells(memory)
+        yield [memory.what, predicted, _HIDDEN if self.hidden else measured, error]
 
     def _parts(self, seconds: float | None) -> Iterator[tuple[str, str]]:
         logs = self.history.logs[1:] or self.history.logs
