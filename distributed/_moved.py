@@ -185,6 +185,13 @@ def moved_names(module: str) -> Callable[[str], Any]:
     return find
 
 
+class _Callable(ModuleType):
+    """An old module whose name is a public function now: the import sets it as that attribute."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.modules["distributed"].__getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
 class _Finder(MetaPathFinder, Loader):
     """Makes modules for old paths; the last finder to be asked, so that a file always comes first."""
 
@@ -200,6 +207,9 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = f"The old path of `{MODULES[module.__name__]}`."
         module.__dict__["__getattr__"] = moved_names(module.__name__)
+        package, _, name = module.__name__.rpartition(".")
+        if package == "distributed" and name in sys.modules["distributed"].__all__:
+            module.__class__ = _Callable
 
 
 def install() -> None:

@@ -68,6 +68,13 @@ def test_packages_that_were_modules() -> None:
     assert len(set(messages)) == 6
 
 
+def test_an_old_module_does_not_take_the_place_of_a_function() -> None:
+    """`import distributed.plan` sets the attribute `plan` of the package, which is a public function."""
+    import_module("distributed.plan")
+    assert {name for name in distributed.__all__ if f"distributed.{name}" in MODULES} == {"plan"}
+    assert distributed.plan({"parameters": 1e9, "global_batch": 8}, hardware="H100", num_devices=8).rows
+
+
 @pytest.mark.parametrize("old", MODULES)
 def test_every_new_place_is_there(old: str) -> None:
     assert find_spec(MODULES[old]) is not None
