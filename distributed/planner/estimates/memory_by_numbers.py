@@ -17,7 +17,7 @@ from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.numbers import ModelNumbers
-from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
+from distributed.planner.estimates.rank_share import RankShare, rank_share
 from distributed.planner.estimates.split import SGD_WITH_MOMENTUM, Split
 from distributed.planner.estimates.zero3_layout import LARGEST_BUCKET, REUSED
 
@@ -66,12 +66,13 @@ def rank_memory(
 ) -> MemoryParts:
     """Memory of the rank that needs most, at the moment when it needs most."""
     device = HOST if profile.device == "cpu" else GPU
+    share = rank_share(numbers, split, engine)
     moments = zip(
-        _weights(numbers, split, engine),
-        _gradients(numbers, split, engine),
-        _optimizer(numbers, split, engine, foreach=device.framework_bytes > 0),
+        _weights(numbers, share, split, engine),
+        _gradients(share, split),
+        _optimizer(share, split, foreach=device.framework_bytes > 0),
         _activations(numbers, split, engine),
-        _staging(numbers, split, engine),
+        _staging(share, split, engine),
         strict=True,
     )
     parameters, gradients, optimizer, activations, staging = max(moments, key=sum)
@@ -85,23 +86,21 @@ def rank_memory(
     return parts.with_reserved(device.reserved)
 
 
-def _optimizer(numbers: ModelNumbers, split: Split, engine: Engine, *, foreach: bool) -> _Moments:
+def _optimizer(share: RankShare, split: Split, *, foreach: bool) -> _Moments:
     """Moments, DeepSpeed's copy of the weights that a rank updates, and what an update of all parameters at
     once needs besides."""
     if split.offload:
         return _Moments()
-    held = held_parameters(numbers, split, engine, 1)
+    held = share.held(split, 1)
     state = ((_WEIGHT if split.zero_stage else 0) + _STATE_BYTES[split.optimizer]) * held
     roots = _WEIGHT * held if foreach and split.optimizer in ("adam", "adamw") else 0.0
     return _Moments(state, state, state, state, state + roots)
 
 
-def _weights(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
-    held = _WEIGHT * held_parameters(numbers, split, engine, 3)
-    whole = sum(rank_parameters(numbers, split, engine))
+def _weights(numbers: ModelNumbers, share: RankShare, split: Split, engine: Engine) -> _Moments:
+    held = _WEIGHT * share.held(split, 3)
+    whole, block, embedding, output = share.whole, share.block, share.embedding, share.output
     dims, size = split.dims, ITEM_SIZES[split.precision]
-    block, output = _block(numbers, split), numbers.output_parameters / dims.tensor
-    embedding = numbers.embedding_parameters / (dims.tensor if engine.cuts_embedding else 1)
     at_loss = in_block = held
     if split.zero_stage == 3:
         at_loss = in_block = held + _WEIGHT * min(whole, REUSED)
@@ -124,18 +123,13 @@ def _weights(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
     return _Moments(at_loss + copies, in_block + copies, in_block + copies, at_end, held)
 
 
-def _block(numbers: ModelNumbers, split: Split) -> float:
-    """Parameters of a block that a rank computes with."""
-    return (numbers.shared_parameters + numbers.expert_parameters / split.dims.expert) / split.dims.tensor
-
-
-def _gradients(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+def _gradients(share: RankShare, split: Split) -> _Moments:
     """Gradients and the buckets in which they are reduced."""
     dims, accumulates = split.dims, split.num_micro_batches > 1
-    whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
-    held = _WEIGHT * held_parameters(numbers, split, engine, 2)
+    whole = _WEIGHT * share.whole
+    held = _WEIGHT * share.held(split, 2)
     if split.zero_stage:
-        owned = _WEIGHT * held_parameters(numbers, split, engine, 1)
+        owned = _WEIGHT * share.held(split, 1)
         return _zero_gradients(split.zero_stage, accumulates, whole, owned)
     if dims.shard > 1:
         # Ranks reduce after the last micro-batch, and keep whole gradients until then.
@@ -166,19 +160,19 @@ def _waits(split: Split) -> bool:
     return split.dims.pipeline > 1 and split.schedule in ("gpipe", "looped-bfs")
 
 
-def _staging(numbers: ModelNumbers, split: Split, engine: Engine) -> _Moments:
+def _staging(share: RankShare, split: Split, engine: Engine) -> _Moments:
     """What gathers and reductions hold beside parameters and gradients."""
     if split.zero_stage in (1, 2):
-        whole = _WEIGHT * sum(rank_parameters(numbers, split, engine))
+        whole = _WEIGHT * share.whole
         bucket = min(whole, _WEIGHT * LARGEST_BUCKET)
         return _Moments(in_block=bucket if bucket < whole else 0.0, at_end=bucket)
     if split.zero_stage == 3:
-        return _Moments(at_end=_WEIGHT * min(sum(rank_parameters(numbers, split, engine)), REUSED))
+        return _Moments(at_end=_WEIGHT * min(share.whole, REUSED))
     if split.dims.shard > 1:
         gathered = engine.gathered_bytes or ITEM_SIZES[split.precision]
-        return _Moments(*[gathered * _block(numbers, split)] * 2)
+        return _Moments(*[gathered * share.block] * 2)
     if split.dims.model_parallel_size > 1 and split.dims.size("data", "context") > 1:
-        return _Moments(at_end=_WEIGHT * sum(rank_parameters(numbers, split, engine)))
+        return _Moments(at_end=_WEIGHT * share.whole)
     return _Moments()
 
 

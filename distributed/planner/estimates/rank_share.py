@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from distributed.planner.estimates.engine import Engine
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.split import Split
 
-__all__ = ["held_parameters", "rank_parameters"]
+__all__ = ["RankShare", "rank_share"]
 
 
-def rank_parameters(numbers: ModelNumbers, split: Split, engine: Engine) -> tuple[float, float]:
-    """Parameters with which a rank of the largest stage computes: of experts, and all others.
+class RankShare(NamedTuple):
+    """Parameters with which a rank of the largest stage computes; shards are not counted off.
 
-    Shards are not counted off. Without a mixture of experts, the first is 0.
+    Attributes:
+        experts: of experts, where the model is a mixture of them.
+        others: of everything else.
+        block: of one block.
+        embedding: of the embedding, whatever the stage.
+        output: of the output layer, whatever the stage; 0 where it is the embedding.
     """
+
+    experts: float
+    others: float
+    block: float
+    embedding: float
+    output: float
+
+    @property
+    def whole(self) -> float:
+        """All of them."""
+        return self.experts + self.others
+
+    def held(self, split: Split, stage: int) -> float:
+        """Parameters of which a rank holds what is divided from ZeRO `stage` on.
+
+        Args:
+            stage: 1 for the optimizer's state, 2 for gradients, 3 for weights; ranks along ``shard`` divide
+                all.
+        """
+        shards = split.dims.shard * (split.dims.data if split.zero_stage >= stage else 1)
+        # The ranks that hold different experts are among the shards, and have divided experts already.
+        return self.others / shards + self.experts / max(1, shards // split.dims.expert)
+
+
+def rank_share(numbers: ModelNumbers, split: Split, engine: Engine) -> RankShare:
+    """The parameters of one rank under `split`."""
     dims = split.dims
-    blocks = -(-numbers.layers // dims.pipeline)
-    experts = blocks * numbers.expert_parameters / dims.tensor
-    embedding = numbers.embedding_parameters / (dims.tensor if engine.cuts_embedding else 1)
-    output = numbers.output_parameters / dims.tensor
-    ends = max(embedding, output) if dims.pipeline > 1 else embedding + output
-    others = blocks * numbers.shared_parameters / dims.tensor + ends
-    # A number of parameters that was given beside the sizes scales both.
+    # A number of parameters that was given beside the sizes scales all of them.
     scale = numbers.parameters / numbers.counted
+    each = scale / dims.tensor
+    experts = each * numbers.expert_parameters / dims.expert
+    shared = each * numbers.shared_parameters
+    embedding = numbers.embedding_parameters * (each if engine.cuts_embedding else scale)
+    output = each * numbers.output_parameters
+    ends = max(embedding, output) if dims.pipeline > 1 else embedding + output
+    blocks = -(-numbers.layers // dims.pipeline)
+    block = shared + experts
     if numbers.experts > 1:
-        return scale * experts / dims.expert, scale * others
-    return 0.0, scale * (experts + others)
-
-
-def held_parameters(numbers: ModelNumbers, split: Split, engine: Engine, stage: int) -> float:
-    """Parameters of which a rank holds what is divided from ZeRO `stage` on.
-
-    Args:
-        stage: 1 for the optimizer's state, 2 for gradients, 3 for weights; ranks along ``shard`` divide all.
-    """
-    experts, others = rank_parameters(numbers, split, engine)
-    shards = split.dims.shard * (split.dims.data if split.zero_stage >= stage else 1)
-    # The ranks that hold different experts are among the shards, and have divided experts already.
-    return others / shards + experts / max(1, shards // split.dims.expert)
+        return RankShare(blocks * experts, blocks * shared + ends, block, embedding, output)
+    return RankShare(0.0, blocks * block + ends, block, embedding, output)

@@ -21,7 +21,7 @@ from distributed.planner.estimates.engine import OURS, Engine
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import Link, link_of
 from distributed.planner.estimates.numbers import ModelNumbers
-from distributed.planner.estimates.rank_share import held_parameters, rank_parameters
+from distributed.planner.estimates.rank_share import rank_share
 from distributed.planner.estimates.split import SGD_WITH_MOMENTUM, Split
 from distributed.planner.pipeline import MEASURABLE, ZERO_BUBBLE
 
@@ -143,7 +143,7 @@ class StepTimer:
         if dims.shard == 1 and split.zero_stage < 3:
             return 0.0
         size = self.engine.gathered_bytes or ITEM_SIZES[split.precision]
-        nbytes = sum(rank_parameters(self.numbers, split, self.engine)) * size
+        nbytes = rank_share(self.numbers, split, self.engine).whole * size
         axis = "shard" if dims.shard > 1 else "data"
         link = link_of(self.profile, dims, axis)
         return 2.0 * split.num_micro_batches * link.seconds("all-gather", nbytes)
@@ -155,8 +155,8 @@ class StepTimer:
     def _gradients(self, split: Split) -> float:
         """One reduction of the gradients."""
         dims, size = split.dims, self.engine.gradient_bytes
-        experts, others = rank_parameters(self.numbers, split, self.engine)
-        nbytes = (experts + others) * size
+        share = rank_share(self.numbers, split, self.engine)
+        nbytes = share.whole * size
         if split.zero_stage:
             return link_of(self.profile, dims, "data").seconds("reduce-scatter", nbytes)
         context = link_of(self.profile, dims, "context").seconds("all-reduce", nbytes / dims.shard)
@@ -164,10 +164,10 @@ class StepTimer:
             scattered = link_of(self.profile, dims, "shard").seconds("reduce-scatter", nbytes)
             copies = link_of(self.profile, dims, "data")
             return scattered + self._summed(split, copies, nbytes / dims.shard) + context
-        seconds = context + self._summed(split, link_of(self.profile, dims, "data"), others * size)
-        if experts:
+        seconds = context + self._summed(split, link_of(self.profile, dims, "data"), share.others * size)
+        if share.experts:
             copies = link_of(self.profile, dims, "data", size=dims.expert_data, step=dims.expert)
-            seconds += self._summed(split, copies, experts * size)
+            seconds += self._summed(split, copies, share.experts * size)
         return seconds
 
     def _summed(self, split: Split, link: Link, nbytes: float) -> float:
@@ -177,7 +177,7 @@ class StepTimer:
         """Collectives behind the optimizer, and of weights that two stages share."""
         dims, seconds = split.dims, 0.0
         if split.zero_stage in (1, 2):
-            nbytes = sum(rank_parameters(self.numbers, split, self.engine)) * self.engine.weight_bytes
+            nbytes = rank_share(self.numbers, split, self.engine).whole * self.engine.weight_bytes
             seconds += link_of(self.profile, dims, "data").seconds("all-gather", nbytes)
         if self.numbers.tied and dims.pipeline > 1:
             shared = self.numbers.vocabulary * self.numbers.hidden / dims.tensor
@@ -186,7 +186,7 @@ class StepTimer:
         return seconds
 
     def _optimizer(self, split: Split) -> float:
-        elements = held_parameters(self.numbers, split, self.engine, 1)
+        elements = rank_share(self.numbers, split, self.engine).held(split, 1)
         traffic = _OPTIMIZER_BYTES[split.optimizer]
         if split.offload:
             copies = self.engine.gradient_bytes + self.engine.weight_bytes
