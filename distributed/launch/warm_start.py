@@ -79,8 +79,10 @@ def preload_of(spec: BackendSpec) -> list[str]:
 def shared_env(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
     """The part of the ranks' environment that is the same on all `local_size` ranks of this host: this
     process's and `env`. Unless they set ``OMP_NUM_THREADS``, a rank has an equal share of the processors."""
-    num_threads = max(1, len(os.sched_getaffinity(0)) // local_size)
-    return {"OMP_NUM_THREADS": str(num_threads), **os.environ, **env}
+    both = {**os.environ, **env}
+    if not both.get("OMP_NUM_THREADS"):  # empty is unset, and to OpenMP all processors
+        both["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // local_size))
+    return both
 
 
 def begin_early(config: DistributedConfig, spec: BackendSpec, script: Path) -> None:

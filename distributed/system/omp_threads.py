@@ -8,13 +8,13 @@ __all__ = ["omp_threads"]
 
 
 def omp_threads(environment: Mapping[str, str], cores: int) -> int | None:
-    """Threads of the outermost parallel region; None where the variable is not set.
+    """Threads of the outermost parallel region; None where the variable is not set, or empty.
 
     The value is a list with a number for each level of nested regions, such as ``4,2`` (OpenMP 5.2, section
     21.1.2). OpenMP ignores a list in which one is not positive, and uses all `cores`.
     """
     value = environment.get("OMP_NUM_THREADS")
-    if value is None:
+    if not value:
         return None
     levels = [level.strip() for level in value.split(",")]
     if all(level.isdecimal() and int(level) for level in levels):

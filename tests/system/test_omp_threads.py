@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from distributed.launch.warm_start import shared_env
 from distributed.operations.planning.machine_match import difference_to_machine
 from distributed.system.omp_threads import omp_threads
 from tests.planner.estimates.measured_profiles import linear_profile
@@ -15,7 +16,7 @@ from tests.planner.estimates.measured_profiles import linear_profile
 
 @pytest.mark.parametrize(
     ("value", "threads"),
-    [("3", 3), ("4,2", 4), (" 2 , 1", 2), ("", 8), ("0", 8), ("2,x", 8), ("-1", 8)],
+    [("3", 3), ("4,2", 4), (" 2 , 1", 2), ("0", 8), ("2,x", 8), ("-1", 8)],
 )
 def test_the_value_is_a_list_and_a_wrong_one_is_ignored(value: str, threads: int) -> None:
     assert omp_threads({"OMP_NUM_THREADS": value}, 8) == threads
@@ -23,6 +24,18 @@ def test_the_value_is_a_list_and_a_wrong_one_is_ignored(value: str, threads: int
 
 def test_nothing_is_known_without_the_variable() -> None:
     assert omp_threads({}, 8) is None
+    assert omp_threads({"OMP_NUM_THREADS": ""}, 8) is None
+
+
+@pytest.mark.parametrize(("set_to", "threads"), [(None, "1"), ("", "1"), ("5", "5")])
+def test_ranks_share_the_processors_where_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, set_to: str | None, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+    cores = len(os.sched_getaffinity(0))
+    assert shared_env(cores, {})["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.starts_processes
