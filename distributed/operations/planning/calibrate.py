@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import yaml
@@ -24,6 +25,7 @@ from distributed.interfaces.launcher import RankCommand
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.operations.planning.calibrate_rank import RESULT
+from distributed.operations.planning.other_load import ProcessorTime
 from distributed.planner.estimates.hardware import HardwareProfile, parse_profile
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
@@ -35,8 +37,10 @@ __all__ = ["DURATION", "calibrate", "default_ranks", "write_profile"]
 
 DURATION = 0.02
 """Seconds of each point of a curve."""
-_BUSY = 25.0
-"""Percent of the processors in use by others from which on a note is printed."""
+_BUSY = 0.1
+"""Share of the processors in use by others from which on a warning is printed."""
+_LOOK = 0.5
+"""Seconds for which others are watched before anything is measured."""
 
 _SPREAD = 0.23
 """Relative half-width of the interval around predictions, which holds 18 of the 20 rows of
@@ -90,11 +94,15 @@ def calibrate(
             allowed=f"at most {gpus}",
             remedy="Measure fewer ranks, or pass --device cpu",
         )
-    _announce_others(report)
+    start = ProcessorTime.now()
+    sleep(_LOOK)
+    _warn_of_others(start.others_until(ProcessorTime.now()), "at the start", report)
     found: dict[int, dict[str, Any]] = {}
     for number in sorted(set(ranks)):
         report(f"measuring {number} rank{'s' if number > 1 else ''} on this node")
+        start = ProcessorTime.now()
         found[number] = _measure(number, duration, "cuda" if gpus else "cpu")
+        _warn_of_others(start.others_until(ProcessorTime.now()), "meanwhile", report)
     return parse_profile(_profile(found, name, gpus), "of this machine")
 
 
@@ -105,15 +113,12 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
     write_whole(path, text.encode(), 0o644)
 
 
-def _announce_others(report: Callable[[str], object]) -> None:
-    """Tell if other processes use this machine, which makes everything that is measured slower."""
-    import psutil
-
-    used = psutil.cpu_percent(interval=0.5)
-    if used > _BUSY:
+def _warn_of_others(share: float, when: str, report: Callable[[str], object]) -> None:
+    """Warn if other processes use this machine, which makes everything that is measured slower."""
+    if share > _BUSY:
         report(
-            f"warning: other processes use {used:.0f} % of the processors; the profile will be that of a busy"
-            " machine, and predictions from it too slow. Measure again when nothing else runs"
+            f"warning: other processes used {share:.0%} of the processors {when}; the profile is that of a"
+            " busy machine, and predictions from it are too slow. Measure again when nothing else runs"
         )
 
 

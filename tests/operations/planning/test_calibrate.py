@@ -10,9 +10,11 @@ import pytest
 from distributed import UserError
 from distributed.cli import main
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.operations.planning import calibrate
 from distributed.operations.planning.calibrate import default_ranks
 from distributed.operations.planning.decoder import facts_from_numbers
 from distributed.operations.planning.machine_match import difference_to_machine
+from distributed.operations.planning.other_load import ProcessorTime
 from distributed.planner.estimates.facts_time import FactsTimer
 from distributed.planner.estimates.hardware import load_profile
 from distributed.planner.estimates.numbers import model_numbers
@@ -73,17 +75,33 @@ def test_wrong_flags_are_refused_before_anything_is_measured(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("used", "lines"), [(10.0, 0), (90.0, 1)])
-def test_a_busy_machine_is_announced(used: float, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
+def test_processor_time_of_others_is_what_is_left_of_busy_time() -> None:
+    start = ProcessorTime(total=100.0, idle=40.0, own=7.0)
+    assert start.others_until(ProcessorTime(total=120.0, idle=50.0, own=13.0)) == pytest.approx(0.2)
+    assert start.others_until(ProcessorTime(total=120.0, idle=50.0, own=20.0)) == 0.0  # clocks are coarse
+    assert start.others_until(start) == 0.0
 
-    from distributed.operations.planning import calibrate
 
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: used)
+def test_own_processor_time_is_counted() -> None:
+    start = ProcessorTime.now()
+    while (later := ProcessorTime.now()).own < start.own + 0.1:
+        pass
+    assert later.total > start.total
+    assert later.idle >= start.idle
+
+
+@pytest.mark.parametrize(("share", "warnings"), [(0.05, 0), (0.9, 4)])
+def test_other_processes_are_announced(share: float, warnings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_LOOK", 0.0)
+    monkeypatch.setattr(calibrate, "_measure", lambda number, duration, device: {})
+    monkeypatch.setattr(calibrate, "_profile", lambda found, name, gpus: found)
+    monkeypatch.setattr(calibrate, "parse_profile", lambda values, where: values)
+    monkeypatch.setattr(ProcessorTime, "others_until", lambda self, later: share)
     found: list[str] = []
-    calibrate._announce_others(found.append)
-    assert len(found) == lines
-    assert all("use 90 % of the processors" in line for line in found)
+    calibrate.calibrate([1, 2, 4], device="cpu", report=found.append)
+    told = [line for line in found if line.startswith("warning: other processes used 90% of the processors")]
+    assert len(told) == warnings
+    assert len(found) == warnings + 3
 
 
 def test_ranks_that_are_measured_by_default() -> None:
@@ -93,8 +111,6 @@ def test_ranks_that_are_measured_by_default() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distributed.operations.planning import calibrate
-
     monkeypatch.setattr(calibrate, "visible_gpus", lambda: 2)
     with pytest.raises(UserError, match="a GPU of its own") as caught:
         calibrate.calibrate([1, 4])
