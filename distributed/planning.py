@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig, Layer, load_layers
-from distributed.config.load import as_layers
+from distributed.config.load import as_layers, config_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError, hide_own_frames
 from distributed.interfaces.callback import Callback
@@ -17,7 +17,7 @@ from distributed.operations.planning.options import PlanOptions
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.system.private_folders import PrivateFolder
-from distributed.trainer import Trainer, config_layers
+from distributed.trainer import Trainer
 
 if TYPE_CHECKING:
     from distributed.operations.planning.plans import Plans

@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from distributed.communication.environment import detect
-from distributed.config import DistributedConfig, Layer, load_layers, read_file
-from distributed.config.load import as_layers, override
+from distributed.config import DistributedConfig, Layer, load_layers
+from distributed.config.load import config_layers, override
 from distributed.config.paths import with_absolute_paths
 from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
@@ -24,10 +24,14 @@ from distributed.interfaces.launcher import Launcher
 from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
+from distributed.operations.planning.planned_run import (
+    choose_micro_batch,
+    explain_memory,
+    print_comparison,
+)
 from distributed.planner.backend_choice import BackendChoice, choose_backend
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
-from distributed.resilience.memory_failures import lacks_memory
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
 from distributed.system.host_memory import host_memory
@@ -202,24 +206,28 @@ class Trainer:
         from distributed.training.unused_fields import warn_of_unused
 
         check_trackers(plan.config, catalog)
-        plan, choose = self._with_micro_batch(plan, task)
+        earlier = self.history if task.progress is not None else None
+        plan, choose = choose_micro_batch(plan, task, self.launcher, earlier)
         if plan.joined is None or plan.joined.rank == 0:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
         room = host_memory(plan.local_size).nbytes
+
+        def replan(fields: Mapping[str, Any]) -> RunPlan:
+            return self._plan(override(plan.config, fields, "changed"), catalog, task)
+
         try:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
             try:
-                chosen = choose.plan if choose is not None else None
-                self._explain_memory(error, plan, task, catalog, room, chosen)
+                explain_memory(error, plan, task, catalog, replan, room, choose)
             finally:
                 catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
         history = outcome.history
         history.total_time = perf_counter() - started
-        _print_comparison(plan, history)
+        print_comparison(plan, history)
         lost = outcome.lost_state()
         catalog.manager.hook.on_run_end(plan=plan, history=history, error=lost)
         if lost is not None:
@@ -230,44 +238,6 @@ class Trainer:
         if history.preempted:
             raise self._stopped(history, outcome, plan)
         return history
-
-    def _with_micro_batch(self, plan: RunPlan, task: Task) -> tuple[RunPlan, Any]:
-        """Under ``batch_size=auto``: the plan with the size that fits, and what ranks choose with where they
-        choose."""
-        if not plan.config.chooses_batch:
-            return plan, None
-        # Imported only where it is needed: it imports the framework.
-        from distributed.operations.planning.auto_batch import ChoiceInRanks, choose_before_run
-
-        earlier = self.history.batch if self.history is not None and task.progress is not None else None
-        chosen = choose_before_run(plan, task, self.launcher, earlier)
-        return chosen, ChoiceInRanks(has_fitted=not chosen.micro_batches)
-
-    def _explain_memory(
-        self,
-        error: BaseException,
-        plan: RunPlan,
-        task: Task,
-        catalog: Catalog,
-        room: int,
-        chosen: RunPlan | None,
-    ) -> None:
-        """Add to an error by lack of memory the parts of memory, and changes that fit.
-
-        Args:
-            room: bytes that a process could allocate before the run.
-            chosen: plan of the rank that this process is, if its ranks chose the micro-batch.
-        """
-        if plan.spec.framework != "torch" or not lacks_memory(error):
-            return
-        from distributed.operations.planning.memory_advice import add_advice, plan_that_ran
-
-        plan = plan_that_ran(plan, error, chosen)
-
-        def replan(fields: Mapping[str, Any]) -> RunPlan:
-            return self._plan(override(plan.config, fields, "changed"), catalog, task)
-
-        add_advice(error, plan, task, catalog, replan, room)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history
@@ -449,41 +419,9 @@ class Trainer:
         )
 
 
-def _print_comparison(plan: RunPlan, history: History) -> None:
-    """What a plan predicted for the run, beside what was measured."""
-    if plan.config.planned.split is None or (plan.joined is not None and plan.joined.rank != 0):
-        return
-    from distributed.operations.planning.plan_history import lines_of
-
-    for line in lines_of(plan.config.planned.model_dump(), history):
-        print_line(line, sys.stdout)
-
-
 def _newest(outcome: RunResult) -> str | None:
     """The portable checkpoint in which started ranks left their final state, if they did."""
     assert outcome.state is not None
     if outcome.left.checkpoint is not None:
         return outcome.left.checkpoint
     return next(map(str, Path(outcome.state.name, "state").glob("step_*")), None)
-
-
-def config_layers(config: Any) -> list[Layer]:
-    """Layers of what `Trainer` takes as a configuration.
-
-    Raises:
-        UserError: it is none.
-    """
-    if config is None:
-        return []
-    if isinstance(config, DistributedConfig):
-        return as_layers(config)
-    if isinstance(config, Mapping):
-        return [Layer("config", config)]
-    if isinstance(config, (str, os.PathLike)):
-        return [read_file(config)]
-    raise UserError(
-        "not a configuration",
-        field="config",
-        got=type(config).__name__,
-        allowed="a DistributedConfig, a mapping, or the path of a YAML file",
-    )

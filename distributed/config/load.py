@@ -20,6 +20,7 @@ __all__ = [
     "all_fields",
     "as_layers",
     "check_agreement",
+    "config_layers",
     "explain",
     "load",
     "load_layers",
@@ -93,6 +94,28 @@ def native_names() -> set[str]:
 def as_layers(config: DistributedConfig) -> list[Layer]:
     """The explicit values of `config`, one layer per origin, so that they can be merged again."""
     return [Layer(config.origin(name), {name: value_of(config, name)}) for name in _set_names(config)]
+
+
+def config_layers(config: Any) -> list[Layer]:
+    """Layers of what `Trainer` takes as a configuration: none, a `DistributedConfig`, a mapping, or a path.
+
+    Raises:
+        UserError: it is none.
+    """
+    if config is None:
+        return []
+    if isinstance(config, DistributedConfig):
+        return as_layers(config)
+    if isinstance(config, Mapping):
+        return [Layer("config", config)]
+    if isinstance(config, (str, os.PathLike)):
+        return [read_file(config)]
+    raise UserError(
+        "not a configuration",
+        field="config",
+        got=type(config).__name__,
+        allowed="a DistributedConfig, a mapping, or the path of a YAML file",
+    )
 
 
 def override(config: DistributedConfig, values: Mapping[str, Any], origin: str) -> DistributedConfig:
