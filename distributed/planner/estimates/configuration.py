@@ -101,13 +101,9 @@ def check_places(
     chosen |= {"device": device} | _places(world_size, device, devices_per_node)
     on_one_host = chosen["num_nodes"] == 1
     for name in sorted(kept & chosen.keys()):
-        value = value_of(base, name)
-        same = (
-            chosen[name],
-            "auto",
-            None,
-            *([world_size] if on_one_host and name == "gpus_per_node" else []),
-        )
+        value, same = value_of(base, name), {chosen[name], "auto", None}
+        if on_one_host and name == "gpus_per_node":
+            same.add(world_size)
         if value not in same:
             raise UserError(
                 f"plans for this hardware on {world_size} devices have another value",
