@@ -110,9 +110,9 @@ class MeasurePeak(Callback):
     was live before the first step.
 
     What is live at the end of the run beside its known tensors (the model, the optimizer's state, the
-    buckets of DDP) is the process's own: objects of Python, and buffers that libraries keep from the first
-    step on. It is taken off the peak. Parameters that are mapped from a file are no allocation, at the peak
-    or at the end; they are in what is written, because they are known.
+    buckets of DDP, what a codec keeps) is the process's own: objects of Python, and buffers that libraries
+    keep from the first step on. It is taken off the peak. Parameters that are mapped from a file are no
+    allocation, at the peak or at the end; they are in what is written, because they are known.
     """
 
     all_ranks = True
@@ -138,7 +138,7 @@ class MeasurePeak(Callback):
         kept.extend(states)
         known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
         known += sum(map(mapped, _buckets(context)))
-        known += tensor_bytes([*_received(context), *_zero3_buffers(context)])
+        known += tensor_bytes([*_received(context), *_zero3_buffers(context), *_unsent(context)])
         (self.folder / f"rank-{context.world.rank}").write_text(str(peak - end + known), encoding="utf-8")
 
 
@@ -205,6 +205,12 @@ def _zero3_buffers(context: Context) -> list[torch.Tensor]:
         return []
     buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
     return [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *buckets]
+
+
+def _unsent(context: Context) -> list[torch.Tensor]:
+    """What a codec keeps between steps: residuals of gradients, and tensors of its own."""
+    compression = getattr(context.backend, "compression", None)
+    return [] if compression is None else compression.kept()
 
 
 def _buckets(context: Context) -> list[int]:

@@ -96,6 +96,11 @@ class MemoryTrace(TorchDispatchMode):
         self._backward = False
         return line
 
+    @property
+    def num_events(self) -> int:
+        """Number of events since the last call of `take`."""
+        return len(self._line.events)
+
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out storages that exist already."""
         for tensor in tensors:

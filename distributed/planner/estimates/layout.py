@@ -54,6 +54,7 @@ class Layout:
         schedules: orders of a pipeline with which it is.
         zero_stages: values of `Split.zero_stage` that it knows.
         gathers_once: whether a block is expected to be called once in a forward pass.
+        has_codecs: whether gradients may be sent by a codec.
         adds_gradients: whether a later micro-batch of a step adds to gradients that are there; otherwise they
             are new in each.
     """
@@ -62,6 +63,7 @@ class Layout:
     schedules: ClassVar[tuple[str, ...]] = ()
     zero_stages: ClassVar[tuple[int, ...]] = (0,)
     gathers_once: ClassVar[bool] = False
+    has_codecs: ClassVar[bool] = False
     adds_gradients = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:

@@ -134,7 +134,8 @@ def _check_facts(facts: ModelFacts, split: Split, layout: type[Layout]) -> None:
 
 
 def _check_layout(split: Split, layout: type[Layout]) -> None:
-    for field, value, allowed in (("codec", split.codec, "none"), ("offload", split.offload, False)):
+    codec = "none" if layout.has_codecs else split.cut().codec
+    for field, value, allowed in (("codec", codec, "none"), ("offload", split.offload, False)):
         if value != allowed:
             raise UserError(
                 "the memory that this setting needs is not predicted",
