@@ -32,11 +32,14 @@ __all__ = [
     "ONE_F_ONE_B",
     "PAIRS",
     "TP",
+    "DUAL_PIPE_V",
     "FSDP",
     "FULL",
     "SERIAL",
     "SMALL_BUCKETS",
+    "ZBV",
     "ZERO",
+    "ZERO_BUBBLE",
     "compare",
 ]
 
@@ -60,6 +63,12 @@ INTERLEAVED = DDP | {
     "gradient_accumulation_steps": 4,
     "parallel": {"pipeline": 2, "schedule": "interleaved-1f1b"},
 }
+ZBV = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "zbv"}}
+ZERO_BUBBLE = DDP | {
+    "gradient_accumulation_steps": 4,
+    "parallel": {"pipeline": 2, "schedule": "interleaved-zero-bubble"},
+}
+DUAL_PIPE_V = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "dualpipev"}}
 LOOPED_BFS = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "looped-bfs"}}
 
 CODECS: list[dict[str, Any]] = [
@@ -74,6 +83,9 @@ MESHES: list[dict[str, Any]] = [
     ONE_F_ONE_B,
     INTERLEAVED,
     LOOPED_BFS,
+    ZERO_BUBBLE,
+    ZBV,
+    DUAL_PIPE_V,
     FSDP | {"ranks": 4, "parallel": {"data": 2, "shard": 2}},
     FSDP | {"ranks": 4, "parallel": {"tensor": 2, "shard": 2}},
     FSDP | PAIRS | {"ranks": 4, "parallel": {"context": 2, "shard": 2}},
@@ -112,6 +124,9 @@ DECIDING = [
     ONE_F_ONE_B,
     INTERLEAVED,
     LOOPED_BFS,
+    ZERO_BUBBLE,
+    ZBV,
+    DUAL_PIPE_V,
     SERIAL,
 ]
 """What models that were kept aside are measured with."""

@@ -93,7 +93,8 @@ def collect_facts(
             part.cut(task, objective, resize, partial(_call_model, training_step))
         recorder = Recorder(copied, block_classes, objective, batch, precision, device, part)
         plain = recorder.pair()
-        again, refused = _recomputed(recorder)
+        halves = recorder.pair(in_halves=True) if part.splits_backward else (None, None)
+        again, refused = (None, "") if part.splits_backward else _recomputed(recorder)
         received = recorder.received()
         parameters = recorder.parameter_facts()
     return ModelFacts(
@@ -105,6 +106,8 @@ def collect_facts(
         later=plain[1],
         first_recomputed=again[0] if again else None,
         later_recomputed=again[1] if again else None,
+        first_halves=halves[0],
+        later_halves=halves[1],
         optimizer=optimizer_facts(optimizer, **settings),
         precision=precision,
         optimizer_name=optimizer,

@@ -185,7 +185,8 @@ def _is_running(task: Path) -> bool:
 
 
 def _received(context: Context) -> list[torch.Tensor]:
-    """What the stages of a pipeline receive into, which lasts as long as the run."""
+    """What the stages of a pipeline receive into, which lasts as long as the run, and gradients of it, which
+    are live until the next step."""
     pipeline = getattr(context.backend, "pipeline", None)
     schedule = getattr(pipeline, "_schedule", None)
     infos = [
@@ -195,7 +196,9 @@ def _received(context: Context) -> list[torch.Tensor]:
         for chunk in table.values()
         for info in chunk
     ]
-    return [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
+    received = [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
+    gradients = [buffer.grad for buffer in received if buffer.is_leaf]
+    return [*received, *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _zero3_buffers(context: Context) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from distributed.operations.planning.optimizer_facts import OPTIMIZERS, settings
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
-from distributed.planner.stage_order import ONE_STAGE
+from distributed.planner.stage_order import FOLDED, LOOPED, ONE_STAGE
 from distributed.training.seeding import isolated_rng
 
 __all__ = ["SAMPLES", "TaskFacts"]
@@ -32,13 +32,12 @@ SAMPLES = 2
 
 
 def _sharing(source: FactsSource) -> FactsSource:
-    """A source whose stages are the same under all schedules with one stage on each rank."""
+    """A source whose stages are the same under all schedules that lay them out and compute them alike."""
 
     @cache
     def shared(cut: Cut) -> ModelFacts:
-        if cut.schedule in ONE_STAGE:
-            return replace(source(cut._replace(schedule=ONE_STAGE[0])), cut=cut)
-        return source(cut)
+        alike = next((kind for kind in (ONE_STAGE, LOOPED, FOLDED) if cut.schedule in kind), (cut.schedule,))
+        return replace(source(cut._replace(schedule=alike[0])), cut=cut)
 
     return shared
 

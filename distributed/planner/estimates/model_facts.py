@@ -89,6 +89,8 @@ class Kind(IntEnum):
     """Backward of the micro-batch begins."""
     COLLECTIVE = 8
     """Ranks that share the model exchange a tensor."""
+    WEIGHTS = 9
+    """The gradients of weights begin, where backward has two halves."""
 
 
 class Event(NamedTuple):
@@ -274,6 +276,9 @@ class ModelFacts:
         later: what each later one does, which adds to them.
         first_recomputed: `first` with activation checkpointing of the blocks; None if it was not recorded.
         later_recomputed: `later` with it.
+        first_halves: `first` with backward in two halves: of activations, then of weights; None for schedules
+            that do not divide it.
+        later_halves: `later` with it.
         optimizer: what the optimizer needs.
         precision: at which the facts were recorded.
         optimizer_name: the optimizer of `optimizer`.
@@ -307,6 +312,8 @@ class ModelFacts:
     bucket_bytes: float = BUCKET
     exchange: ExchangeFacts | None = None
     work: WorkFacts = NOT_COUNTED
+    first_halves: Timeline | None = None
+    later_halves: Timeline | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -10,7 +10,7 @@ from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import Event, Kind, ModelFacts, ParameterFacts
 from distributed.planner.estimates.split import Split
-from distributed.planner.stage_order import LOOPED, ONE_STAGE
+from distributed.planner.stage_order import LOOPED, ONE_STAGE, SPLIT
 
 __all__ = ["Buckets", "CodedGradients", "FlatGradients", "filled_buckets"]
 
@@ -22,7 +22,7 @@ class Buckets(Layout):
     ``mark_variable_ready_dense``."""
 
     axes = ("data", "tensor", "pipeline", "context")
-    schedules = (*ONE_STAGE, *LOOPED)
+    schedules = (*ONE_STAGE, *LOOPED, *SPLIT)
     has_codecs = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
@@ -62,7 +62,7 @@ class FlatGradients(Layout):
     tensors are live until the last of them has arrived. In a pipeline no bucket is sent before the end."""
 
     axes = Buckets.axes
-    schedules = (*ONE_STAGE, *LOOPED)
+    schedules = (*ONE_STAGE, *LOOPED, *SPLIT)
     has_codecs = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:

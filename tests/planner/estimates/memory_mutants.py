@@ -143,6 +143,14 @@ class DropsWhatIsSent(FlatGradients):
         super()._enter(micro_batch)
 
 
+class KeepsNothingOfHalves(FlatGradients):
+    """Nothing but messages is live between the halves of backward."""
+
+    def play_inputs(self, micro_batch: MicroBatch) -> None:
+        super().play_inputs(micro_batch)
+        self.drop(tensor for tensor in list(micro_batch.parts) if tensor not in micro_batch.held)
+
+
 class KeepsNoResiduals(CodedGradients):
     """A codec keeps nothing between steps."""
 
@@ -219,6 +227,7 @@ MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("pytorch-ddp", SendsAtTheEnd),
     ("pytorch-ddp", ForgetsScratch),
     ("pytorch-ddp", DropsWhatIsSent),
+    ("pytorch-ddp", KeepsNothingOfHalves),
     ("pytorch-ddp", KeepsNoResiduals),
     ("pytorch-ddp", DropsResults),
     ("pytorch-ddp", EncodesAtTheEnd),
