@@ -102,6 +102,12 @@ class Compression:
         """The exchanges, with whose state a later `fit` in this process continues."""
         return list(self._sums)
 
+    def kept(self) -> list[Tensor]:
+        """What this rank keeps between steps: residuals, and tensors of the codec."""
+        states = (tensors for summed in self._sums for tensors in summed.states.values())
+        residuals = (tensor for summed in self._sums for tensor in summed.residuals.values())
+        return [*residuals, *(tensor for tensors in states for tensor in tensors.values())]
+
     def report_unreturned(self) -> None:
         """Log that the caller does not get what is pending on other hosts."""
         if any(summed.residuals for summed in self._sums):

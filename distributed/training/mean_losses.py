@@ -103,6 +103,11 @@ class MeanLosses:
         self._watch = self._watch and mean is not None and not mean.called
         return mean
 
+    def forget(self) -> None:
+        """Drop what was recorded. Backward in two halves does not free its graph, which would be live until
+        the next micro-batch."""
+        self.found = []
+
     def note_pairs(self, arguments: dict[str, Any]) -> None:
         """Note whether a cross-entropy compares the samples of the micro-batch with each other."""
         self._num_pairs = self._num_pairs or _num_pairs(arguments)

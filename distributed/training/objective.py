@@ -256,6 +256,7 @@ class Objective:
             loss, count = loss * num_samples, num_samples
         if torch.is_grad_enabled():
             self._note_average(kind, field)
+        self._means.forget()
         return loss, count
 
     def _note_average(self, kind: str, field: str) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from tests.support.predicted_memory import ALL, DECIDING, MESHES, compare
+from tests.support.predicted_memory import ALL, CODECS, DDP, DECIDING, MESHES, SMALL_BUCKETS, compare
 
 RUNS = {
-    "llama": [*MESHES, *ALL],
+    "llama": [*MESHES, *CODECS, DDP | SMALL_BUCKETS, CODECS[1] | SMALL_BUCKETS, *ALL],
     "bert": ALL,
     "vit": ALL,
     "gpt2": ALL,
-    **dict.fromkeys(("qwen2", "mistral", "phi"), DECIDING),
+    **{name: [*CODECS, *DECIDING] for name in ("qwen2", "mistral", "phi")},
 }
 """Model -> its runs. The rules come from a Llama, a BERT and a ViT; the last three were kept aside."""
 

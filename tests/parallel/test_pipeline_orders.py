@@ -12,7 +12,7 @@ from distributed.interfaces.backend_spec import SCHEDULES
 from distributed.parallel.pipeline_balance import balance
 from distributed.parallel.pipeline_orders import Action, bubble_of, order_of, simulate
 from distributed.planner.pipeline import plain_shape
-from distributed.planner.stage_order import LOOPED, ONE_STAGE, rank_order
+from distributed.planner.stage_order import LOOPED, ONE_STAGE, SPLIT, rank_order
 
 SIZES = [(2, 8), (4, 8), (4, 16), (2, 4), (3, 6)]
 
@@ -31,7 +31,7 @@ def test_the_simulated_bubble_is_that_of_the_formula(schedule: str, ranks: int, 
     assert bubble_of(simulate(order, shape)) == pytest.approx(shape.bubble, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", [*ONE_STAGE, *LOOPED])
+@pytest.mark.parametrize("schedule", [*ONE_STAGE, *LOOPED, *SPLIT])
 def test_the_order_that_predictions_play_is_that_of_the_schedule(schedule: str) -> None:
     """Which the planner has without torch."""
     for ranks, micro_batches in itertools.product((2, 3, 4), range(1, 13)):

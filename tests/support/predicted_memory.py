@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache, partial
 from typing import Any
 
+from distributed.config.compression import CompressionSection
 from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.operations.planning.codec_trace import ExchangeOptions
 from distributed.operations.planning.collect_facts import facts_source
 from distributed.planner.estimates.device_memory import MAPPED_CPU
 from distributed.planner.estimates.memory import predict_memory
@@ -18,6 +21,7 @@ from tests.support.small_transformers import MODELS, as_pair
 __all__ = [
     "AGAIN",
     "ALL",
+    "CODECS",
     "CP",
     "DDP",
     "DECIDING",
@@ -28,10 +32,14 @@ __all__ = [
     "ONE_F_ONE_B",
     "PAIRS",
     "TP",
+    "DUAL_PIPE_V",
     "FSDP",
     "FULL",
     "SERIAL",
+    "SMALL_BUCKETS",
+    "ZBV",
     "ZERO",
+    "ZERO_BUBBLE",
     "compare",
 ]
 
@@ -55,7 +63,18 @@ INTERLEAVED = DDP | {
     "gradient_accumulation_steps": 4,
     "parallel": {"pipeline": 2, "schedule": "interleaved-1f1b"},
 }
+ZBV = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "zbv"}}
+ZERO_BUBBLE = DDP | {
+    "gradient_accumulation_steps": 4,
+    "parallel": {"pipeline": 2, "schedule": "interleaved-zero-bubble"},
+}
+DUAL_PIPE_V = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "dualpipev"}}
 LOOPED_BFS = DDP | {"gradient_accumulation_steps": 4, "parallel": {"pipeline": 2, "schedule": "looped-bfs"}}
+
+CODECS: list[dict[str, Any]] = [
+    DDP | {"compression": {"codec": codec}} for codec in ("fp16", "int8", "top-k", "random-k", "powersgd")
+]
+SMALL_BUCKETS = {"bucket_cap_mb": 4}
 
 MESHES: list[dict[str, Any]] = [
     TP,
@@ -64,6 +83,9 @@ MESHES: list[dict[str, Any]] = [
     ONE_F_ONE_B,
     INTERLEAVED,
     LOOPED_BFS,
+    ZERO_BUBBLE,
+    ZBV,
+    DUAL_PIPE_V,
     FSDP | {"ranks": 4, "parallel": {"data": 2, "shard": 2}},
     FSDP | {"ranks": 4, "parallel": {"tensor": 2, "shard": 2}},
     FSDP | PAIRS | {"ranks": 4, "parallel": {"context": 2, "shard": 2}},
@@ -102,6 +124,9 @@ DECIDING = [
     ONE_F_ONE_B,
     INTERLEAVED,
     LOOPED_BFS,
+    ZERO_BUBBLE,
+    ZBV,
+    DUAL_PIPE_V,
     SERIAL,
 ]
 """What models that were kept aside are measured with."""
@@ -121,23 +146,40 @@ def predicted(facts: FactsSource, entry: dict[str, Any]) -> int:
         num_micro_batches=entry.get("gradient_accumulation_steps", 1) * pieces,
         schedule=schedule,
         activation_checkpointing="activation_checkpointing" in entry,
+        codec=entry.get("compression", {}).get("codec", "none"),
     )
     return predict_memory(facts, split, MAPPED_CPU).total
 
 
+Gradients = tuple[CompressionSection, bool, float]
+"""Section of the codec; whether steps may be skipped; MiB of a bucket."""
+
+
+def _gradients(entry: dict[str, Any]) -> Gradients:
+    section = CompressionSection(**entry.get("compression", {}))
+    return section, "on_nan" in entry, entry.get("bucket_cap_mb", 25.0)
+
+
+def _source(name: str, pairs: bool, gradients: Gradients) -> FactsSource:
+    build, batch = MODELS[name]
+    model, samples = build(), batch(SAMPLES)
+    section, revocable, cap = gradients
+    options = ExchangeOptions(section, revocable)
+    if not pairs:
+        return facts_source(model, samples, options, bucket_cap_mb=cap)
+    model.config.use_cache = False
+    return facts_source(model, as_pair(samples), options, bucket_cap_mb=cap)
+
+
 def compare(name: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
     """(run, measured bytes, predicted bytes) of each of `runs` of a model."""
-    build, batch = MODELS[name]
-    by_name = facts_source(build(), batch(SAMPLES))
-    model = build()
-    model.config.use_cache = False
-    by_pairs = facts_source(model, as_pair(batch(SAMPLES)))
+    source = cache(partial(_source, name))
     arguments = json.dumps([{"name": name, "samples": SAMPLES, **entry} for entry in runs])
     command = [sys.executable, "-m", "tests.support.measure_memory", arguments]
     done = run(command, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     return [
-        (entry, truth, predicted(by_pairs if "pairs" in entry else by_name, entry))
+        (entry, truth, predicted(source("pairs" in entry, _gradients(entry)), entry))
         for entry, truth in zip(runs, measured, strict=True)
     ]

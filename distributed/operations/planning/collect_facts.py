@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
+from distributed.operations.planning.codec_trace import ExchangeOptions, with_exchanges
 from distributed.operations.planning.cut_model import CutOptions, rank_of_cut
 from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
 from distributed.operations.planning.private_copies import private_copies, unchanged_modules
 from distributed.operations.planning.recorder import Recorder, explained, resized_batch
-from distributed.planner.estimates.model_facts import WHOLE, Cut, FactsSource, ModelFacts, Timeline
+from distributed.planner.estimates.model_facts import BUCKET, WHOLE, Cut, FactsSource, ModelFacts, Timeline
 from distributed.planner.estimates.work_facts import WorkFacts
 from distributed.training.activation_checkpointing import recompute
 from distributed.training.module_modes import ModuleModes
@@ -29,6 +30,7 @@ from distributed.training.objective import Objective
 __all__ = ["collect_facts", "facts_source"]
 
 _DEFAULTS = CutOptions()
+_NO_OPTIONS = ExchangeOptions()
 _NO_SETTINGS: Mapping[str, Any] = {}
 
 
@@ -45,6 +47,8 @@ def collect_facts(
     device: str = "cpu",
     cut: Cut = WHOLE,
     options: CutOptions = _DEFAULTS,
+    targets: Tensor | None = None,
+    bucket_cap_mb: float = BUCKET / 2**20,
 ) -> ModelFacts:
     """Facts about training `model`, or what one rank of a cut has of it.
 
@@ -61,6 +65,8 @@ def collect_facts(
         device: of the rank.
         cut: the ranks that divide the model, which is cut as the backends of a mesh cut it.
         options: how they do so.
+        targets: all targets of the data, where they are one tensor: whether some are masked is known before.
+        bucket_cap_mb: size of a bucket of gradients in MiB.
 
     Raises:
         UserError: the model's control flow depends on values, which fake tensors do not have; or what it
@@ -77,6 +83,9 @@ def collect_facts(
         with unset_fake_temporarily():
             loss_fn, training_step = private_copies((loss_fn, training_step), memo)
         objective = Objective(loss_fn, training_step, device=device)
+        if targets is not None:
+            with unset_fake_temporarily():
+                objective.declare_unmasked(targets)
         whole_numel = sum(p.numel() for p in copied.parameters())
         with explained():
             resize = partial(resized_batch, batch, device=device)
@@ -84,7 +93,8 @@ def collect_facts(
             part.cut(task, objective, resize, partial(_call_model, training_step))
         recorder = Recorder(copied, block_classes, objective, batch, precision, device, part)
         plain = recorder.pair()
-        again, refused = _recomputed(recorder)
+        halves = recorder.pair(in_halves=True) if part.splits_backward else (None, None)
+        again, refused = (None, "") if part.splits_backward else _recomputed(recorder)
         received = recorder.received()
         parameters = recorder.parameter_facts()
     return ModelFacts(
@@ -96,6 +106,8 @@ def collect_facts(
         later=plain[1],
         first_recomputed=again[0] if again else None,
         later_recomputed=again[1] if again else None,
+        first_halves=halves[0],
+        later_halves=halves[1],
         optimizer=optimizer_facts(optimizer, **settings),
         precision=precision,
         optimizer_name=optimizer,
@@ -104,16 +116,21 @@ def collect_facts(
         received=received,
         whole_numel=whole_numel,
         cannot_recompute=refused,
+        counts_targets=objective.counted,
+        bucket_bytes=bucket_cap_mb * 2**20,
     )
 
 
-def facts_source(model: nn.Module, batch: Any, **given: Any) -> FactsSource:
+def facts_source(
+    model: nn.Module, batch: Any, exchange: ExchangeOptions = _NO_OPTIONS, **given: Any
+) -> FactsSource:
     """What collects facts of each cut of `model`, each once.
 
     Args:
         model, batch, given: as `collect_facts` takes them, without `cut`.
+        exchange: how gradients are exchanged where a cut has a codec.
     """
-    return cache(partial(_facts_of, model, batch, given))
+    return with_exchanges(cache(partial(_facts_of, model, batch, given)), exchange)
 
 
 def _facts_of(model: nn.Module, batch: Any, given: Mapping[str, Any], cut: Cut) -> ModelFacts:

@@ -84,6 +84,15 @@ class RankPart:
         """The loss, or the output of a stage that is not the last."""
         return forward()
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of activations."""
+        return False
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters whose gradients the stage computes."""
+        return [p for p in model.parameters() if p.requires_grad]
+
 
 @contextmanager
 def rank_of_cut(cut: Cut, options: CutOptions) -> Iterator[RankPart]:
@@ -186,6 +195,7 @@ class _CutPart(RankPart):
         self._slices: Any = None
         self._tensor: Any = None
         self._staged: Any = None
+        self._tensors: Any = None
         self._mesh.group(*WITHIN_STAGE)  # now, because a mesh has values
         for axis in ("tensor", "context", "pipeline"):
             group = self._mesh.group(axis)
@@ -264,7 +274,8 @@ class _CutPart(RankPart):
         from distributed.parallel.staged_model import StagedModel
 
         assert self._shape is not None
-        StageTensors(layout.stages, self._shape, self._mesh, "cpu").drop(model)
+        self._tensors = StageTensors(layout.stages, self._shape, self._mesh, "cpu")
+        self._tensors.drop(model)
         self._staged = StagedModel(model, layout, "cpu")
         self._staged.install()
         self._stack.callback(self._staged.remove)
@@ -303,4 +314,16 @@ class _CutPart(RankPart):
     def run(self, received: Tensor | None, rows: int, forward: Callable[[], Any]) -> Any:
         if self._staged is None:
             return forward()
-        return self._staged.run(self._cut.stage, received, rows, forward)
+        found = self._staged.run(self._cut.stage, received, rows, forward)
+        # As `Pipeline._compute` does, because torch detaches it in place.
+        return found.clone() if self.splits_backward and found._is_view() else found
+
+    @property
+    def splits_backward(self) -> bool:
+        return self._shape is not None and self._shape.splits_backward
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        if self._tensors is None:
+            return super().trained(model)
+        found: list[nn.Parameter] = self._tensors.parameters_of(model, self._cut.stage)
+        return found

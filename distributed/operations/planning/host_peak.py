@@ -110,9 +110,9 @@ class MeasurePeak(Callback):
     was live before the first step.
 
     What is live at the end of the run beside its known tensors (the model, the optimizer's state, the
-    buckets of DDP) is the process's own: objects of Python, and buffers that libraries keep from the first
-    step on. It is taken off the peak. Parameters that are mapped from a file are no allocation, at the peak
-    or at the end; they are in what is written, because they are known.
+    buckets of DDP, what a codec keeps) is the process's own: objects of Python, and buffers that libraries
+    keep from the first step on. It is taken off the peak. Parameters that are mapped from a file are no
+    allocation, at the peak or at the end; they are in what is written, because they are known.
     """
 
     all_ranks = True
@@ -138,7 +138,7 @@ class MeasurePeak(Callback):
         kept.extend(states)
         known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
         known += sum(map(mapped, _buckets(context)))
-        known += tensor_bytes([*_received(context), *_zero3_buffers(context)])
+        known += tensor_bytes([*_received(context), *_zero3_buffers(context), *_unsent(context)])
         (self.folder / f"rank-{context.world.rank}").write_text(str(peak - end + known), encoding="utf-8")
 
 
@@ -185,7 +185,8 @@ def _is_running(task: Path) -> bool:
 
 
 def _received(context: Context) -> list[torch.Tensor]:
-    """What the stages of a pipeline receive into, which lasts as long as the run."""
+    """What the stages of a pipeline receive into, which lasts as long as the run, and gradients of it, which
+    are live until the next step."""
     pipeline = getattr(context.backend, "pipeline", None)
     schedule = getattr(pipeline, "_schedule", None)
     infos = [
@@ -195,7 +196,9 @@ def _received(context: Context) -> list[torch.Tensor]:
         for chunk in table.values()
         for info in chunk
     ]
-    return [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
+    received = [info.buffer for info in infos if isinstance(info.buffer, torch.Tensor)]
+    gradients = [buffer.grad for buffer in received if buffer.is_leaf]
+    return [*received, *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _zero3_buffers(context: Context) -> list[torch.Tensor]:
@@ -205,6 +208,12 @@ def _zero3_buffers(context: Context) -> list[torch.Tensor]:
         return []
     buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
     return [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *buckets]
+
+
+def _unsent(context: Context) -> list[torch.Tensor]:
+    """What a codec keeps between steps: residuals of gradients, and tensors of its own."""
+    compression = getattr(context.backend, "compression", None)
+    return [] if compression is None else compression.kept()
 
 
 def _buckets(context: Context) -> list[int]:

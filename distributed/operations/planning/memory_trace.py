@@ -96,6 +96,11 @@ class MemoryTrace(TorchDispatchMode):
         self._backward = False
         return line
 
+    @property
+    def num_events(self) -> int:
+        """Number of events since the last call of `take`."""
+        return len(self._line.events)
+
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out storages that exist already."""
         for tensor in tensors:
@@ -189,14 +194,20 @@ class MemoryTrace(TorchDispatchMode):
         return hook
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            line = self._line
-            found = self.number_of(parameter.grad)
-            if found is not None:
-                line.gradients[index] = found
-            line.events.append(Event(Kind.GRADIENT, index))
+        return lambda parameter: self._note_gradient(index, parameter)
 
-        return hook
+    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of `parameters` are complete, without hooks of theirs."""
+        place: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self._parameters)}
+        for parameter in parameters:
+            self._note_gradient(place[parameter], parameter)
+
+    def _note_gradient(self, index: int, parameter: Tensor) -> None:
+        line = self._line
+        found = self.number_of(parameter.grad)
+        if found is not None:
+            line.gradients[index] = found
+        line.events.append(Event(Kind.GRADIENT, index))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -79,9 +79,15 @@ class Recorder:
         self._outputs: dict[int, Size] = {}
         self._calls: dict[int, int] = {}
         self._work: list[list[RawOperation]] = []
+        self._in_halves = False
 
-    def pair(self) -> tuple[Timeline, Timeline]:
-        """The first and a later micro-batch of an optimizer step."""
+    def pair(self, in_halves: bool = False) -> tuple[Timeline, Timeline]:
+        """The first and a later micro-batch of an optimizer step.
+
+        Args:
+            in_halves: compute the gradients of activations first, and those of weights apart.
+        """
+        self._in_halves = in_halves
         small, large = (self._record(number) for number in _SAMPLES)
         inputs = tuple(_line(a, b) for a, b in zip(*map(self._input_sizes, _SAMPLES), strict=True))
         self._calls = self._calls or small[0].calls
@@ -168,12 +174,34 @@ class Recorder:
                 output = self._part.run(received, num_samples, lambda: self._loss(batch, num_samples))
             forward = trace.number_of(output) if gradient is not None else None
             trace.mark(Kind.BACKWARD)
-            output.backward(gradient)
+            if self._in_halves:
+                self._backward_in_halves(trace, output, gradient, received)
+            else:
+                output.backward(gradient)
             del output
         backward = trace.number_of(received.grad) if received is not None else None
         line = trace.take()
         line.sent = forward, backward
         return line
+
+    def _backward_in_halves(
+        self, trace: MemoryTrace, output: Tensor, gradient: Tensor | None, received: Tensor | None
+    ) -> None:
+        """As a stage of torch 2.13 does (stage.py, ``backward_one_chunk`` and ``backward_weight_one_chunk``).
+        The first stage, whose input has no gradient, computes all in the second half."""
+        # Imports torch.export, which takes a second.
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+        if received is None:
+            trace.mark(Kind.WEIGHTS)
+            output.backward(gradient)
+            return
+        trained, gradients = self._part.trained(self.model), None if gradient is None else [gradient]
+        _, groups = stage_backward_input([output], gradients, [received], iter(trained))
+        _in_order(groups, trained)
+        trace.mark(Kind.WEIGHTS)
+        stage_backward_weight(iter(trained), groups)
+        trace.note_gradients(trained)  # no hook has seen them
 
     def _held(self) -> list[nn.Parameter]:
         """The parameters that this rank holds."""
@@ -238,6 +266,19 @@ class Recorder:
                 )
             )
         return tuple(facts)
+
+
+def _in_order(groups: list[dict[str, Any]], parameters: Sequence[nn.Parameter]) -> None:
+    """Sort what torch keeps in sets between the halves of backward, whose order differs from run to run."""
+    # A view creates the node that adds up the gradient of a parameter.
+    nodes: list[Any] = [p.view_as(p).grad_fn for p in parameters]
+    place = {node.next_functions[0][0]: at for at, node in enumerate(nodes)}
+    for group in groups:
+        group["params"] = sorted(group["params"], key=lambda node: place[node])
+        pairs = zip(group["intermediates"], group["grads"], strict=True)
+        ordered = sorted(pairs, key=lambda pair: pair[0]._sequence_nr())
+        group["intermediates"], group["grads"] = map(list, zip(*ordered, strict=True))
+    groups.sort(key=lambda group: place[group["params"][0]])
 
 
 def _is_held(block: nn.Module) -> bool:

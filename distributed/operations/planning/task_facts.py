@@ -7,18 +7,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
+from distributed.operations.planning.codec_trace import ExchangeOptions, with_exchanges
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.cut_model import CutOptions
 from distributed.operations.planning.optimizer_facts import OPTIMIZERS, settings_of
 from distributed.parallel.deferred_build import build_without_data
 from distributed.parallel.sample_batch import first_samples
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
-from distributed.planner.stage_order import ONE_STAGE
+from distributed.planner.stage_order import FOLDED, LOOPED, ONE_STAGE
 from distributed.training.seeding import isolated_rng
 
 __all__ = ["SAMPLES", "TaskFacts"]
@@ -31,13 +32,12 @@ SAMPLES = 2
 
 
 def _sharing(source: FactsSource) -> FactsSource:
-    """A source whose stages are the same under all schedules with one stage on each rank."""
+    """A source whose stages are the same under all schedules that lay them out and compute them alike."""
 
     @cache
     def shared(cut: Cut) -> ModelFacts:
-        if cut.schedule in ONE_STAGE:
-            return replace(source(cut._replace(schedule=ONE_STAGE[0])), cut=cut)
-        return source(cut)
+        alike = next((kind for kind in (ONE_STAGE, LOOPED, FOLDED) if cut.schedule in kind), (cut.schedule,))
+        return replace(source(cut._replace(schedule=alike[0])), cut=cut)
 
     return shared
 
@@ -73,7 +73,11 @@ class TaskFacts:
             context_attention=config.parallel.context_attention,
             stages=config.parallel.stages,
         )
-        key = (name, str(settings), precision, device, config.block_classes, str(options))
+        exchange = ExchangeOptions(
+            config.compression, config.on_nan == "skip", not config.find_unused_parameters
+        )
+        cap = config.bucket_cap_mb
+        key = (name, str(settings), precision, device, config.block_classes, str(options), str(exchange), cap)
         if key not in self._sources:
             given = {
                 "optimizer": name,
@@ -82,8 +86,11 @@ class TaskFacts:
                 "device": device,
                 "block_classes": config.block_classes,
                 "options": options,
+                "bucket_cap_mb": cap,
+                "targets": self._targets(),
             }
-            self._sources[key] = _sharing(cache(partial(self._collect, config.seed, given)))
+            source = _sharing(cache(partial(self._collect, config.seed, given)))
+            self._sources[key] = with_exchanges(source, exchange)
         return self._sources[key]
 
     def model(self, config: DistributedConfig) -> nn.Module:
@@ -138,6 +145,11 @@ class TaskFacts:
                 allowed="operations on tensors that are not read in Python",
                 remedy=self._remedy,
             ) from error
+
+    def _targets(self) -> Tensor | None:
+        """All targets, where the data is one tensor of them: ranks look through it before training."""
+        tensors = getattr(self._task.train_data, "tensors", None)
+        return tensors[-1] if tensors is not None and len(tensors) > 1 else None
 
     def _built(self, seed: int) -> nn.Module:
         if self._model is None:

@@ -19,7 +19,6 @@ from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.links import link_of
 from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts, Size
 from distributed.planner.estimates.rates import Rates, rates_of
-from distributed.planner.estimates.replicated_layout import BUCKET
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.time import TimeParts
 from distributed.planner.estimates.work_facts import Operations
@@ -302,19 +301,19 @@ class _Step:
         others = sum(p.nbytes for p in facts.parameters if p.trained) - experts
         if split.zero_stage:
             operation = "all-reduce" if split.zero_stage == 1 else "reduce-scatter"
-            return self._in_buckets(operation, ("data",), others)
+            return self._in_buckets(operation, ("data",), others, facts.bucket_bytes)
         # Ranks along context hold copies as well, and are in the same group.
         axes = tuple(axis for axis in ("data", "context") if dims.size(axis) > 1) or ("data",)
-        seconds = self._in_buckets("all-reduce", axes, others)
+        seconds = self._in_buckets("all-reduce", axes, others, facts.bucket_bytes)
         if experts:
             link = link_of(self.timer.profile, dims, "data", size=dims.expert_data, step=dims.expert)
             seconds += self.rates.collective("all-reduce", link, experts)
         return seconds
 
-    def _in_buckets(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
-        """Full buckets of `nbytes` bytes of gradients, and the last one."""
-        full, left = divmod(nbytes, BUCKET)
-        seconds = full * self._bucket(operation, axes, BUCKET) if full else 0.0
+    def _in_buckets(self, operation: str, axes: tuple[str, ...], nbytes: float, size: float) -> float:
+        """Full buckets of `size` of `nbytes` bytes of gradients, and the last one."""
+        full, left = divmod(nbytes, size)
+        seconds = full * self._bucket(operation, axes, size) if full else 0.0
         return seconds + (self._bucket(operation, axes, left) if left else 0.0)
 
     def _bucket(self, operation: str, axes: tuple[str, ...], nbytes: float) -> float:
@@ -328,7 +327,9 @@ class _Step:
         nbytes = sum(p.nbytes for p in facts.parameters if p.trained and not p.is_expert)
         dims = self.split.dims
         axes = tuple(axis for axis in ("data", "context") if dims.size(axis) > 1) or ("data",)
-        return self._bucket("all-reduce", axes, min(nbytes, nbytes % BUCKET or BUCKET))
+        return self._bucket(
+            "all-reduce", axes, min(nbytes, nbytes % facts.bucket_bytes or facts.bucket_bytes)
+        )
 
     def _copies(self, facts: ModelFacts) -> float:
         """Copies of gradients into buckets, with the hooks that make them, and of shards into and out of what

@@ -26,7 +26,8 @@ class MicroBatch:
 
     Attributes:
         forward: its events until backward begins.
-        backward: the others.
+        backward: the others, or those of the gradients of activations.
+        weights: those of the gradients of weights, where backward has two halves.
         parts: index of each live tensor -> part of the memory.
     """
 
@@ -36,7 +37,12 @@ class MicroBatch:
             (at for at, event in enumerate(timeline.events) if event.kind == Kind.BACKWARD),
             len(timeline.events),
         )
-        self.forward, self.backward = timeline.events[:begins], timeline.events[begins:]
+        splits = next(
+            (at for at, event in enumerate(timeline.events) if event.kind == Kind.WEIGHTS),
+            len(timeline.events),
+        )
+        self.forward, self.backward = timeline.events[:begins], timeline.events[begins:splits]
+        self.weights = timeline.events[splits + 1 :]
         self.parts: dict[int, str] = {}
 
 
@@ -54,6 +60,7 @@ class Layout:
         schedules: orders of a pipeline with which it is.
         zero_stages: values of `Split.zero_stage` that it knows.
         gathers_once: whether a block is expected to be called once in a forward pass.
+        has_codecs: whether gradients may be sent by a codec.
         adds_gradients: whether a later micro-batch of a step adds to gradients that are there; otherwise they
             are new in each.
     """
@@ -62,6 +69,7 @@ class Layout:
     schedules: ClassVar[tuple[str, ...]] = ()
     zero_stages: ClassVar[tuple[int, ...]] = (0,)
     gathers_once: ClassVar[bool] = False
+    has_codecs: ClassVar[bool] = False
     adds_gradients = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
@@ -133,6 +141,21 @@ class Layout:
         self._enter(micro_batch)
         self.is_last = is_last
         self._play(micro_batch.backward)
+        self._end()
+
+    def play_inputs(self, micro_batch: MicroBatch) -> None:
+        """Gradients of the activations of a micro-batch, without those of weights."""
+        self._enter(micro_batch)
+        self._play(micro_batch.backward)
+
+    def play_weights(self, micro_batch: MicroBatch, *, is_last: bool) -> None:
+        """Gradients of weights, after which little is left of a micro-batch, as of `play_backward`."""
+        self._enter(micro_batch)
+        self.is_last = is_last
+        self._play(micro_batch.weights)
+        self._end()
+
+    def _end(self) -> None:
         self.finish()
         self.drop(tensor for tensor in list(self._parts) if tensor not in self._held)
 

@@ -16,10 +16,10 @@ from distributed.planner.estimates.device_memory import EXACT, DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.layouts import layout_of
 from distributed.planner.estimates.ledger import Ledger, MemoryParts
-from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts, Timeline
-from distributed.planner.estimates.pipeline_window import place_buffers, play_stages
+from distributed.planner.estimates.model_facts import Cut, FactsSource, ModelFacts
+from distributed.planner.estimates.pipeline_window import StageLines, place_buffers, play_stages
 from distributed.planner.estimates.split import Split
-from distributed.planner.stage_order import rank_stages
+from distributed.planner.stage_order import SPLIT, rank_stages
 
 __all__ = ["MemoryParts", "check_split", "predict_memory"]
 
@@ -76,7 +76,7 @@ def _of_rank(
     for facts in stages:
         _check_facts(facts, split, layout_class)
     facts, lines = stages[0], [_timelines(facts, split) for facts in stages]
-    first, later = lines[0]
+    first, later = lines[0].whole
     ledger = Ledger(device)
     ledger.take("framework", device.framework_bytes)
     layout = layout_class(facts, split, ledger, device)
@@ -97,9 +97,11 @@ def _of_rank(
     return ledger.peak.with_reserved(device.reserved)
 
 
-def _timelines(facts: ModelFacts, split: Split) -> tuple[Timeline, Timeline]:
+def _timelines(facts: ModelFacts, split: Split) -> StageLines:
     if not split.activation_checkpointing:
-        return facts.first, facts.later
+        first, later = facts.first_halves, facts.later_halves
+        halves = None if first is None or later is None else (first, later)
+        return StageLines((facts.first, facts.later), halves)
     if facts.first_recomputed is None or facts.later_recomputed is None:
         raise UserError(
             "the facts of the model were recorded without activation checkpointing"
@@ -109,7 +111,7 @@ def _timelines(facts: ModelFacts, split: Split) -> tuple[Timeline, Timeline]:
             allowed="false",
             remedy="Name the blocks of the model (block_classes) and collect its facts again",
         )
-    return facts.first_recomputed, facts.later_recomputed
+    return StageLines((facts.first_recomputed, facts.later_recomputed))
 
 
 def _check_facts(facts: ModelFacts, split: Split, layout: type[Layout]) -> None:
@@ -134,7 +136,8 @@ def _check_facts(facts: ModelFacts, split: Split, layout: type[Layout]) -> None:
 
 
 def _check_layout(split: Split, layout: type[Layout]) -> None:
-    for field, value, allowed in (("codec", split.codec, "none"), ("offload", split.offload, False)):
+    codec = "none" if layout.has_codecs else split.cut().codec
+    for field, value, allowed in (("codec", codec, "none"), ("offload", split.offload, False)):
         if value != allowed:
             raise UserError(
                 "the memory that this setting needs is not predicted",
@@ -159,6 +162,15 @@ def _check_layout(split: Split, layout: type[Layout]) -> None:
             got=split.schedule,
             allowed=", ".join(layout.schedules),
             remedy="Choose one of these, or measure a run",
+        )
+    if split.dims.pipeline > 1 and split.schedule in SPLIT and split.activation_checkpointing:
+        raise UserError(
+            "this schedule computes the gradients of weights and of activations apart, which a block that is"
+            " computed again does not",
+            field="activation_checkpointing",
+            got=True,
+            allowed="false",
+            remedy="Leave it out, or choose another parallel.schedule",
         )
     if split.zero_stage not in layout.zero_stages:
         raise UserError(

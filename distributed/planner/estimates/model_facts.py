@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from distributed.interfaces.codec import DENSE
 from distributed.planner.estimates.size import Size
 from distributed.planner.estimates.work_facts import NOT_COUNTED, WorkFacts
 
 __all__ = [
+    "BUCKET",
     "BlockFacts",
+    "BucketFacts",
     "Collective",
     "Cut",
     "Event",
+    "ExchangeFacts",
     "FactsSource",
     "Kind",
     "ModelFacts",
@@ -30,6 +34,8 @@ __all__ = [
 
 
 _NOTHING = Size(0), Size(0)
+BUCKET = 25 * 2**20
+"""Bytes of a bucket of gradients: the default of `bucket_cap_mb`."""
 
 
 class Cut(NamedTuple):
@@ -42,6 +48,8 @@ class Cut(NamedTuple):
         pipeline: ranks that hold different stages.
         schedule: order of forward and backward; decides how many stages a rank has.
         stage: index of the stage that computes. Parameters are those of all stages of its rank.
+        codec: how gradients are sent; decides nothing of the model, but what is allocated for them.
+        copies: ranks that exchange gradients by a codec; 1 without one.
     """
 
     tensor: int = 1
@@ -50,6 +58,8 @@ class Cut(NamedTuple):
     pipeline: int = 1
     schedule: str = "1f1b"
     stage: int = 0
+    codec: str = DENSE
+    copies: int = 1
 
     @property
     def ranks(self) -> int:
@@ -79,6 +89,8 @@ class Kind(IntEnum):
     """Backward of the micro-batch begins."""
     COLLECTIVE = 8
     """Ranks that share the model exchange a tensor."""
+    WEIGHTS = 9
+    """The gradients of weights begin, where backward has two halves."""
 
 
 class Event(NamedTuple):
@@ -217,6 +229,41 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True)
+class BucketFacts:
+    """The exchange of the gradients of one bucket, in a step after the first ones.
+
+    Attributes:
+        sizes: bytes of each tensor of the exchange.
+        kept: number of tensors, the first of `sizes`, that exist between two steps: residuals, and what the
+            codec keeps.
+        begun: events until the first payloads are sent. The number of a collective is that of its bytes.
+        finished: events until the sums are there.
+        dropped: events when the exchanges of all buckets have ended.
+    """
+
+    sizes: tuple[int, ...]
+    kept: int
+    begun: tuple[Event, ...]
+    finished: tuple[Event, ...]
+    dropped: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class ExchangeFacts:
+    """The exchange of all gradients of a rank.
+
+    Attributes:
+        members: indices of the parameters of each bucket, in the order in which the buckets are sent.
+        buckets: what the exchange of each bucket allocates.
+        early: whether a bucket is sent from backward, as soon as its gradients are complete.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    buckets: tuple[BucketFacts, ...]
+    early: bool
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """A model, or what one rank has of it, its loss and its optimizer.
 
@@ -229,6 +276,9 @@ class ModelFacts:
         later: what each later one does, which adds to them.
         first_recomputed: `first` with activation checkpointing of the blocks; None if it was not recorded.
         later_recomputed: `later` with it.
+        first_halves: `first` with backward in two halves: of activations, then of weights; None for schedules
+            that do not divide it.
+        later_halves: `later` with it.
         optimizer: what the optimizer needs.
         precision: at which the facts were recorded.
         optimizer_name: the optimizer of `optimizer`.
@@ -237,6 +287,9 @@ class ModelFacts:
             what it does not receive.
         whole_numel: elements of all parameters of the uncut model.
         cannot_recompute: why `first_recomputed` is None.
+        counts_targets: whether the divisor of the mean loss is known after forward only.
+        bucket_bytes: size of a bucket of gradients.
+        exchange: what the codec of `cut` allocates; None without one.
         work: operations of a micro-batch and of the optimizer; without blocks where they were not counted.
     """
 
@@ -255,7 +308,12 @@ class ModelFacts:
     received: tuple[Size, Size] = _NOTHING
     whole_numel: int = 0
     cannot_recompute: str = ""
+    counts_targets: bool = True
+    bucket_bytes: float = BUCKET
+    exchange: ExchangeFacts | None = None
     work: WorkFacts = NOT_COUNTED
+    first_halves: Timeline | None = None
+    later_halves: Timeline | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from distributed.interfaces.codec import DENSE
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
-from distributed.planner.estimates.model_facts import ModelFacts
+from distributed.planner.estimates.model_facts import Event, Kind, ModelFacts, ParameterFacts
 from distributed.planner.estimates.split import Split
-from distributed.planner.stage_order import LOOPED, ONE_STAGE
+from distributed.planner.stage_order import LOOPED, ONE_STAGE, SPLIT
 
-__all__ = ["BUCKET", "Buckets", "FlatGradients"]
-
-BUCKET = 25 * 2**20
-"""Bytes of a bucket of `GradientReducer`: the default of `bucket_cap_mb`."""
+__all__ = ["Buckets", "CodedGradients", "FlatGradients", "filled_buckets"]
 
 
 class Buckets(Layout):
@@ -22,7 +22,8 @@ class Buckets(Layout):
     ``mark_variable_ready_dense``."""
 
     axes = ("data", "tensor", "pipeline", "context")
-    schedules = (*ONE_STAGE, *LOOPED)
+    schedules = (*ONE_STAGE, *LOOPED, *SPLIT)
+    has_codecs = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)
@@ -31,7 +32,9 @@ class Buckets(Layout):
 
     @classmethod
     def of(cls, split: Split) -> type[Layout]:
-        """DDP, unless ranks share a model."""
+        """DDP, unless ranks share a model or send gradients by a codec."""
+        if split.cut().codec != DENSE:
+            return CodedGradients
         return FlatGradients if split.dims.model_parallel_size > 1 else cls
 
     def place(self) -> None:
@@ -59,28 +62,19 @@ class FlatGradients(Layout):
     tensors are live until the last of them has arrived. In a pipeline no bucket is sent before the end."""
 
     axes = Buckets.axes
-    schedules = (*ONE_STAGE, *LOOPED)
+    schedules = (*ONE_STAGE, *LOOPED, *SPLIT)
+    has_codecs = True
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)
         self._early = split.dims.pipeline == 1
-        self._buckets: list[list[int]] = []
-        if split.dims.size("data", "context") > 1:
-            self._fill_buckets()
+        self._buckets = self._filled() if split.dims.size("data", "context") > 1 else []
         self._bucket_of = {n: at for at, bucket in enumerate(self._buckets) for n in bucket}
         self._missing = [len(bucket) for bucket in self._buckets]
         self._sent: list[int] = []
 
-    def _fill_buckets(self) -> None:
-        """Parameters in the order of the reducer, from the last to the first."""
-        size = 0
-        for number in reversed(self.trained):
-            nbytes = self.facts.parameters[number].nbytes
-            if not self._buckets or size + nbytes > BUCKET:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(number)
-            size += nbytes
+    def _filled(self) -> list[list[int]]:
+        return filled_buckets(self.facts.parameters, self.facts.bucket_bytes)
 
     def gradient(self, parameter: int) -> None:
         super().gradient(parameter)
@@ -100,3 +94,69 @@ class FlatGradients(Layout):
             self._send()
         for nbytes in self._sent:
             self.ledger.give("gradients", nbytes)
+
+
+class CodedGradients(FlatGradients):
+    """`distributed.communication.coded_sum.CodedSum`: residuals and what the codec keeps are live between
+    steps. The exchanges of all buckets end one after another, and their results are live until the last of
+    them has ended. Where the divisor of the mean is known after forward only, no bucket is sent before the
+    end of backward."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        assert facts.exchange is not None
+        self._members, self._exchanges = facts.exchange.members, facts.exchange.buckets
+        super().__init__(facts, split, ledger, device)
+        self._early = self._early and facts.exchange.early
+
+    def _filled(self) -> list[list[int]]:
+        return [list(bucket) for bucket in self._members]
+
+    def place(self) -> None:
+        super().place()
+        for bucket in self._exchanges:
+            for nbytes in bucket.sizes[: bucket.kept]:
+                self.ledger.take("gradients", nbytes)
+
+    def _send(self) -> None:
+        number = len(self._sent)
+        self._sent.append(number)
+        self._exchange(self._exchanges[number].sizes, self._exchanges[number].begun)
+
+    def _exchange(self, sizes: Sequence[int], events: Sequence[Event]) -> None:
+        for kind, number in events:
+            if kind == Kind.COLLECTIVE:
+                self.sum_over(number, "data", "context")
+            elif kind == Kind.ALLOCATE:
+                self.ledger.take("gradients", sizes[number])
+            else:
+                self.ledger.give("gradients", sizes[number])
+
+    def end_window(self) -> None:
+        while len(self._sent) < len(self._exchanges):
+            self._send()
+        for bucket in self._exchanges:
+            self._exchange(bucket.sizes, bucket.finished)
+        for bucket in self._exchanges:
+            self._exchange(bucket.sizes, bucket.dropped)
+
+
+def filled_buckets(parameters: Sequence[ParameterFacts], limit: float) -> list[list[int]]:
+    """Indices of trained parameters by bucket, in the order of
+    `distributed.parallel.gradient_reducer.GradientReducer`: from the last parameter to the first.
+
+    Args:
+        limit: bytes of a bucket; a larger parameter has one of its own.
+    """
+    buckets: list[list[int]] = []
+    size = 0
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
+        if not parameter.trained:
+            continue
+        same = not buckets or parameters[buckets[-1][0]].itemsize == parameter.itemsize
+        if not buckets or size + parameter.nbytes > limit or not same:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(number)
+        size += parameter.nbytes
+    return buckets

@@ -47,7 +47,7 @@ class Split:
 
     def cut(self, stage: int = 0) -> Cut:
         """What part of the model the ranks of a stage have."""
-        dims = self.dims
+        dims, copies = self.dims, self.dims.size("data", "context")
         return Cut(
             dims.tensor,
             dims.context,
@@ -55,6 +55,7 @@ class Split:
             dims.pipeline,
             self.schedule if dims.pipeline > 1 else WHOLE.schedule,
             stage,
+            *((self.codec, copies) if self.codec != DENSE and copies > 1 else ()),
         )
 
 

@@ -17,7 +17,6 @@ PREDICTED: dict[str, tuple[object, ...]] = {
     "optimizer_bits": (32,),
     "matmul_precision": ("default", "tf32"),
     "gradient_as_bucket_view": (True,),
-    "bucket_cap_mb": (25.0,),
     "sync_batchnorm": (False,),
 }
 """Field -> values whose effect on the memory and the time of a rank a `Split` describes."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distributed.errors import UserError
 from distributed.operations.planning.collect_facts import collect_facts, facts_source
 from distributed.operations.planning.cut_model import CutOptions
-from distributed.planner.estimates.model_facts import Collective, Cut, Kind, ModelFacts, Size
+from distributed.planner.estimates.model_facts import Collective, Cut, Kind, ModelFacts, Size, Timeline
 
 WIDTH, INNER, LENGTH, CLASSES = 16, 64, 8, 10
 PLAN = CutOptions(tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
@@ -105,6 +105,36 @@ def test_a_rank_may_have_several_stages() -> None:
     assert parts[0].num_parameters + parts[1].num_parameters == ENDS + 4 * BLOCK
     assert sorted(parts[0].first.gradients | parts[2].first.gradients) == list(range(9))
     assert not parts[0].first.gradients.keys() & parts[2].first.gradients.keys()
+
+
+def live_at(line: Timeline, kind: Kind) -> float:
+    """Bytes of each sample that are live when an event of this kind comes."""
+    sizes: dict[int, float] = {}
+    for event in line.events[: line.events.index((kind, 0))]:
+        if event.kind == Kind.ALLOCATE:
+            sizes[event.number] = line.sizes[event.number].per_sample
+        elif event.kind == Kind.FREE:
+            del sizes[event.number]
+    return sum(sizes.values())
+
+
+def test_the_second_half_of_backward_has_all_gradients_of_weights() -> None:
+    source = facts_source(Chain(), batch())
+    for stage in range(4):
+        facts = source(Cut(pipeline=2, schedule="interleaved-zero-bubble", stage=stage))
+        line = facts.first_halves
+        assert line is not None
+        assert line.gradients.keys() == facts.first.gradients.keys()
+        halves = line.events.index((Kind.WEIGHTS, 0))
+        assert not any(e.kind == Kind.GRADIENT for e in line.events[:halves])
+        # What ReLU returns is kept for the weights of `down`. The first half adds the gradients of the input
+        # and of what `up` returns; that of what `down` returns was received.
+        more = LENGTH * (INNER + WIDTH) * 4
+        if stage in (1, 2):
+            assert live_at(line, Kind.WEIGHTS) == live_at(line, Kind.BACKWARD) + more
+        elif not stage:
+            assert live_at(line, Kind.WEIGHTS) == live_at(line, Kind.BACKWARD)
+    assert source(Cut(pipeline=2)).first_halves is None
 
 
 def test_cuts_of_several_axes_are_products() -> None:

@@ -76,7 +76,10 @@ def test_fields_of_an_axis_do_not_keep_plans_without_it_away(
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ({"bucket_cap_mb": 50}, "bucket_cap_mb: time and memory with this value are not predicted.*Got 50"),
+        (
+            {"gradient_as_bucket_view": False},
+            "gradient_as_bucket_view: time and memory with this value are not predicted.*Got False",
+        ),
         ({"compile": "blocks"}, "compile: time and memory with this value are not predicted"),
     ],
 )

@@ -14,7 +14,20 @@ from distributed import Trainer
 from distributed.operations.planning.host_peak import peak_of
 from distributed.planning import plan, verify
 from tests.support.commands import run
-from tests.support.predicted_memory import CP, FSDP, FULL, INTERLEAVED, ONE_F_ONE_B, SERIAL, TP, ZERO, compare
+from tests.support.predicted_memory import (
+    CODECS,
+    CP,
+    FSDP,
+    FULL,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SERIAL,
+    TP,
+    ZBV,
+    ZERO,
+    ZERO_BUBBLE,
+    compare,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -23,8 +36,8 @@ WITHIN = 0.01
 
 # A part of all runs, because each starts ranks: `python -m tests.benchmarks.predicted_memory` measures all.
 RUNS: dict[str, list[dict[str, Any]]] = {
-    "qwen2": [TP, CP, ZERO | {"zero_stage": 3}, SERIAL],
-    "phi": [FSDP | FULL, ONE_F_ONE_B, INTERLEAVED],
+    "qwen2": [TP, CP, ZERO | {"zero_stage": 3}, *CODECS[1:3], SERIAL],
+    "phi": [FSDP | FULL, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV],
 }
 
 

@@ -8,7 +8,7 @@ from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout, MicroBatch
 from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts
-from distributed.planner.estimates.replicated_layout import Buckets, FlatGradients
+from distributed.planner.estimates.replicated_layout import Buckets, CodedGradients, FlatGradients
 from distributed.planner.estimates.sharded_layout import ShardedUnits
 from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.zero3_layout import ParameterShards
@@ -143,6 +143,48 @@ class DropsWhatIsSent(FlatGradients):
         super()._enter(micro_batch)
 
 
+class KeepsNothingOfHalves(FlatGradients):
+    """Nothing but messages is live between the halves of backward."""
+
+    def play_inputs(self, micro_batch: MicroBatch) -> None:
+        super().play_inputs(micro_batch)
+        self.drop(tensor for tensor in list(micro_batch.parts) if tensor not in micro_batch.held)
+
+
+class KeepsNoResiduals(CodedGradients):
+    """A codec keeps nothing between steps."""
+
+    def place(self) -> None:
+        Layout.place(self)
+
+
+class DropsResults(CodedGradients):
+    """The result of an exchange is free before the next one ends."""
+
+    def end_window(self) -> None:
+        while len(self._sent) < len(self._exchanges):
+            self._send()
+        for bucket in self._exchanges:
+            self._exchange(bucket.sizes, bucket.finished)
+            self._exchange(bucket.sizes, bucket.dropped)
+
+
+class EncodesAtTheEnd(CodedGradients):
+    """Gradients are encoded when activations are gone."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self._early = False
+
+
+class EncodesInBackward(CodedGradients):
+    """Gradients are encoded as soon as they are there, whatever the loss is divided by."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, split, ledger, device)
+        self._early = True
+
+
 class GathersAllInPlace(ParameterShards):
     """All-gathers of ZeRO 3 write into the parameters."""
 
@@ -185,6 +227,11 @@ MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("pytorch-ddp", SendsAtTheEnd),
     ("pytorch-ddp", ForgetsScratch),
     ("pytorch-ddp", DropsWhatIsSent),
+    ("pytorch-ddp", KeepsNothingOfHalves),
+    ("pytorch-ddp", KeepsNoResiduals),
+    ("pytorch-ddp", DropsResults),
+    ("pytorch-ddp", EncodesAtTheEnd),
+    ("pytorch-ddp", EncodesInBackward),
     ("deepspeed", GathersAllInPlace),
     ("deepspeed", ForgetsGradientShares),
     ("deepspeed", FreesAfterForward),

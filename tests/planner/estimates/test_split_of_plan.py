@@ -60,7 +60,6 @@ def test_offloading_changes_nothing_on_a_cpu() -> None:
         ("activation_checkpointing", {"activation_checkpointing": "offload"}),
         ("compile", {"compile": "blocks"}),
         ("gradient_as_bucket_view", {"gradient_as_bucket_view": False}),
-        ("bucket_cap_mb", {"bucket_cap_mb": 1}),
         ("sync_batchnorm", {"sync_batchnorm": True}),
         ("fsdp.reshard_after_forward", {"backend": "fsdp", "fsdp.reshard_after_forward": False}),
         (
