@@ -207,13 +207,13 @@ class Trainer:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
-        room = host_memory(plan.local_size).nbytes
+        given, room = self._before_run(plan, task)
         try:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
             try:
                 chosen = choose.plan if choose is not None else None
-                self._explain_memory(error, plan, task, catalog, room, chosen)
+                self._explain_memory(error, plan, (task, given), catalog, room, chosen)
             finally:
                 catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise
@@ -243,11 +243,21 @@ class Trainer:
         chosen = choose_before_run(plan, task, self.launcher, earlier)
         return chosen, ChoiceInRanks(has_fitted=not chosen.micro_batches)
 
+    def _before_run(self, plan: RunPlan, task: Task) -> tuple[Task, int]:
+        """The task as it is before the run, and the bytes that a process of the run can have."""
+        room = host_memory(plan.local_size).nbytes
+        if plan.mode == "spawn" or plan.spec.framework != "torch":
+            return task, room
+        # Imported only where it is needed: it imports the framework.
+        from distributed.operations.planning.memory_advice import before_run
+
+        return before_run(plan, task, room)
+
     def _explain_memory(
         self,
         error: BaseException,
         plan: RunPlan,
-        task: Task,
+        tasks: tuple[Task, Task],
         catalog: Catalog,
         room: int,
         chosen: RunPlan | None,
@@ -255,7 +265,8 @@ class Trainer:
         """Add to an error by lack of memory the parts of memory, and changes that fit.
 
         Args:
-            room: bytes that a process could allocate before the run.
+            tasks: of the run, as it is and as it was before the run.
+            room: bytes that a process of the run could have before the run.
             chosen: plan of the rank that this process is, if its ranks chose the micro-batch.
         """
         if plan.spec.framework != "torch" or not lacks_memory(error):
@@ -265,9 +276,9 @@ class Trainer:
         plan = plan_that_ran(plan, error, chosen)
 
         def replan(fields: Mapping[str, Any]) -> RunPlan:
-            return self._plan(override(plan.config, fields, "changed"), catalog, task)
+            return self._plan(override(plan.config, fields, "changed"), catalog, tasks[0])
 
-        add_advice(error, plan, task, catalog, replan, room)
+        add_advice(error, plan, tasks[1], catalog, replan, room)
 
     def _stopped(self, history: History, outcome: RunResult, plan: RunPlan) -> BaseException:
         self.history = history

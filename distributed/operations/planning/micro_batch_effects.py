@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import without_values
+from distributed.operations.planning.private_copies import private_copies
 from distributed.operations.planning.recorder import explained, resized_batch
 from distributed.training.model_traits import with_statistics
 from distributed.training.module_modes import ModuleModes
@@ -30,7 +33,7 @@ def effect_of_size(task: Task, model: nn.Module, batch: Any) -> str:
     do not change it. These are the checks of ``batch_size=auto``, as far as they need no values.
 
     Args:
-        task: with loss and training step, which are called. They belong to the caller's process.
+        task: with loss and training step, of which copies are called.
         model: whole, with values or without.
         batch: first samples, as the data loader yields them.
     """
@@ -48,15 +51,18 @@ def effect_of_size(task: Task, model: nn.Module, batch: Any) -> str:
 
 def _effect_in(task: Task, model: nn.Module, batch: Any, size: int) -> str:
     """The same for one size."""
-    objective = Objective(task.loss_fn, task.training_step, warns=True, is_chosen=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), explained(), _without_warnings():
-        fake = without_values(model, "cpu")
+    mode, memo = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
+    with mode, explained(), _without_warnings():
+        fake = without_values(model, "cpu", memo)
+        with unset_fake_temporarily():
+            given = private_copies((task.loss_fn, task.training_step), memo, partial(_fake, mode))
+        objective = Objective(*given, warns=True, is_chosen=True)
         ModuleModes().set_training(fake, True)
         versions = _versions(fake)
-        given = resized_batch(batch, size, "cpu")
+        sized = resized_batch(batch, size, "cpu")
         try:
-            counted = objective.counted and objective.weighs_means(given)
-            (objective if counted else objective.mean)(fake, given, size)
+            counted = objective.counted and objective.weighs_means(sized)
+            (objective if counted else objective.mean)(fake, sized, size)
         except UserError as error:
             if (error.field, error.got) != ("batch_size", "auto"):
                 raise
@@ -70,6 +76,11 @@ def _effect_in(task: Task, model: nn.Module, batch: Any, size: int) -> str:
             " and computed from targets"
         )
     return ""
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 @contextmanager
