@@ -99,7 +99,7 @@ def plan_that_ran(plan: RunPlan, error: BaseException, chosen: RunPlan | None) -
     if chosen is not None:
         return chosen
     found = error.chosen_batch if isinstance(error, WorkerError) else None
-    if found is None:
+    if found is None or not plan.config.chooses_batch:
         return plan
     ranks, size = found
     try:

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from distributed import WorkerError
-from distributed.config import parse_assignments
+from distributed.config import load, parse_assignments
+from distributed.interfaces.plan import Facts, Resources
 from distributed.interfaces.task import Task
 from distributed.operations.planning import memory_advice
+from distributed.operations.planning.memory_advice import plan_that_ran
 from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from distributed.resilience.failure_reports import FailureReport, note_chosen_batch
 from distributed.system.addresses import free_port
 from distributed.system.host_memory import Room
 from tests.support import commands
@@ -129,6 +133,22 @@ def test_batches_of_a_loader_are_changed_in_the_loader() -> None:
     assert "(1) DataLoader(batch_size=32) and --set gradient_accumulation_steps=2" in "\n".join(
         raised.value.__notes__
     )
+
+
+def test_a_run_does_not_report_the_size_that_an_earlier_one_chose() -> None:
+    note_chosen_batch(2, 8)
+    with pytest.raises(RuntimeError) as raised:
+        run(nn.Linear(3, 1).double(), 1, LimitedData(64, {}))
+    assert FailureReport.from_error(raised.value, 0).chosen_batch is None
+
+
+def test_only_a_run_that_chooses_its_size_is_taken_for_one_that_chose() -> None:
+    error = WorkerError("rank 0 ran out", rank=0, host="here", exc_type="MemoryError", chosen_batch=(2, 8))
+    fields = {"backend": "pytorch-ddp", "num_processes": 2, "device": "cpu", "global_batch_size": 64}
+    for size, expected in ((4, 4), ("auto", 8)):
+        config = load(overrides={**fields, "batch_size": size})
+        plan = resolve(config, get_catalog(), Facts(), Resources())
+        assert plan_that_ran(plan, error, None).batch.batch_size == expected
 
 
 # -- what a change of the micro-batch changes besides ------------------------------------
