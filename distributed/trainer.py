@@ -25,6 +25,7 @@ from distributed.interfaces.placement import LauncherEnvironment
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.planned_run import (
+    before_run,
     choose_micro_batch,
     explain_memory,
     print_comparison,
@@ -34,7 +35,6 @@ from distributed.planner.resolve import resolve
 from distributed.registry.catalog import Catalog, get_catalog, load_target
 from distributed.resilience.preemption import INTERRUPT
 from distributed.system.garbage_collection import collect_as_usual
-from distributed.system.host_memory import host_memory
 from distributed.system.output import print_line
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Trainer:
             warn_of_unused(plan.config, task)
             print_line(plan.summary(), sys.stdout)
         catalog.manager.hook.on_run_start(plan=plan)
-        room = host_memory(plan.local_size).nbytes
+        given, room = before_run(plan, task)
 
         def replan(fields: Mapping[str, Any]) -> RunPlan:
             return self._plan(override(plan.config, fields, "changed"), catalog, task)
@@ -221,7 +221,7 @@ class Trainer:
             outcome = run.run(plan, task, capture_contexts(plan.config, catalog), self.launcher, choose)
         except BaseException as error:
             try:
-                explain_memory(error, plan, task, catalog, replan, room, choose)
+                explain_memory(error, plan, given, catalog, replan, room, choose)
             finally:
                 catalog.manager.hook.on_run_end(plan=plan, history=None, error=error)
             raise

@@ -91,6 +91,8 @@ class RunPlan(RankPlacement):
         counts: numbers of ranks with which an elastic run may continue, largest first.
         micro_batches: sizes of a micro-batch from which ``batch_size=auto`` still has to choose, largest
             first; empty once the size is known.
+        compares_samples: whether the loss compares the samples of a micro-batch, as was seen at several sizes
+            where ``batch_size=auto`` chose one; None where that is not known.
         lease: in a rank, the run whose lease on ``checkpoint_dir`` its launcher holds; empty without one.
     """
 
@@ -103,6 +105,7 @@ class RunPlan(RankPlacement):
     codec: CodecSpec | None = None
     counts: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
+    compares_samples: bool | None = None
     lease: str = ""
 
     def device_of(self, local_rank: int) -> str:

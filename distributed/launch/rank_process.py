@@ -20,7 +20,7 @@ from distributed.checkpoint.run_directory import RUN
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
-from distributed.resilience.failure_reports import FailureBoard, FailureReport
+from distributed.resilience.failure_reports import FailureBoard, FailureReport, forget_chosen_batch
 from distributed.resilience.flight_dumps import leave_dump
 from distributed.resilience.monitor_process import MonitoredRank
 from distributed.resilience.phase_journal import FAILED, freeze_journal
@@ -73,6 +73,7 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> Any:
     # A run that was preempted in the last step of an epoch resumes with the epoch's end.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     plan = job.plan
+    forget_chosen_batch()
     backend = get_catalog().load_backend(plan.spec)
     board, observed = None, MonitoredRank(plan)
     try:

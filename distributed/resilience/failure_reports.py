@@ -33,6 +33,7 @@ __all__ = [
     "FailureBoard",
     "FailureReport",
     "find_cause",
+    "forget_chosen_batch",
     "is_second_hand",
     "note_chosen_batch",
     "print_line",
@@ -199,6 +200,12 @@ def note_chosen_batch(num_ranks: int, micro_batch: int) -> None:
     """
     global _chosen_batch
     _chosen_batch = (num_ranks, micro_batch)
+
+
+def forget_chosen_batch() -> None:
+    """Begin a run, whose reports say nothing of what an earlier one in this process has chosen."""
+    global _chosen_batch
+    _chosen_batch = None
 
 
 def find_cause(reports: Iterable[FailureReport]) -> FailureReport:

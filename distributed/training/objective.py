@@ -43,6 +43,7 @@ from distributed.training.task_checks import (
     check_rows,
     read_measured,
     read_pair,
+    refuse_chosen_batch,
     refuse_pairs,
 )
 
@@ -68,6 +69,8 @@ class Objective:
             of several micro-batches.
         is_chosen: whether ``batch_size=auto`` chooses the size of a micro-batch: a loss whose value depends
             on it is refused.
+        compares_samples: whether the loss was seen to do so at several sizes; None where that is not known,
+            and the targets of the first micro-batch decide.
 
     Attributes:
         counted: whether the count is only known after the forward pass, so that it has to be
@@ -91,6 +94,7 @@ class Objective:
         device: str = "cpu",
         warns: bool = False,
         is_chosen: bool = False,
+        compares_samples: bool | None = None,
     ) -> None:
         check_loss(loss_fn)
         loss_fn = _placed(loss_fn, device)
@@ -104,6 +108,7 @@ class Objective:
             metrics = {"accuracy": partial(accuracy, ignore_index=self._ignore_index)}
         self.metrics = dict(metrics or {})
         self._means, self._warns, self._is_chosen = MeanLosses(), warns, is_chosen
+        self._compares_samples = compares_samples
         self.averaged_over: str | None = None
         self.averages = 0
         self.pieces = 1
@@ -275,6 +280,8 @@ class Objective:
 
     def _warn_of_pairs(self, field: str) -> None:
         num_pairs = self._means.take_pairs()
+        if self._compares_samples is False:
+            return  # a classifier into as many classes as samples, whose first labels are 0, 1, ...
         if num_pairs and self.pieces > 1:
             raise UserError(
                 f"the loss compares the samples of a micro-batch with each other ({num_pairs} x {num_pairs}"
@@ -285,13 +292,9 @@ class Objective:
                 remedy="Set parallel.num_microbatches=1 and raise gradient_accumulation_steps",
             )
         if self._is_chosen and num_pairs:
-            raise UserError(
+            refuse_chosen_batch(
                 f"the loss of {field} compares the samples of a micro-batch with each other ({num_pairs} x"
-                f" {num_pairs} scores), so that the size chosen by batch_size=auto would change the training",
-                field="batch_size",
-                got="auto",
-                allowed="a number, or auto for a loss that is a mean over samples",
-                remedy="Set batch_size and gradient_accumulation_steps to numbers",
+                f" {num_pairs} scores)"
             )
         if self._warns and num_pairs > 1:
             logger.warning(

@@ -21,6 +21,7 @@ __all__ = [
     "check_task",
     "read_measured",
     "read_pair",
+    "refuse_chosen_batch",
     "refuse_pairs",
 ]
 
@@ -95,6 +96,21 @@ def check_class_axis(output: Tensor) -> None:
         got=f"output of shape {tuple(output.shape)}",
         allowed="an output of shape (samples, classes) with two or more classes",
         remedy="For one logit per sample set loss_fn=nn.BCEWithLogitsLoss(), for regression nn.MSELoss()",
+    )
+
+
+def refuse_chosen_batch(what: str) -> NoReturn:
+    """Raise a UserError for a loss on whose micro-batches the training depends.
+
+    Args:
+        what: a clause on how it does.
+    """
+    raise UserError(
+        f"{what}, so that the size chosen by batch_size=auto would change the training",
+        field="batch_size",
+        got="auto",
+        allowed="a number, or auto for a loss that is a mean over samples",
+        remedy="Set batch_size and gradient_accumulation_steps to numbers",
     )
 
 

@@ -102,6 +102,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     def adopt(self, plan: RunPlan) -> None:
         """Take what the plan decided: configuration, batch, codec and precision."""
         self.config, self._batch = plan.config, plan.batch
+        self._compares_samples = plan.compares_samples
         self._learning_rate = plan.learning_rate
         if plan.codec is not None and plan.world_size > 1:
             self.compression = Compression(plan.codec, plan.config)
@@ -112,7 +113,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         )
 
     def take_batch(self, plan: RunPlan) -> None:
-        self._batch = plan.batch
+        self._batch, self._compares_samples = plan.batch, plan.compares_samples
 
     def prepare(self, task: Task) -> None:
         if self.compression is not None and task.run_state:
@@ -139,6 +140,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             self.world.device,
             warns=self.world.rank == 0 and several,
             is_chosen=self.config.chooses_batch,
+            compares_samples=self._compares_samples,
         )
         self._declare_counts(task)
         parallel = self.num_contributors > 1 and self.counts_with_gradients

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import RunPlan
@@ -25,11 +27,12 @@ from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.operations.planning.optimizer_facts import settings_of
+from distributed.operations.planning.private_copies import private_copies
 from distributed.operations.planning.task_facts import SAMPLES
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
 
-__all__ = ["call_apart", "first_of", "without_values"]
+__all__ = ["call_apart", "first_of", "for_prediction", "without_values"]
 
 _ALONE = "serial"
 """The backend of the process: of one rank, without a group."""
@@ -69,7 +72,9 @@ def call_apart(
         codec=None,
     )
     with PrivateFolder() as folder:
-        return run.probe(alone, _sent(task), partial(_called, function), Path(folder), LocalLauncher())
+        return run.probe(
+            alone, for_prediction(task), partial(_called, function), Path(folder), LocalLauncher()
+        )
 
 
 def _called(
@@ -78,12 +83,32 @@ def _called(
     return function(task)
 
 
-def _sent(task: Task) -> Task:
+def for_prediction(task: Task) -> Task:
+    """What predictions need of `task`: the model without its values, the class of the optimizer with its
+    settings, and of tensors given as data the first samples. Values of large tensors are neither kept nor
+    copied.
+
+    A run in this process wraps or divides the model in place; predictions after it need what this returned
+    before. What cannot be copied is as in `task`.
+    """
     given: Any = task.optimizer
     if isinstance(given, torch.optim.Optimizer):
         given = partial(type(given), **settings_of(given))
     task = first_of(task, SAMPLES)
-    return replace(task, model=without_values(task.model), optimizer=given, run_state=None, state_dir=None)
+    memo: dict[int, Any] = {}
+    model = without_values(task.model, memo=memo)
+    loss_fn, training_step = task.loss_fn, task.training_step
+    with suppress(UserError):  # it holds what cannot be copied
+        loss_fn, training_step = private_copies((loss_fn, training_step), memo, partial(_empty, "meta"))
+    return replace(
+        task,
+        model=model,
+        optimizer=given,
+        loss_fn=loss_fn,
+        training_step=training_step,
+        run_state=None,
+        state_dir=None,
+    )
 
 
 def first_of(task: Task, number: int) -> Task:
@@ -104,23 +129,28 @@ def first_of(task: Task, number: int) -> Task:
     )
 
 
-def without_values(model: Any, device: str = "meta") -> Any:
+def without_values(model: Any, device: str = "meta", memo: dict[int, Any] | None = None) -> Any:
     """A copy of a module whose parameters and buffers have no values; what cannot be copied so, and a
     factory, as it is.
 
     Args:
         device: of the copy. Under fake tensors it can be any.
+        memo: of `copy.deepcopy`, which gets what was copied.
     """
     if not isinstance(model, nn.Module):
         return model
-
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
+    found: dict[int, Any] = {id(buffer): _empty(device, buffer) for buffer in model.buffers()}
     try:
-        memo: dict[int, Any] = {id(buffer): empty(buffer) for buffer in model.buffers()}
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
-        return copy.deepcopy(model, memo)
+            empty = _empty(device, parameter)
+            found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        copied = copy.deepcopy(model, found)
     except Exception:  # noqa: BLE001 - copying calls code of the user's modules
         return model
+    if memo is not None:
+        memo.update(found)
+    return copied
+
+
+def _empty(device: str, tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

@@ -39,6 +39,7 @@ from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.apart import call_apart, first_of
+from distributed.operations.planning.micro_batch_effects import compares_samples
 from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import most_divided, with_micro_batch
 from distributed.resilience.failure_reports import note_chosen_batch
@@ -50,6 +51,7 @@ from distributed.system.private_folders import PrivateFolder
 from distributed.training.feeds import train_feed
 from distributed.training.model_traits import check_chosen_batch, check_micro_batches
 from distributed.training.routing_traits import check_routing
+from distributed.training.task_checks import refuse_chosen_batch
 
 __all__ = ["ChoiceInRanks", "choose_before_run", "choose_in_ranks", "probe_step"]
 
@@ -73,11 +75,25 @@ class _Choice(NamedTuple):
         size: samples of a micro-batch.
         reason: why, for the first lines of a run.
         predicted: whether memory was predicted.
+        compares_samples: as of the plan.
     """
 
     size: int
     reason: str
     predicted: bool
+    compares_samples: bool | None = None
+
+
+class _Predicted(NamedTuple):
+    """What the process that predicts has found.
+
+    Attributes:
+        needs: of each size.
+        compares_samples: as of the plan.
+    """
+
+    needs: _Needs
+    compares_samples: bool | None = None
 
 
 # -- in the caller -------------------------------------------------------------------
@@ -105,13 +121,18 @@ def choose_before_run(
     if plan.mode == "join" or plan.num_nodes > 1:
         return plan
     if earlier is not None and (size := _same_share(plan, earlier)) is not None:
-        return with_micro_batch(plan, size, f"batch_size=auto: {size}, as in the fit before")
+        return _kept(plan, size, f"batch_size=auto: {size}, as in the fit before")
     if (size := _saved_size(plan)) is not None:
-        return with_micro_batch(plan, size, _as_saved(size))
+        return _kept(plan, size, _as_saved(size))
     task = first_of(task, plan.batch.global_batch_size)
     if plan.mode == "in-process":
         _check_travels(plan, task)
     return _probed(plan, task, launcher)
+
+
+def _kept(plan: RunPlan, size: int, note: str) -> RunPlan:
+    """`plan` with the size with which the training began, which no loss can change."""
+    return replace(with_micro_batch(plan, size, note), compares_samples=False)
 
 
 def _check_module(plan: RunPlan, task: Task, model: Any = None) -> None:
@@ -131,7 +152,9 @@ def _check_module(plan: RunPlan, task: Task, model: Any = None) -> None:
 
 def _probed(plan: RunPlan, task: Task, launcher: Launcher | None) -> RunPlan:
     sizes, failed = plan.micro_batches, list[int]()
-    step: Any = partial(probe_step, needs=_needs(plan, task))
+    predicted = _predicted(plan, task)
+    plan = replace(plan, compares_samples=predicted.compares_samples)
+    step: Any = partial(probe_step, needs=predicted.needs)
     while sizes:
         attempt = replace(with_micro_batch(plan, sizes[0]), micro_batches=sizes)
         with PrivateFolder() as folder:
@@ -238,6 +261,7 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
             remedy="Set batch_size to a number, or let `fit` start the ranks of one host (launch=spawn)",
         )
     size = choice.size if choice.predicted else plan.batch.batch_size
+    plan = replace(plan, compares_samples=choice.compares_samples)
     if backend.world.rank == 0:
         print_line(f"{choice.reason}, not tried", sys.stdout)
     chosen = with_micro_batch(plan, size)
@@ -274,8 +298,10 @@ def _least_room(plan: RunPlan, task: Task, backend: Backend) -> Room:
 def _saved_or_predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
     saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
     if saved is not None:
-        return _Choice(saved, _as_saved(saved), True)
-    return _choice_for(plan, _needs(plan, task, in_rank=True), room)
+        return _Choice(saved, _as_saved(saved), True, compares_samples=False)
+    predicted = _predicted(plan, task, in_rank=True)
+    choice = _choice_for(plan, predicted.needs, room)
+    return choice._replace(compares_samples=predicted.compares_samples)
 
 
 def _from_rank_zero(plan: RunPlan, backend: Backend, work: Callable[[], _Choice]) -> _Choice:
@@ -321,7 +347,7 @@ def _choice_for(plan: RunPlan, needs: _Needs, room: Room) -> _Choice:
 # -- in the process that predicts --------------------------------------------------------
 
 
-def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
+def _predicted(plan: RunPlan, task: Task, in_rank: bool = False) -> _Predicted:
     """Predicted in a process of its own.
 
     Args:
@@ -333,33 +359,46 @@ def _needs(plan: RunPlan, task: Task, in_rank: bool = False) -> _Needs:
     try:
         found = call_apart(plan, task, partial(_predict_needs, plan), in_rank)
     except UserError as error:
-        return _why(error)
+        return _Predicted(_why(error))
     except WorkerError as error:
-        return f"the process that predicts has failed: {error.summary.splitlines()[0]}"
+        return _Predicted(f"the process that predicts has failed: {error.summary.splitlines()[0]}")
     if found["refused"]:
         raise UserError(**found["refused"])
-    return found["why"] or {int(size): need for size, need in found["needs"].items()}
+    needs = found["why"] or {int(size): need for size, need in found["needs"].items()}
+    return _Predicted(needs, found["compares"])
 
 
 def _predict_needs(plan: RunPlan, task: Task) -> dict[str, Any]:
-    """``refused``: arguments of a UserError for the model that a factory builds, or None. ``needs``: size ->
-    bytes of a rank at the peak of a step. ``why``: why that is not predicted, or empty."""
+    """``refused``: arguments of a UserError for the model that a factory builds or for the loss, or None.
+    ``needs``: size -> bytes of a rank at the peak of a step. ``why``: why that is not predicted, or empty.
+    ``compares``: whether the loss compares samples, or None."""
     memory, needs = PlanMemory(task), dict[str, int]()
+    found: dict[str, Any] = {"refused": None, "needs": needs, "why": "", "compares": None}
     try:
         model = memory.model(plan)
     except Exception as error:  # noqa: BLE001 - a factory is code of the user
-        return {"refused": None, "needs": {}, "why": f"model: {type(error).__name__}: {error}"}
+        return {**found, "why": f"model: {type(error).__name__}: {error}"}
     try:
         _check_module(plan, task, model)
+        compares = found["compares"] = _compares_samples(task, memory, model)
+        if compares:
+            refuse_chosen_batch("the loss compares the samples of a micro-batch with each other")
     except UserError as error:
         names = ("message", "field", "got", "allowed", "remedy")
-        return {"refused": {name: getattr(error, name) for name in names}, "needs": {}, "why": ""}
+        return {**found, "refused": {name: getattr(error, name) for name in names}}
     try:
         for size in plan.micro_batches:
             needs[str(size)] = memory.parts(with_micro_batch(plan, size)).total
     except UserError as error:
-        return {"refused": None, "needs": {}, "why": _why(error)}
-    return {"refused": None, "needs": needs, "why": ""}
+        return {**found, "needs": {}, "why": _why(error)}
+    return found
+
+
+def _compares_samples(task: Task, memory: PlanMemory, model: nn.Module) -> bool | None:
+    try:
+        return compares_samples(task, model, memory.samples())
+    except Exception:  # noqa: BLE001 - the dataset is code of the user; what needs its samples reports it
+        return None
 
 
 def _why(error: UserError) -> str:

@@ -81,7 +81,9 @@ def collect_facts(
         copied = copy.deepcopy(model, memo)
         ModuleModes().set_training(copied, True)
         with unset_fake_temporarily():
-            loss_fn, training_step = private_copies((loss_fn, training_step), memo)
+            loss_fn, training_step = private_copies(
+                (loss_fn, training_step), memo, partial(_fake, fake, device)
+            )
         objective = Objective(loss_fn, training_step, device=device)
         if targets is not None:
             with unset_fake_temporarily():
@@ -141,6 +143,12 @@ def _recorded_on(device: str) -> str:
     """The device of the fake tensors. Autograd asks a GPU for its streams, even for fake tensors; where there
     is none, the operations of CPUs are recorded, which differ in what autocast and fused kernels allocate."""
     return device if device == "cpu" or torch.cuda.is_available() else "cpu"
+
+
+def _fake(mode: FakeTensorMode, device: str, tensor: Tensor) -> Tensor:
+    device = device if tensor.is_meta else str(tensor.device)
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _fake_tensors(model: nn.Module, device: str) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
-from distributed.operations.planning.apart import call_apart
+from distributed.operations.planning.apart import call_apart, for_prediction
 from distributed.operations.planning.micro_batch_effects import effect_of_size
 from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import with_micro_batch
@@ -23,7 +23,7 @@ from distributed.registry.catalog import Catalog, load_target
 from distributed.resilience.memory_failures import is_killed, lacks_memory
 from distributed.training.routing_traits import check_routing
 
-__all__ = ["add_advice", "advice_on", "plan_that_ran"]
+__all__ = ["add_advice", "advice_on", "before_run", "plan_that_ran"]
 
 _MOST = 3
 _MARGIN = 0.9
@@ -74,6 +74,20 @@ class _Failed(NamedTuple):
     killed: bool
 
 
+def before_run(plan: RunPlan, task: Task, room: int) -> tuple[Task, int]:
+    """What an advice needs of a run that trains in this process, where the backend wraps or divides the model
+    in place: `task` without values, and the bytes that a rank can have, its model included. Never fails.
+
+    Args:
+        room: bytes that this process can allocate.
+    """
+    try:
+        room += held_on_host(task) if plan.device == "cpu" else 0
+        return for_prediction(task), room
+    except Exception:  # noqa: BLE001 - code of the user's objects may raise anything where they are copied
+        return task, room
+
+
 def plan_that_ran(plan: RunPlan, error: BaseException, chosen: RunPlan | None) -> RunPlan:
     """The plan of the ranks that failed, which may have chosen their micro-batch, on fewer ranks than before.
 
@@ -85,7 +99,7 @@ def plan_that_ran(plan: RunPlan, error: BaseException, chosen: RunPlan | None) -
     if chosen is not None:
         return chosen
     found = error.chosen_batch if isinstance(error, WorkerError) else None
-    if found is None:
+    if found is None or not plan.config.chooses_batch:
         return plan
     ranks, size = found
     try:
@@ -103,9 +117,10 @@ def add_advice(
     itself fails, one sentence says so.
 
     Args:
+        task: of the run, before the run.
         replan: ``fields ->`` the plan of the same task with changed fields; raises UserError where there is
             none.
-        room: bytes that a process of the run could allocate on this host before the run.
+        room: bytes that a process of the run could have on this host before the run.
     """
     if not lacks_memory(error):
         return
@@ -140,7 +155,7 @@ def advice_on(
         room: as of `add_advice`.
     """
     changes = list(_changes(plan, task, catalog, replan))
-    failed = _Failed(plan, _capacity(plan, task, message, room), killed)
+    failed = _Failed(plan, _capacity(plan, message, room), killed)
     try:
         found = call_apart(plan, task, partial(_answer, failed, changes), in_rank=plan.mode == "join")
     except (UserError, WorkerError) as error:
@@ -259,11 +274,10 @@ def _need(memory: PlanMemory, plan: RunPlan) -> int | None:
         return None
 
 
-def _capacity(plan: RunPlan, task: Task, message: str, room: int) -> int:
+def _capacity(plan: RunPlan, message: str, room: int) -> int:
     """Bytes that a rank can have at most, as far as this process knows."""
     if plan.device == "cpu":
-        # The rank that this process is has its model already, which is a part of what is predicted.
-        return room + (0 if plan.mode == "spawn" else held_on_host(task))
+        return room
     found = _CAPACITY.search(message)
     return int(float(found[1]) * (1 << (30 if found[2] == "GiB" else 20))) if found else 1 << 62
 

@@ -12,13 +12,14 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.registry.catalog import Catalog
 from distributed.resilience.memory_failures import lacks_memory
+from distributed.system.host_memory import host_memory
 from distributed.system.output import print_line
 
 # Other modules of this package import the framework, or take long: a run imports them where it needs them.
 if TYPE_CHECKING:
     from distributed.operations.planning.auto_batch import ChoiceInRanks
 
-__all__ = ["choose_micro_batch", "explain_memory", "print_comparison"]
+__all__ = ["before_run", "choose_micro_batch", "explain_memory", "print_comparison"]
 
 
 def choose_micro_batch(
@@ -38,6 +39,16 @@ def choose_micro_batch(
     return chosen, ChoiceInRanks(has_fitted=not chosen.micro_batches)
 
 
+def before_run(plan: RunPlan, task: Task) -> tuple[Task, int]:
+    """The task as it is before the run, and the bytes that a process of the run can have."""
+    room = host_memory(plan.local_size).nbytes
+    if plan.mode == "spawn" or plan.spec.framework != "torch":
+        return task, room
+    from distributed.operations.planning import memory_advice
+
+    return memory_advice.before_run(plan, task, room)
+
+
 def explain_memory(
     error: BaseException,
     plan: RunPlan,
@@ -50,8 +61,9 @@ def explain_memory(
     """Add to an error by lack of memory the parts of memory, and changes that fit.
 
     Args:
+        task: of the run, as it was before it.
         replan: the plan of this run with other fields.
-        room: bytes that a process could allocate before the run.
+        room: bytes that a process of the run could have before it.
         choice: with which ranks have chosen the micro-batch.
     """
     if plan.spec.framework != "torch" or not lacks_memory(error):

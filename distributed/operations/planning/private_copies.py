@@ -3,70 +3,129 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed.errors import UserError
 
-__all__ = ["private_copies", "unchanged_modules"]
+__all__ = ["LARGE", "Empty", "private_copies", "unchanged_modules"]
+
+Empty = Callable[[Tensor], Tensor]
+"""``tensor ->`` one of its shape, strides and dtype without values."""
+
+LARGE = 1 << 16
+"""Bytes from which a tensor is copied without values. Numbers that Python code reads are in smaller ones."""
+_PLAIN = (Tensor, nn.Parameter)
+_SHARED = (type, ModuleType)
+"""What a copy shares with its original."""
 
 _Values = list[tuple[dict[str, Any], dict[str, Any]]]
 """(a dictionary, what it had)."""
 
 
-def private_copies(given: tuple[Any, ...], memo: dict[int, Any]) -> tuple[Any, ...]:
-    """Deep copies of a loss and a training step, with what their closures and default arguments hold.
+def private_copies(given: tuple[Any, ...], memo: dict[int, Any], empty: Empty) -> tuple[Any, ...]:
+    """Deep copies of a loss and a training step, with the functions that they hold in partials, containers
+    and attributes, and with what the closures and default arguments of these hold.
 
     Args:
         memo: of `copy.deepcopy`: what was copied before, such as the model.
+        empty: makes what takes the place of a large tensor or of one without values, such as a parameter of a
+            teacher. No values of large tensors are copied.
 
     Raises:
         UserError: one of them holds something that cannot be copied.
     """
-    return tuple(_copied(value, memo) for value in given)
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, FunctionType):
-        return _copied_function(value, memo)
     try:
-        return copy.deepcopy(value, memo)
+        functions = list[FunctionType]()
+        for held in [*_reachable(given, memo)]:
+            if isinstance(held, FunctionType):
+                functions.append(held)
+                memo[id(held)] = _without_contents(held, memo)
+            elif type(held) in _PLAIN and (held.is_meta or held.nbytes >= LARGE):
+                memo[id(held)] = _like(held, empty)
+        for function in functions:
+            _fill(memo[id(function)], function, memo)
+        return tuple(copy.deepcopy(value, memo) for value in given)
     except Exception as error:
         # A class of the user may raise anything where it is copied.
         raise UserError(
             "the loss or the training step holds an object that cannot be copied, and facts are recorded with"
             " a copy, so that nothing of the training changes",
             field="training_step",
-            got=f"{type(value).__name__}: {type(error).__name__}: {error}"[:160],
+            got=f"{type(error).__name__}: {error}"[:160],
             allowed="functions, modules and objects that copy.deepcopy accepts",
             remedy="Create such an object inside of the function, or at its module's top level",
         ) from error
 
 
-def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """`copy.deepcopy` returns functions as they are."""
-    if id(function) in memo:
-        return memo[id(function)]  # type: ignore[no-any-return]
-    if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
-        return function
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    memo[id(function)] = made  # before its cells, one of which may hold it
-    for cell, original in zip(cells, function.__closure__ or (), strict=True):
-        try:
+def _reachable(given: tuple[Any, ...], memo: Mapping[int, Any]) -> Iterator[Any]:
+    """Tensors, and functions with a state, that `copy.deepcopy` would reach from `given` if it followed
+    functions; nothing of what `memo` has."""
+    waiting, seen = list(given), set(memo)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _SHARED):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor) or (isinstance(value, FunctionType) and any(_state_of(value))):
+            yield value
+        waiting.extend(_parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What `value` holds directly."""
+    if isinstance(value, FunctionType):
+        yield from _state_of(value)
+    elif isinstance(value, CellType):
+        with suppress(ValueError):  # a variable that has no value yet
+            yield value.cell_contents
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from value
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            yield getattr(value, name, None)
+
+
+def _state_of(function: FunctionType) -> tuple[Any, ...]:
+    return (function.__closure__, function.__defaults__, function.__kwdefaults__)
+
+
+def _without_contents(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A function with the same code. Functions that share a variable still share one."""
+    cells = tuple(memo.setdefault(id(cell), CellType()) for cell in function.__closure__ or ())
+    return FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+
+
+def _fill(made: FunctionType, function: FunctionType, memo: dict[int, Any]) -> None:
+    for cell, original in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
             held = original.cell_contents
-        except ValueError:
-            continue  # a variable that has no value yet
-        cell.cell_contents = _copied(held, memo)
-    made.__defaults__ = _copied(function.__defaults__, memo)
-    made.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
-    made.__dict__.update(function.__dict__)
-    return made
+            cell.cell_contents = copy.deepcopy(held, memo)
+    made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    made.__dict__.update(copy.deepcopy(function.__dict__, memo))
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+
+
+def _like(tensor: Tensor, empty: Empty) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty(tensor), requires_grad=tensor.requires_grad)
+    return empty(tensor).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

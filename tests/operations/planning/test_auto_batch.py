@@ -332,7 +332,7 @@ def test_a_prediction_leaves_all_ranks_in_the_same_state(with_step: bool) -> Non
 def test_a_prediction_for_this_process_leaves_it_as_it_was() -> None:
     task = watched_task(with_step=False)
     before = states(task), everything(task)
-    needs = auto_batch._needs(plan_of(), task)
+    needs = auto_batch._predicted(plan_of(), task).needs
     assert isinstance(needs, dict)
     assert set(needs) == set(plan_of().micro_batches)
     assert same([*before], [states(task), everything(task)])
@@ -452,7 +452,7 @@ def probed(
         return {"size": tried[-1], "reason": "it fits"}
 
     monkeypatch.setattr(auto_batch.run, "probe", probe)
-    monkeypatch.setattr(auto_batch, "_needs", lambda *_: "in a test")
+    monkeypatch.setattr(auto_batch, "_predicted", lambda *_: auto_batch._Predicted("in a test"))
     plan = replace(plan_of(global_batch_size=24), micro_batches=sizes)
     try:
         return tried, choose_before_run(plan, task_of(Drawing()))
@@ -530,7 +530,7 @@ def test_layers_are_checked_for_all_sizes_before_any_memory_is_predicted(
     def fail(*_: Any) -> None:
         raise AssertionError("something was predicted")
 
-    monkeypatch.setattr(auto_batch, "_needs", fail)
+    monkeypatch.setattr(auto_batch, "_predicted", fail)
     task = task_of(model, loss_fn=None)
     with pytest.raises(UserError) as raised:
         choose_before_run(plan_of(), task)

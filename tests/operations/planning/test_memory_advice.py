@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from distributed import WorkerError
-from distributed.config import parse_assignments
+from distributed.config import load, parse_assignments
+from distributed.interfaces.plan import Facts, Resources
 from distributed.interfaces.task import Task
 from distributed.operations.planning import memory_advice
+from distributed.operations.planning.memory_advice import plan_that_ran
 from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from distributed.resilience.failure_reports import FailureReport, note_chosen_batch
+from distributed.system.addresses import free_port
 from distributed.system.host_memory import Room
+from tests.support import commands
 from tests.support.limited_memory import LimitedData, WideModel
 from tests.support.training import Die, make_trainer
 
@@ -124,6 +133,22 @@ def test_batches_of_a_loader_are_changed_in_the_loader() -> None:
     assert "(1) DataLoader(batch_size=32) and --set gradient_accumulation_steps=2" in "\n".join(
         raised.value.__notes__
     )
+
+
+def test_a_run_does_not_report_the_size_that_an_earlier_one_chose() -> None:
+    note_chosen_batch(2, 8)
+    with pytest.raises(RuntimeError) as raised:
+        run(nn.Linear(3, 1).double(), 1, LimitedData(64, {}))
+    assert FailureReport.from_error(raised.value, 0).chosen_batch is None
+
+
+def test_only_a_run_that_chooses_its_size_is_taken_for_one_that_chose() -> None:
+    error = WorkerError("rank 0 ran out", rank=0, host="here", exc_type="MemoryError", chosen_batch=(2, 8))
+    fields = {"backend": "pytorch-ddp", "num_processes": 2, "device": "cpu", "global_batch_size": 64}
+    for size, expected in ((4, 4), ("auto", 8)):
+        config = load(overrides={**fields, "batch_size": size})
+        plan = resolve(config, get_catalog(), Facts(), Resources())
+        assert plan_that_ran(plan, error, None).batch.batch_size == expected
 
 
 # -- what a change of the micro-batch changes besides ------------------------------------
@@ -235,3 +260,40 @@ def test_the_model_that_this_process_holds_is_part_of_its_capacity(monkeypatch: 
     with pytest.raises(RuntimeError) as raised:
         run(Deep(table=1 << 19), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
     assert "predicted to need at most 132 MiB" in "\n".join(raised.value.__notes__)  # 32 MiB of parameters
+
+
+# -- ranks of another launcher ------------------------------------------------------------
+
+JOINED = """
+import os
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from tests.operations.planning.test_memory_advice import Deep, far_too_large, run
+from tests.support import commands
+from tests.support.limited_memory import LimitedData
+
+run(Deep(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()), num_processes=None,
+    backend="fsdp", launch="auto")
+"""
+
+
+@pytest.mark.starts_processes
+def test_ranks_that_were_started_elsewhere_predict_the_model_before_it_was_wrapped(
+    tmp_path: Path, forking_python: Path
+) -> None:
+    (tmp_path / "train.py").write_text(JOINED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = commands.run(
+        [*torchrun, "--master-port", str(free_port()), str(tmp_path / "train.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    found = re.findall(r"as predicted: parameters .*?, activations .*; (\d+) MiB together", done.stderr)
+    assert found, done.stderr
+    assert "not predicted" not in done.stderr
