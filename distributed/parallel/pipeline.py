@@ -18,6 +18,7 @@ from distributed.interfaces.backend import Window
 from distributed.interfaces.task import Task
 from distributed.parallel.context_axis import ContextAxis, draws_numbers
 from distributed.parallel.cut_check import CutCheck
+from distributed.parallel.exact_stages import first_exact
 from distributed.parallel.mesh import Mesh
 from distributed.parallel.pipeline_checks import begins_to_draw, check_model, own_parameters_alone
 from distributed.parallel.pipeline_evaluation import StagedEvaluation
@@ -108,10 +109,10 @@ class Pipeline:
             layouts = read_layouts(model, (one, two), sample, number, names)
             if self._slices is not None:  # which have operations of their own, and so another balance
                 layouts = iter(self._backend.broadcast_object(list(layouts)))
-            for layout in layouts:
-                if self._agree(check.accepts(partial(_in_stages, model, layout, call, batch))):
-                    self._whole_output = check.before
-                    return layout, [output.shape for output in check.before]
+            layout = first_exact(model, layouts, call, batch, check, self._agree)
+            if layout is not None:
+                self._whole_output = check.before
+                return layout, [output.shape for output in check.before]
         raise no_equal_layout(number, bool(names))
 
     def _agree(self, equal: bool) -> bool:
@@ -331,22 +332,6 @@ _ACTIONS = {
 }
 """Action of a schedule -> phase, and the action in words."""
 _FIELD = "parallel.pipeline"
-
-
-def _in_stages(model: nn.Module, layout: Layout, forward: Callable[[], Any], batch: Any) -> Any:
-    """What the stages of `layout` compute one after the other."""
-    staged, rows, found = (
-        StagedModel(model, layout, str(batch_tensors(batch)[0].device)),
-        rows_of(batch),
-        None,
-    )
-    staged.install()
-    try:
-        for stage in range(layout.num_stages):
-            found = staged.run(stage, found, rows, forward)
-        return found
-    finally:
-        staged.remove()
 
 
 def _padded(tensor: Tensor, form: TensorForm, rows: int) -> Tensor:

@@ -121,11 +121,17 @@ class MeanLosses:
         """Targets of a recorded loss over classes that are not one of each sample, or None."""
         for mean in self.found:
             if mean.kind in _CLASSES:
-                on_host = not isinstance(mean.count, Tensor) or mean.count.device.type == "cpu"
-                counted = int(mean.count) if on_host else mean.elements
+                counted = int(mean.count) if _is_readable(mean.count) else mean.elements
                 if counted != num_samples:
                     return counted
         return None
+
+
+def _is_readable(count: Any) -> bool:
+    """Whether a number can be read without waiting for a device."""
+    if not isinstance(count, Tensor):
+        return True
+    return count.device.type == "cpu" and not isinstance(count, FakeTensor)
 
 
 def is_watching() -> bool:

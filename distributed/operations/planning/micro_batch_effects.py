@@ -22,7 +22,10 @@ from distributed.training.model_traits import with_statistics
 from distributed.training.module_modes import ModuleModes
 from distributed.training.objective import Objective, align_classes, split_batch
 
-__all__ = ["compares_samples", "effect_of_size"]
+__all__ = ["OTHER", "compares_samples", "effect_of_size"]
+
+OTHER = "another training: "
+"""With this begins the effect of a size that changes the training of every task of its kind."""
 
 _logger = logging.getLogger("distributed")
 _SIZES = (11, 23, 47)
@@ -56,11 +59,11 @@ def effect_of_size(task: Task, model: nn.Module, batch: Any) -> str:
     """
     layer = with_statistics(model)
     if layer is not None:
-        return f"another training: {layer} computes statistics over a micro-batch"
+        return f"{OTHER}{layer} computes statistics over a micro-batch"
     try:
         compares = _grows_twice([_shapes(task, model, batch, size) for size in _SIZES])
         if compares:
-            return "another training: the loss compares the samples of a micro-batch with each other"
+            return f"{OTHER}the loss compares the samples of a micro-batch with each other"
         found = _effect_in(task, model, batch, _SIZES[0])
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything where tensors have no values
         line = str(getattr(error, "message", error)).partition("\n")[0]
@@ -108,7 +111,7 @@ def _effect_in(task: Task, model: nn.Module, batch: Any, size: int) -> str:
         (objective if counted else objective.mean)(fake, given, size)
         changed = [name for name, version in _versions(fake).items() if versions.get(name) != version]
     if changed:
-        return f"another training: the forward pass changes the buffer '{changed[0]}' once per micro-batch"
+        return f"{OTHER}the forward pass changes the buffer '{changed[0]}' once per micro-batch"
     if objective.other_count is not None:
         return (
             "another training if the number of targets of a sample varies: the loss is weighted by samples,"

@@ -9,18 +9,19 @@ from torch import nn
 
 from distributed.config import DistributedConfig, Layer
 from distributed.config.load import as_layers
-from distributed.errors import UserError
 from distributed.interfaces.framework import Framework
 from distributed.interfaces.parallel_dims import DATA_AXES, ParallelDims
 from distributed.interfaces.plan import Facts, RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.default_hardware import profile_of
 from distributed.operations.planning.machine_match import announce_difference
+from distributed.operations.planning.micro_batch_effects import OTHER, effect_of_size
 from distributed.operations.planning.options import PlanOptions, left_out, limited, recording_seconds
 from distributed.operations.planning.plans import Plans, names_in
+from distributed.operations.planning.stage_check import StageCheck
 from distributed.operations.planning.task_facts import TaskFacts
 from distributed.parallel.expert_layers import expert_layers
-from distributed.planner.batch import DEFAULT_BATCH_SIZE
+from distributed.planner.batch import DEFAULT_BATCH_SIZE, resolve_batch
 from distributed.planner.estimates.candidates import SearchSpace
 from distributed.planner.estimates.codec_shares import codec_share
 from distributed.planner.estimates.configuration import check_places, refusal_of, with_free_stages
@@ -35,7 +36,6 @@ from distributed.planner.estimates.split import Split
 from distributed.planner.estimates.table import table_of
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.system.output import print_line
-from distributed.training.model_traits import with_statistics
 
 __all__ = ["plan_task", "predict_row"]
 
@@ -88,7 +88,9 @@ def plan_task(
         micro_batch=facts.train_batch_size or space.micro_batch,
         checkpointing=space.checkpointing if whole.first_recomputed else (False,),
     )
-    space, notes = _same_statistics(space, model, config, facts)
+    effect = effect_of_size(task, model, known.samples())
+    space, notes = _same_micro_batches(space, effect, config, facts)
+    stages = StageCheck(task, model, known.samples())
     if profile.device != "cpu" and not framework.num_gpus():
         notes += (_WITHOUT_GPU,)
     space, rejected = _affordable(space, whole, options, kept)
@@ -97,6 +99,7 @@ def plan_task(
         def check(plan: RunPlan) -> None:
             framework.check_split(task.model, plan)
             load_target(plan.spec.target).check_model(model, plan)
+            stages(plan)
 
         return refusal_of(split, catalog, profile.device, layers, kept, facts, check)
 
@@ -118,35 +121,38 @@ def plan_task(
     )
 
 
-def _same_statistics(
-    space: SearchSpace, model: nn.Module, config: DistributedConfig, facts: Facts
+def _same_micro_batches(
+    space: SearchSpace, effect: str, config: DistributedConfig, facts: Facts
 ) -> tuple[SearchSpace, tuple[str, ...]]:
-    """`space` with the micro-batches and ranks that the configuration has, if layers compute statistics over
-    a micro-batch: with others the model would be trained in another way."""
-    layer = with_statistics(model)
-    if layer is None:
-        return space, ()
+    """`space` with the micro-batches and ranks that a run of the configuration has, if others would train the
+    model in another way.
+
+    Args:
+        effect: of the size of a micro-batch on the training.
+
+    Raises:
+        UserError: the configuration cannot divide its global batch.
+    """
+    if not effect.startswith(OTHER):
+        return space, (f"plans have micro-batches of other sizes: {effect}",) if effect else ()
     slices = _slices(config, space.world_size)
-    size = facts.train_batch_size or space.micro_batch
-    size = size or (config.batch_size if isinstance(config.batch_size, int) else DEFAULT_BATCH_SIZE)
-    number, left = divmod(space.sizes.global_batch, size * slices)
-    if left or not number:
-        raise UserError(
-            f"{layer} computes statistics over a micro-batch, so that a plan keeps its size, which does not"
-            " divide the share of a rank",
-            field="global_batch_size",
-            got=space.sizes.global_batch,
-            allowed=f"a multiple of {size * slices}, for micro-batches of {size} on {slices} ranks",
-            remedy="Choose such a number, or set batch_size",
-        )
+    batch = resolve_batch(
+        batch_size=config.batch_size if isinstance(config.batch_size, int) else None,
+        accumulation=config.gradient_accumulation_steps,
+        global_batch_size=space.sizes.global_batch,
+        data_parallel_size=slices,
+        loader_batch_size=facts.train_batch_size,
+    )
+    size, number = batch.batch_size, batch.gradient_accumulation_steps
+    parts = f"{number} micro-batch{'es' if number > 1 else ''} of {size} sample{'s' if size > 1 else ''}"
     before = space.admits
 
     def admits(dims: ParallelDims, zero_stage: int) -> bool:
         return before(dims, zero_stage) and dims.data_parallel_size == slices
 
     note = (
-        f"{layer} computes statistics over a micro-batch: every plan has {number} micro-batches of {size}"
-        f" samples on {slices} ranks with different samples, as the configuration"
+        f"{effect.removeprefix(OTHER)}: every plan has {parts} on {slices} ranks with different samples,"
+        " as the configuration"
     )
     kept = replace(space, micro_batch=size, num_micro_batches=number, admits=admits)
     return kept, (note,)

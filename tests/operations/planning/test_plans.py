@@ -121,7 +121,7 @@ def test_statistics_over_a_micro_batch_stay_as_they_are() -> None:
     assert {row.split.dims.data_parallel_size for row in plans.rows} == {4}
     assert len(plans) > 3
     assert plans.notes[0].startswith("'1' (BatchNorm1d) computes statistics over a micro-batch: every plan")
-    with pytest.raises(UserError, match=r"global_batch_size: '1' .*keeps its size.*a multiple of 16"):
+    with pytest.raises(UserError, match=r"global_batch_size: it cannot be split evenly.*multiples of 16"):
         normalized(num_devices=4, global_batch_size=24)
 
 
