@@ -60,6 +60,15 @@ class KeepsGathered(ShardedUnits):
         self._order.append(block)
 
 
+class GathersPastBlocks(ShardedUnits):
+    """Blocks of a stage that has ended are gathered ahead of another one."""
+
+    def finish(self) -> None:
+        before = list(self._order)
+        super().finish()
+        self._order = before
+
+
 class ReducesInPlace(ShardedUnits):
     """The input of a reduce-scatter is not a copy."""
 
@@ -216,6 +225,7 @@ MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("pytorch-ddp", CopiesGradients),
     ("fsdp", GathersWithoutStaging),
     ("fsdp", KeepsGathered),
+    ("fsdp", GathersPastBlocks),
     ("fsdp", ReducesInPlace),
     ("fsdp", KeepsWholeParameters),
     ("deepspeed", ForgetsMasters),

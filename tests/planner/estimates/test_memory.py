@@ -133,7 +133,10 @@ def looped(sends_output: bool = False) -> FactsSource:
 
 
 def _of_parameter(line: Timeline, number: int) -> Timeline:
-    events = [Event(k, number if k == Kind.GRADIENT else n) for k, n in line.events]
+    tensors = (Kind.ALLOCATE, Kind.FREE, Kind.BACKWARD)
+    events = [
+        Event(k, n if k in tensors else number if k == Kind.GRADIENT else number + 1) for k, n in line.events
+    ]
     return replace(line, events=tuple(events), gradients=dict.fromkeys([number], *line.gradients.values()))
 
 
@@ -255,6 +258,14 @@ BY_HAND = [
     (*("pytorch-ddp", piped("interleaved-1f1b"), looped(True), EXACT), 800 + 800 + 400 + 180 + 240),
     # The same moment; backward begins with the last micro-batch, after all forward passes.
     (*("pytorch-ddp", piped("looped-bfs"), looped(), EXACT), 800 + 800 + 400 + 180 + 90),
+    # Two stages a rank, of one micro-batch. In backward of the first one: 2 shards; memory to receive 3
+    # messages; what the block saved; the sharded gradient of the other; the gathered block; its gradient.
+    (
+        "fsdp",
+        replace(piped("interleaved-1f1b", 1), backend="fsdp", dims=ParallelDims(pipeline=2, shard=2)),
+        *(looped(), EXACT),
+        400 + 45 + 30 + 200 + 400 + 400,
+    ),
     # Stages 1 and 2, in the last computation: 2 weights, their gradients, a new one; what both stages receive
     # into, but for 2 messages forward and 2 backward between them; all 4 outputs and 4 gradients of inputs;
     # what is left between the halves of one.
@@ -340,14 +351,16 @@ def test_what_libraries_take_is_added() -> None:
     assert parts.total == 1630 + 77
 
 
+_ORDERED = "gpipe, 1f1b, interleaved-1f1b, looped-bfs"
+
+
 @pytest.mark.parametrize(
     ("given", "field", "allowed"),
     [
         (Split(ParallelDims(), "ray"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(tensor=2), "deepspeed"), "parallel.tensor", "1"),
-        (Split(ParallelDims(pipeline=2), "fsdp", schedule="zbv"), "parallel.schedule", "gpipe, 1f1b"),
-        (Split(ParallelDims(pipeline=2), "fsdp", schedule="looped-bfs"), "parallel.schedule", "gpipe, 1f1b"),
+        (Split(ParallelDims(pipeline=2), "fsdp", schedule="zbv"), "parallel.schedule", _ORDERED),
         (Split(ParallelDims(context=4), "serial"), "parallel.context", "1"),
         (Split(ParallelDims(data=2, expert=2), "fsdp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),
