@@ -115,6 +115,7 @@ def plan_task(
         predictions.device.spread,
         whence,
         notes,
+        predictions.device.spread_bytes,
     )
 
 
