@@ -25,6 +25,7 @@ class ShardedUnits(Layout):
     axes = ("data", "shard", "tensor", "pipeline", "context")
     schedules = (*ONE_STAGE, *LOOPED)
     gathers_once = True
+    can_offload = False
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)

@@ -14,7 +14,7 @@ from distributed.planner.estimates import memory, pipeline_window
 from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.layouts import layout_of, predicted_backends
-from distributed.planner.estimates.memory import MemoryParts, predict_memory
+from distributed.planner.estimates.memory import MemoryParts, offloaded_memory, predict_memory
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     BucketFacts,
@@ -37,6 +37,7 @@ GLOO = DeviceMemory(copies_in_collectives=True)
 SEGMENTS = DeviceMemory(segment=1000)
 PLAIN = OptimizerFacts(state=0.0, workspace=0.0, per_parameter=0)
 ADAM = OptimizerFacts(state=2.0, workspace=2.0, per_parameter=0)
+CARRYING = replace(ADAM, carried=1.0)
 
 
 def chain(
@@ -258,6 +259,18 @@ BY_HAND = [
     (*("pytorch-ddp", piped("interleaved-1f1b"), looped(True), EXACT), 800 + 800 + 400 + 180 + 240),
     # The same moment; backward begins with the last micro-batch, after all forward passes.
     (*("pytorch-ddp", piped("looped-bfs"), looped(), EXACT), 800 + 800 + 400 + 180 + 90),
+    # In the update of the second weight: 2 weights, 2 gradients, 4 states, 2 temporary tensors, and the last
+    # one of the first.
+    (
+        "serial",
+        split("serial"),
+        chain([100, 80], [10, 10], CARRYING),
+        EXACT,
+        720 + 720 + 1440 + 320 * 2 + 400,
+    ),
+    # The state of the optimizer is on the host, where it steps: as without one.
+    ("serial", split("serial", offload=True), TWO_ADAM, EXACT, 800 + 800 + 30),
+    ("pytorch-ddp", split("pytorch-ddp", 2, offload=True), TWO_ADAM, EXACT, 800 + 800 + 400 + 60),
     # Two stages a rank, of one micro-batch. In backward of the first one: 2 shards; memory to receive 3
     # messages; what the block saved; the sharded gradient of the other; the gathered block; its gradient.
     (
@@ -329,6 +342,12 @@ def test_backward_in_halves_computes_no_block_again() -> None:
     assert caught.value.field == "activation_checkpointing"
 
 
+def test_the_host_has_copies_and_the_state() -> None:
+    host = offloaded_memory(TWO_ADAM, split("serial", offload=True))
+    assert host == MemoryParts(parameters=800, gradients=800, optimizer=1600 + 800)
+    assert offloaded_memory(TWO_ADAM, split("serial")) == MemoryParts()
+
+
 def test_parts_add_up() -> None:
     parts = predict_memory(TWO_ADAM, split("serial"))
     assert parts == MemoryParts(parameters=800, gradients=800, optimizer=2400)
@@ -370,7 +389,8 @@ _ORDERED = "gpipe, 1f1b, interleaved-1f1b, looped-bfs"
         (Split(ParallelDims(data=2, expert=2), "pytorch-ddp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "fsdp", codec="top-k"), "codec", "none"),
         (Split(ParallelDims(data=2), "deepspeed", codec="top-k"), "codec", "none"),
-        (Split(ParallelDims(), "serial", offload=True), "offload", "false"),
+        (Split(ParallelDims(data=2), "fsdp", offload=True), "offload", "false"),
+        (Split(ParallelDims(data=2), "deepspeed", zero_stage=2, offload=True), "offload", "false"),
         (Split(ParallelDims(), "serial", precision="bf16"), "precision", "fp32"),
         (Split(ParallelDims(), "serial", optimizer="sgd"), "optimizer", "adamw"),
         (Split(ParallelDims(), "serial", activation_checkpointing=True), "activation_checkpointing", "false"),
