@@ -36,6 +36,7 @@ __all__ = [
     "FSDP",
     "FULL",
     "SERIAL",
+    "SHARDED_STAGES",
     "SMALL_BUCKETS",
     "ZBV",
     "ZERO",
@@ -76,6 +77,13 @@ CODECS: list[dict[str, Any]] = [
 ]
 SMALL_BUCKETS = {"bucket_cap_mb": 4}
 
+SHARDED_STAGES: list[dict[str, Any]] = [
+    FSDP
+    | {"ranks": 4, "gradient_accumulation_steps": 4}
+    | {"parallel": {"pipeline": 2, "shard": 2, "schedule": schedule}}
+    for schedule in ("interleaved-1f1b", "looped-bfs")
+]
+
 MESHES: list[dict[str, Any]] = [
     TP,
     CP,
@@ -91,6 +99,7 @@ MESHES: list[dict[str, Any]] = [
     FSDP | PAIRS | {"ranks": 4, "parallel": {"context": 2, "shard": 2}},
     DDP | {"ranks": 4, "parallel": {"tensor": 2, "data": 2}},
     ONE_F_ONE_B | {"ranks": 4, "parallel": {"pipeline": 2, "data": 2}},
+    *SHARDED_STAGES,
 ]
 """Ranks that share a model, or hold copies of shards."""
 

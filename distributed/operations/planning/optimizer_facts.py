@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +37,29 @@ def optimizer_facts(name: str, *, foreach: bool = False, **settings: Any) -> Opt
         foreach: whether parameters are updated together, as torch does by default on GPUs.
         settings: arguments of torch's class of this name, such as ``momentum``.
     """
-    model = nn.Linear(_ROWS, _ROWS, bias=False)
-    optimizer = _build(name, model, foreach, settings)
-    (parameter,) = model.parameters()
-    trace = MemoryTrace([model], [parameter])
+    build = partial(_build, name, foreach=foreach, settings=settings)
+    most, state, whole = _measured(build, 1)
+    at_once = foreach and not settings.get("fused")
+    return OptimizerFacts(
+        state=sum(nbytes for nbytes in state if nbytes >= whole // _SMALL) / whole,
+        workspace=round(most / whole, 2),
+        per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
+        at_once=at_once,
+        carried=0.0 if at_once else round((_measured(build, 2)[0] - most) / whole, 2),
+    )
+
+
+def _measured(build: Callable[[nn.Module], torch.optim.Optimizer], number: int) -> tuple[int, list[int], int]:
+    """Most temporary memory of a step that updates `number` equal parameters, sizes of the state, and bytes
+    of a parameter."""
+    model = nn.Sequential(*(nn.Linear(_ROWS, _ROWS, bias=False) for _ in range(number)))
+    optimizer, parameters = build(model), list(model.parameters())
+    trace = MemoryTrace([model], parameters)
     for _ in range(2):  # state exists after the first step
-        parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         trace.take()
-        trace.ignore([parameter.grad, *_state(optimizer)])
+        trace.ignore([*(p.grad for p in parameters if p.grad is not None), *_state(optimizer)])
         with trace:
             optimizer.step()
     line = trace.take()
@@ -52,14 +68,7 @@ def optimizer_facts(name: str, *, foreach: bool = False, **settings: Any) -> Opt
     for kind, index in line.events:
         now += line.sizes[index] * (1 if kind == Kind.ALLOCATE else -1)
         most = max(most, now)
-    whole = parameter.numel() * parameter.element_size()
-    state = [t.numel() * t.element_size() for t in _state(optimizer)]
-    return OptimizerFacts(
-        state=sum(nbytes for nbytes in state if nbytes >= whole // _SMALL) / whole,
-        workspace=round(most / whole, 2),
-        per_parameter=sum(nbytes for nbytes in state if nbytes < whole // _SMALL),
-        at_once=foreach and not settings.get("fused"),
-    )
+    return most, [t.nbytes for t in _state(optimizer)], parameters[0].nbytes
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def plan_task(
         predictions.device.spread,
         whence,
         notes,
+        predictions.device.spread_bytes,
     )
 
 

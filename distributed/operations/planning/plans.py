@@ -42,6 +42,7 @@ class Plans:
         memory_spread: relative half-width of the interval around predicted memory.
         whence: where the profile is from.
         notes: what else decided which plans there are.
+        memory_spread_bytes: what is added to the half-width of `memory_spread`.
     """
 
     subject: str
@@ -54,6 +55,7 @@ class Plans:
     memory_spread: float = 0.0
     whence: str = ""
     notes: tuple[str, ...] = ()
+    memory_spread_bytes: int = 0
 
     @property
     def rows(self) -> Sequence[Ranked]:
@@ -126,12 +128,12 @@ class Plans:
         """Lower and upper end of what is predicted of a plan: ``time`` in seconds, ``mfu``, ``memory`` in
         bytes."""
         low, high = row.time.interval(self.profile.achievable.spread)
-        spread, memory = 1.0 + self.memory_spread, row.memory.total
+        spread, more, memory = 1.0 + self.memory_spread, self.memory_spread_bytes, row.memory.total
         model = row.mfu * row.time.total
         return {
             "time": (low, high),
             "mfu": (model / high, model / low),
-            "memory": (memory / spread, memory * spread),
+            "memory": (max(0.0, memory / spread - more), memory * spread + more),
         }
 
     def to_dict(self) -> dict[str, Any]:

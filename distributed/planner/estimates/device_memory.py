@@ -22,6 +22,8 @@ class DeviceMemory:
         framework_bytes: what libraries take whatever the model, in bytes.
         reserved: what the allocator reserves beyond what is live, as a share of it.
         spread: relative half-width of the interval around a prediction from facts of a model.
+        spread_bytes: what is added to it on both sides, for staging memory of collectives whose order is not
+            known.
     """
 
     granule: int = 1
@@ -32,6 +34,7 @@ class DeviceMemory:
     segment: int = 0
     reserved: float = 0.0
     spread: float = 0.01
+    spread_bytes: int = 0
 
     def taken(self, nbytes: int) -> int:
         """Bytes of the device for a tensor of `nbytes`."""
@@ -52,8 +55,9 @@ class DeviceMemory:
 EXACT = DeviceMemory()
 """Bytes of tensors as they are, without copies in collectives."""
 
-HOST = DeviceMemory(copies_in_collectives=True, segment=2**20)
-"""Tensors of CPU ranks as they are, with the copies that gloo makes."""
+HOST = DeviceMemory(copies_in_collectives=True, segment=2**20, spread_bytes=2**20)
+"""Tensors of CPU ranks as they are, with the copies that gloo makes. Measured runs were off by up to 0.7 MiB
+more than by 1 %."""
 
 CUDA = DeviceMemory(granule=512)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it

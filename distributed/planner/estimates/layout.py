@@ -60,6 +60,7 @@ class Layout:
         schedules: orders of a pipeline with which it is.
         zero_stages: values of `Split.zero_stage` that it knows.
         gathers_once: whether a block is expected to be called once in a forward pass.
+        can_offload: whether the optimizer's state may be in host memory.
         has_codecs: whether gradients may be sent by a codec.
         adds_gradients: whether a later micro-batch of a step adds to gradients that are there; otherwise they
             are new in each.
@@ -69,6 +70,7 @@ class Layout:
     schedules: ClassVar[tuple[str, ...]] = ()
     zero_stages: ClassVar[tuple[int, ...]] = (0,)
     gathers_once: ClassVar[bool] = False
+    can_offload: ClassVar[bool] = True
     has_codecs: ClassVar[bool] = False
     adds_gradients = True
 
@@ -114,7 +116,7 @@ class Layout:
             self.ledger.take("parameters", self.held(parameter))
         for nbytes in self.facts.buffers:
             self.ledger.take("buffers", nbytes)
-        for number in self.trained:
+        for number in () if self.split.offload else self.trained:
             for nbytes in self.state(self.updated(self.facts.parameters[number])):
                 self.ledger.take("optimizer", nbytes)
 
@@ -183,23 +185,33 @@ class Layout:
 
     def step(self) -> None:
         """The optimizer's update, when all gradients are there."""
+        if self.split.offload:
+            return
         self.update([self.updated(self.facts.parameters[number]) for number in self.trained])
 
     def update(self, tensors: list[int]) -> None:
         """The temporary memory of the optimizer.
 
         Args:
-            tensors: bytes of each tensor that it updates.
+            tensors: bytes of each tensor that it updates, in order.
         """
-        facts = self.facts.optimizer
-        together = tensors if facts.at_once else [max(tensors, default=0)]
-        whole = int(facts.workspace)
-        shares = [1.0] * whole + ([facts.workspace - whole] if facts.workspace > whole else [])
-        pieces = [int(nbytes * share) for nbytes in together for share in shares]
-        for nbytes in pieces:
+        for nbytes in (pieces := self.workspace(tensors)):
             self.ledger.take("optimizer", nbytes)
         for nbytes in pieces:
             self.ledger.give("optimizer", nbytes)
+
+    def workspace(self, tensors: list[int]) -> list[int]:
+        """Bytes of each tensor of the temporary memory that an update of `tensors` has at most."""
+        facts = self.facts.optimizer
+        before = [0, *tensors[:-1]]
+        if not facts.at_once and tensors:
+            pairs = zip(tensors, before, strict=True)
+            most = max(pairs, key=lambda pair: facts.workspace * pair[0] + facts.carried * pair[1])
+            tensors, before = [most[0]], [most[1]]
+        whole = int(facts.workspace)
+        shares = [1.0] * whole + ([facts.workspace - whole] if facts.workspace > whole else [])
+        pieces = [int(nbytes * share) for nbytes in tensors for share in shares]
+        return [*pieces, *(int(nbytes * facts.carried) for nbytes in before if facts.carried)]
 
     def state(self, nbytes: int) -> list[int]:
         """Bytes of each tensor of the optimizer's state for a tensor of `nbytes`."""

@@ -9,6 +9,7 @@ events and not a sum of maxima which are never live together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distributed.errors import UserError
 from distributed.interfaces.parallel_dims import AXES
@@ -21,7 +22,7 @@ from distributed.planner.estimates.pipeline_window import StageLines, place_buff
 from distributed.planner.estimates.split import Split
 from distributed.planner.stage_order import SPLIT, rank_stages
 
-__all__ = ["MemoryParts", "check_split", "predict_memory"]
+__all__ = ["MemoryParts", "check_split", "offloaded_memory", "predict_memory"]
 
 
 def predict_memory(
@@ -48,6 +49,25 @@ def predict_memory(
         for stages in ranks
     ]
     return max(found, key=lambda parts: parts.total)
+
+
+def offloaded_memory(facts: ModelFacts, split: Split) -> MemoryParts:
+    """Host memory of a rank in the update of an offloaded optimizer: copies of the parameters and of their
+    gradients, the state, and the temporary memory of one parameter after the other. `predict_memory` has what
+    is left on the device.
+
+    Args:
+        facts: of the model, or of what the rank has of it.
+        split: how it is divided; without `Split.offload`, nothing is in host memory.
+    """
+    trained = [parameter.nbytes for parameter in facts.parameters if parameter.trained]
+    if not split.offload:
+        return MemoryParts()
+    ledger = Ledger(EXACT)
+    layout = layout_of(split)(facts, replace(split, offload=False), ledger, EXACT)
+    copies = sum(trained)
+    state = sum(nbytes for parameter in trained for nbytes in layout.state(parameter))
+    return MemoryParts(parameters=copies, gradients=copies, optimizer=state + sum(layout.workspace(trained)))
 
 
 def check_split(split: Split) -> None:
@@ -137,7 +157,8 @@ def _check_facts(facts: ModelFacts, split: Split, layout: type[Layout]) -> None:
 
 def _check_layout(split: Split, layout: type[Layout]) -> None:
     codec = "none" if layout.has_codecs else split.cut().codec
-    for field, value, allowed in (("codec", codec, "none"), ("offload", split.offload, False)):
+    offload = split.offload and not layout.can_offload
+    for field, value, allowed in (("codec", codec, "none"), ("offload", offload, False)):
         if value != allowed:
             raise UserError(
                 "the memory that this setting needs is not predicted",

@@ -220,12 +220,15 @@ class OptimizerFacts:
         workspace: most temporary memory while it updates the parameter.
         per_parameter: bytes of state for each parameter whatever its size.
         at_once: whether all parameters are updated together (``foreach``), so that their workspaces add up.
+        carried: temporary memory of the parameter before that is live meanwhile: a loop over parameters drops
+            the last result of one when it has that of the next.
     """
 
     state: float
     workspace: float
     per_parameter: int = 4
     at_once: bool = False
+    carried: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.ledger import Ledger
 from distributed.planner.estimates.model_facts import ModelFacts, ParameterFacts
 from distributed.planner.estimates.split import Split
-from distributed.planner.stage_order import ONE_STAGE
+from distributed.planner.stage_order import LOOPED, ONE_STAGE
 
 __all__ = ["ShardedUnits"]
 
@@ -23,8 +23,9 @@ class ShardedUnits(Layout):
     """
 
     axes = ("data", "shard", "tensor", "pipeline", "context")
-    schedules = ONE_STAGE
+    schedules = (*ONE_STAGE, *LOOPED)
     gathers_once = True
+    can_offload = False
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)
@@ -74,7 +75,8 @@ class ShardedUnits(Layout):
                 self.ledger.give("parameters", self.held(self.facts.parameters[number]) * self.ranks)
 
     def begin(self) -> None:
-        self._order = []
+        if self._order:
+            self._order.append(0)  # the forward pass of the whole model has ended before
         if self.shards:
             self._forward_gather(0)
 
@@ -116,9 +118,10 @@ class ShardedUnits(Layout):
         if block not in self._gathered:
             self._copy_out(block)
         self._unstage(block)
-        at = self._order.index(block) if block in self._order else 0
-        if at:
-            self._stage(self._order[at - 1])
+        if block in self._order:
+            at = len(self._order) - 1 - self._order[::-1].index(block)
+            if at:
+                self._stage(self._order[at - 1])
 
     # -- reducing ---------------------------------------------------------------------
 
@@ -137,8 +140,9 @@ class ShardedUnits(Layout):
     def finish(self) -> None:
         if not self.shards:
             return
-        for unit in [*reversed(self._order), 0]:
+        for unit in reversed(range(len(self.facts.blocks))):
             self._reduce(unit)
+        self._order.clear()
         if self._reduced is not None:
             self.ledger.give("framework", self._reduced)
             self._reduced = None

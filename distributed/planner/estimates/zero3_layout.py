@@ -35,6 +35,7 @@ class ParameterShards(Layout):
 
     axes = ("data",)
     zero_stages = (3,)
+    can_offload = False
     adds_gradients = False
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:

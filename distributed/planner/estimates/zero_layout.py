@@ -25,6 +25,7 @@ class ZeroStages(Layout):
 
     axes = ("data",)
     zero_stages = (0, 1, 2)
+    can_offload = False
 
     def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
         super().__init__(facts, split, ledger, device)

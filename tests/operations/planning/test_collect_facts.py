@@ -397,6 +397,13 @@ def test_settings_of_an_optimizer_object_are_measured(
     )
 
 
+def test_a_loop_over_parameters_carries_a_tensor_of_the_one_before() -> None:
+    """AdamW has a name for the divisor of its update; the one of the next parameter takes it over."""
+    assert optimizer_facts("adamw").carried == 1.0
+    assert optimizer_facts("adamw", foreach=True).carried == 0.0
+    assert optimizer_facts("adamw", fused=True).carried == 0.0
+
+
 @pytest.mark.parametrize(("name", "more"), [("adamw", 0.0), ("adam", 1.0), ("sgd", 1.0)])
 def test_weight_decay_of_gradients_needs_a_copy_of_them(name: str, more: float) -> None:
     """Adam and SGD make a gradient with the decay; AdamW scales the parameter in place."""

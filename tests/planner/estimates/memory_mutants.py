@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from distributed.planner.estimates.device_memory import DeviceMemory
 from distributed.planner.estimates.layout import Layout, MicroBatch
@@ -23,6 +24,20 @@ class ForgetsOptimizerWorkspace(Layout):
 
     def update(self, tensors: list[int]) -> None:
         return None
+
+
+class CarriesNothing(Layout):
+    """The update of a parameter ends with all its temporary memory free."""
+
+    def workspace(self, tensors: list[int]) -> list[int]:
+        return super().workspace(sorted(tensors)[-1:])
+
+
+class KeepsTheStateOfAnOffloadedOptimizer(Layout):
+    """The state of the optimizer is on the device in any case."""
+
+    def __init__(self, facts: ModelFacts, split: Split, ledger: Ledger, device: DeviceMemory) -> None:
+        super().__init__(facts, replace(split, offload=False), ledger, device)
 
 
 class KeepsActivations(Layout):
@@ -58,6 +73,15 @@ class KeepsGathered(ShardedUnits):
 
     def leave_forward(self, block: int) -> None:
         self._order.append(block)
+
+
+class GathersPastBlocks(ShardedUnits):
+    """Blocks of a stage that has ended are gathered ahead of another one."""
+
+    def finish(self) -> None:
+        before = list(self._order)
+        super().finish()
+        self._order = before
 
 
 class ReducesInPlace(ShardedUnits):
@@ -211,11 +235,14 @@ class FreesAfterForward(ParameterShards):
 
 MUTANTS: tuple[tuple[str, type[Layout]], ...] = (
     ("serial", ForgetsOptimizerWorkspace),
+    ("serial", CarriesNothing),
+    ("serial", KeepsTheStateOfAnOffloadedOptimizer),
     ("serial", KeepsActivations),
     ("pytorch-ddp", ForgetsBuckets),
     ("pytorch-ddp", CopiesGradients),
     ("fsdp", GathersWithoutStaging),
     ("fsdp", KeepsGathered),
+    ("fsdp", GathersPastBlocks),
     ("fsdp", ReducesInPlace),
     ("fsdp", KeepsWholeParameters),
     ("deepspeed", ForgetsMasters),

@@ -14,7 +14,7 @@ from distributed.planner.estimates import memory, pipeline_window
 from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.layout import Layout
 from distributed.planner.estimates.layouts import layout_of, predicted_backends
-from distributed.planner.estimates.memory import MemoryParts, predict_memory
+from distributed.planner.estimates.memory import MemoryParts, offloaded_memory, predict_memory
 from distributed.planner.estimates.model_facts import (
     BlockFacts,
     BucketFacts,
@@ -37,6 +37,7 @@ GLOO = DeviceMemory(copies_in_collectives=True)
 SEGMENTS = DeviceMemory(segment=1000)
 PLAIN = OptimizerFacts(state=0.0, workspace=0.0, per_parameter=0)
 ADAM = OptimizerFacts(state=2.0, workspace=2.0, per_parameter=0)
+CARRYING = replace(ADAM, carried=1.0)
 
 
 def chain(
@@ -133,7 +134,10 @@ def looped(sends_output: bool = False) -> FactsSource:
 
 
 def _of_parameter(line: Timeline, number: int) -> Timeline:
-    events = [Event(k, number if k == Kind.GRADIENT else n) for k, n in line.events]
+    tensors = (Kind.ALLOCATE, Kind.FREE, Kind.BACKWARD)
+    events = [
+        Event(k, n if k in tensors else number if k == Kind.GRADIENT else number + 1) for k, n in line.events
+    ]
     return replace(line, events=tuple(events), gradients=dict.fromkeys([number], *line.gradients.values()))
 
 
@@ -255,6 +259,26 @@ BY_HAND = [
     (*("pytorch-ddp", piped("interleaved-1f1b"), looped(True), EXACT), 800 + 800 + 400 + 180 + 240),
     # The same moment; backward begins with the last micro-batch, after all forward passes.
     (*("pytorch-ddp", piped("looped-bfs"), looped(), EXACT), 800 + 800 + 400 + 180 + 90),
+    # In the update of the second weight: 2 weights, 2 gradients, 4 states, 2 temporary tensors, and the last
+    # one of the first.
+    (
+        "serial",
+        split("serial"),
+        chain([100, 80], [10, 10], CARRYING),
+        EXACT,
+        720 + 720 + 1440 + 320 * 2 + 400,
+    ),
+    # The state of the optimizer is on the host, where it steps: as without one.
+    ("serial", split("serial", offload=True), TWO_ADAM, EXACT, 800 + 800 + 30),
+    ("pytorch-ddp", split("pytorch-ddp", 2, offload=True), TWO_ADAM, EXACT, 800 + 800 + 400 + 60),
+    # Two stages a rank, of one micro-batch. In backward of the first one: 2 shards; memory to receive 3
+    # messages; what the block saved; the sharded gradient of the other; the gathered block; its gradient.
+    (
+        "fsdp",
+        replace(piped("interleaved-1f1b", 1), backend="fsdp", dims=ParallelDims(pipeline=2, shard=2)),
+        *(looped(), EXACT),
+        400 + 45 + 30 + 200 + 400 + 400,
+    ),
     # Stages 1 and 2, in the last computation: 2 weights, their gradients, a new one; what both stages receive
     # into, but for 2 messages forward and 2 backward between them; all 4 outputs and 4 gradients of inputs;
     # what is left between the halves of one.
@@ -318,6 +342,12 @@ def test_backward_in_halves_computes_no_block_again() -> None:
     assert caught.value.field == "activation_checkpointing"
 
 
+def test_the_host_has_copies_and_the_state() -> None:
+    host = offloaded_memory(TWO_ADAM, split("serial", offload=True))
+    assert host == MemoryParts(parameters=800, gradients=800, optimizer=1600 + 800)
+    assert offloaded_memory(TWO_ADAM, split("serial")) == MemoryParts()
+
+
 def test_parts_add_up() -> None:
     parts = predict_memory(TWO_ADAM, split("serial"))
     assert parts == MemoryParts(parameters=800, gradients=800, optimizer=2400)
@@ -340,14 +370,16 @@ def test_what_libraries_take_is_added() -> None:
     assert parts.total == 1630 + 77
 
 
+_ORDERED = "gpipe, 1f1b, interleaved-1f1b, looped-bfs"
+
+
 @pytest.mark.parametrize(
     ("given", "field", "allowed"),
     [
         (Split(ParallelDims(), "ray"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(), "horovod"), "backend", "deepspeed, fsdp, pytorch-ddp, serial"),
         (Split(ParallelDims(tensor=2), "deepspeed"), "parallel.tensor", "1"),
-        (Split(ParallelDims(pipeline=2), "fsdp", schedule="zbv"), "parallel.schedule", "gpipe, 1f1b"),
-        (Split(ParallelDims(pipeline=2), "fsdp", schedule="looped-bfs"), "parallel.schedule", "gpipe, 1f1b"),
+        (Split(ParallelDims(pipeline=2), "fsdp", schedule="zbv"), "parallel.schedule", _ORDERED),
         (Split(ParallelDims(context=4), "serial"), "parallel.context", "1"),
         (Split(ParallelDims(data=2, expert=2), "fsdp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "serial"), "parallel.data", "1"),
@@ -357,7 +389,8 @@ def test_what_libraries_take_is_added() -> None:
         (Split(ParallelDims(data=2, expert=2), "pytorch-ddp"), "parallel.expert", "1"),
         (Split(ParallelDims(data=2), "fsdp", codec="top-k"), "codec", "none"),
         (Split(ParallelDims(data=2), "deepspeed", codec="top-k"), "codec", "none"),
-        (Split(ParallelDims(), "serial", offload=True), "offload", "false"),
+        (Split(ParallelDims(data=2), "fsdp", offload=True), "offload", "false"),
+        (Split(ParallelDims(data=2), "deepspeed", zero_stage=2, offload=True), "offload", "false"),
         (Split(ParallelDims(), "serial", precision="bf16"), "precision", "fp32"),
         (Split(ParallelDims(), "serial", optimizer="sgd"), "optimizer", "adamw"),
         (Split(ParallelDims(), "serial", activation_checkpointing=True), "activation_checkpointing", "false"),
