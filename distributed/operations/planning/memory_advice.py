@@ -16,7 +16,7 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import call_apart, for_prediction
 from distributed.operations.planning.micro_batch_effects import effect_of_size
 from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
-from distributed.planner.auto_batch import with_micro_batch
+from distributed.planner.auto_batch import smaller_sizes, with_micro_batch
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.resolve import rescale
 from distributed.registry.catalog import Catalog, load_target
@@ -335,17 +335,14 @@ def _changed(plan: RunPlan, replan: Replan, assigned: Mapping[str, Any], note: s
 
 def _smaller(change: _Change, task: Task) -> Iterator[_Change]:
     """`change` with smaller micro-batches of the same global batch, largest first."""
-    plan, note, batch = change.plan, change.note, change.plan.batch
-    share = batch.batch_size * batch.gradient_accumulation_steps
-    if not plan.spec.capabilities.accumulation:
-        return
-    for size in range(batch.batch_size - 1, 0, -1):
-        if share % size == 0:
-            steps = _as_set({"gradient_accumulation_steps": share // size})
-            own = task.train_data is not None and task.train_data.batch_size is not None
-            first = f"DataLoader(batch_size={size}) and" if own else _as_set({"batch_size": size})
-            text = f"{change.text} {first} {steps}".lstrip()
-            yield _Change(text, with_micro_batch(plan, size), note, bool(change.text))
+    plan, note = change.plan, change.note
+    share = plan.batch.batch_size * plan.batch.gradient_accumulation_steps
+    for size in smaller_sizes(plan):
+        steps = _as_set({"gradient_accumulation_steps": share // size})
+        own = task.train_data is not None and task.train_data.batch_size is not None
+        first = f"DataLoader(batch_size={size}) and" if own else _as_set({"batch_size": size})
+        text = f"{change.text} {first} {steps}".lstrip()
+        yield _Change(text, with_micro_batch(plan, size), note, bool(change.text))
 
 
 def _as_set(assigned: Mapping[str, Any]) -> str:

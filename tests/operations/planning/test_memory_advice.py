@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import WorkerError
+from distributed import UserError, WorkerError
 from distributed.config import load, parse_assignments
 from distributed.interfaces.plan import Facts, Resources
 from distributed.interfaces.task import Task
@@ -149,6 +149,33 @@ def test_only_a_run_that_chooses_its_size_is_taken_for_one_that_chose() -> None:
         config = load(overrides={**fields, "batch_size": size})
         plan = resolve(config, get_catalog(), Facts(), Resources())
         assert plan_that_ran(plan, error, None).batch.batch_size == expected
+
+
+def accepted(fields: dict[str, Any]) -> bool:
+    try:
+        resolve(load(overrides=fields), get_catalog(), Facts(), Resources())
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"pipeline": 2}, {"pipeline": 2, "num_microbatches": 4}, {"pipeline": 2, "num_microbatches": 6}],
+    ids=["no pipeline", "pipeline", "four pieces", "six pieces"],
+)
+def test_the_sizes_that_are_proposed_are_those_that_a_run_accepts(parallel: dict[str, int]) -> None:
+    """The oracle: each divisor, as the configuration of a run."""
+    fields = {"backend": "pytorch-ddp", "num_processes": 4, "device": "cpu", "parallel": parallel}
+    share = 24 if parallel else 12
+    fields |= {"global_batch_size": 48}
+    plan = resolve(load(overrides={**fields, "batch_size": share}), get_catalog(), Facts(), Resources())
+    changes = memory_advice._smaller(memory_advice._Change("", plan), Task(nn.Linear(1, 1)))
+    proposed = [parse_assignments(change.text.replace("--set", "").split()) for change in changes]
+    sizes = [size for size in range(share - 1, 0, -1) if share % size == 0]
+    possible = [{"batch_size": size, "gradient_accumulation_steps": share // size} for size in sizes]
+    assert proposed == [change for change in possible if accepted({**fields, **change})]
+    assert proposed
 
 
 # -- what a change of the micro-batch changes besides ------------------------------------
