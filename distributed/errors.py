@@ -156,6 +156,7 @@ class WorkerError(RuntimeError):
         phase: phase of the rank (`phase_journal.JOURNAL_PHASES`); None without a journal.
         step: number of the rank's optimizer step, from 1; 0 before the first; None without a journal.
         chosen_batch: number of ranks, and samples of the micro-batch that they chose; None without a choice.
+        exc_bases: names of the classes above that of the exception, nearest first, as far as they are known.
     """
 
     def __init__(
@@ -169,12 +170,14 @@ class WorkerError(RuntimeError):
         phase: str | None = None,
         step: int | None = None,
         chosen_batch: Sequence[int] | None = None,
+        exc_bases: Sequence[str] = (),
     ) -> None:
         from distributed.redaction import redact_text
 
         summary, worker_traceback = redact_text(summary), redact_text(worker_traceback)
         self.summary, self.rank, self.host = summary, rank, host
-        self.exc_type, self.worker_traceback = exc_type, worker_traceback
+        self.exc_type, self.exc_bases = exc_type, tuple(exc_bases)
+        self.worker_traceback = worker_traceback
         self.phase, self.step, self.chosen_batch = phase, step, chosen_batch
         super().__init__(self._text())
 

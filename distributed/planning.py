@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "verify"]
 
+_NO_COUNTERS = (
+    "the allocator of this process does not count what it has mapped, as glibc's does (check LD_PRELOAD)"
+)
+_NO_RANKS = "this backend trains in the caller's process, whose small allocations are not counted"
 _MEASURED_STEPS = 3
 """The peak is that of steady training, which the second step has reached."""
 
@@ -164,18 +168,24 @@ def verify(
         if layers is not None:
             row = _predicted_again(timed, train_loader, plans, row)
         history = timed.fit(train_loader)
-        peak, measures = None, plans.profile.device == "cpu" and can_measure()
-        if measures:
+        peak, on_cpu = None, plans.profile.device == "cpu"
+        unmeasured = _NO_COUNTERS if on_cpu and not can_measure() else ""
+        if on_cpu and not unmeasured:
             with PrivateFolder() as folder:
                 # It prints no comparison of its own, whose step time would be that of the measurement.
                 silent = {name: None for name in plans.fields(index) if name.startswith("planned.")}
                 fields = {**run_fields(_MEASURED_STEPS), **silent, "launch": "spawn"}
+                measure = MeasurePeak(Path(folder))
                 try:
-                    probe(fields, [MeasurePeak(Path(folder))]).fit(train_loader)
-                    peak = peak_of(Path(folder), row.split.dims.world_size)
-                except UserError:
-                    measures = False  # what cannot be sent to another process was timed in this one
-    return Verification(row, history, peak, hidden=measures and peak is None)
+                    probe(fields, [measure]).fit(train_loader)
+                    if measure.is_counted is False:
+                        unmeasured = _NO_RANKS
+                    else:
+                        peak = peak_of(Path(folder), row.split.dims.world_size)
+                except UserError as error:  # what cannot be sent to another process was timed in this one
+                    unmeasured = f"the ranks that measure it do not start ({error})"
+    hidden = on_cpu and not unmeasured and peak is None
+    return Verification(row, history, peak, hidden, unmeasured)
 
 
 def _predicted_again(trainer: Trainer, data: Any, plans: Plans, row: Ranked) -> Ranked:

@@ -281,6 +281,8 @@ def _verify(examined: _Examined, args: argparse.Namespace) -> None:
     found = verify(plans, trainer, data, index, steps, layers)
     print(f"plan {index + 1}, {steps} steps here:")
     print_table(HEADS, found.rows())
+    if found.unmeasured:
+        print(f"note: memory was not measured: {found.unmeasured}")
 
 
 def _trial(plans: Plans, steps: int, layers: int | None) -> tuple[Trainer, Any]:

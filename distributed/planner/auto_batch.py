@@ -11,7 +11,7 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import BatchPlan, Facts, RunPlan
 from distributed.planner.pipeline import pipeline_shape
 
-__all__ = ["auto_sizes", "check_auto", "most_divided", "with_micro_batch"]
+__all__ = ["auto_sizes", "check_auto", "most_divided", "smaller_sizes", "with_micro_batch"]
 
 
 def check_auto(config: DistributedConfig, facts: Facts) -> None:
@@ -70,7 +70,27 @@ def auto_sizes(
             allowed=f"a multiple of {num_slices}; nearest: "
             + (f"{low} or {low + num_slices}" if low else str(num_slices)),
         )
-    found, refusal = [], None
+    found, refusal = _accepted(config, spec, dims, share, num_slices)
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return tuple(found)
+
+
+def smaller_sizes(plan: RunPlan) -> list[int]:
+    """Sizes of a micro-batch below that of `plan` that are accepted for the same share of a rank, largest
+    first."""
+    batch = plan.batch
+    share = batch.batch_size * batch.gradient_accumulation_steps
+    found, _ = _accepted(plan.config, plan.spec, plan.dims, share, batch.data_parallel_size)
+    return [size for size in found if size < batch.batch_size]
+
+
+def _accepted(
+    config: DistributedConfig, spec: BackendSpec, dims: ParallelDims, share: int, num_slices: int
+) -> tuple[list[int], UserError | None]:
+    """Sizes that divide `share` and are accepted, largest first, and the first refusal."""
+    found, refusal = list[int](), None
     for size in range(share, 0, -1):
         if share % size or (size < share and not spec.capabilities.accumulation):
             continue
@@ -80,10 +100,7 @@ def auto_sizes(
             found.append(size)
         except UserError as error:
             refusal = refusal or error
-    if not found:
-        assert refusal is not None
-        raise refusal
-    return tuple(found)
+    return found, refusal
 
 
 def most_divided(batch: BatchPlan) -> BatchPlan:

@@ -277,7 +277,7 @@ def _describe_cause(report: FailureReport, oom: int) -> str:
             "try: find the sender of the signal in the scheduler's log, or an out-of-memory kill in the"
             f" kernel's log (dmesg); then {_TRY['memory']}"
         )
-    if is_out_of_memory(report.exc_type, report.what):
+    if is_out_of_memory(report.exc_type, report.what, report.exc_bases):
         limit = f" within its limit of {report.memory_limit} (ulimit -v)" if report.memory_limit else ""
         return f"the rank ran out of memory{limit}. Try: {_TRY['memory']}"
     if worker := re.search(r"DataLoader worker \(pid[^)]*\) [^.\n]*", report.what):

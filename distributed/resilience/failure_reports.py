@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.errors import UserError, WorkerError
 from distributed.redaction import redact, redact_text
 from distributed.resilience.hang_diagnosis import name_ranks
+from distributed.resilience.memory_failures import bases_of
 from distributed.resilience.phase_journal import current
 from distributed.system.disk_room import write_with_reserve
 from distributed.system.output import print_line
@@ -89,6 +90,7 @@ class FailureReport:
         blamed: whether the report names another rank than the one that failed first.
         user_error: arguments of the rank's `UserError`; None for other errors.
         chosen_batch: number of ranks, and samples of the micro-batch that they chose; None without a choice.
+        exc_bases: names of the classes above that of the exception, nearest first.
     """
 
     rank: int
@@ -108,6 +110,7 @@ class FailureReport:
     blamed: bool = False
     user_error: Mapping[str, Any] | None = None
     chosen_batch: Sequence[int] | None = None
+    exc_bases: Sequence[str] = ()
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int) -> FailureReport:
@@ -119,6 +122,7 @@ class FailureReport:
             second_hand=is_second_hand(error),
             traceback=redact_text("".join(traceback.format_exception(error))),
             chosen_batch=_chosen_batch,
+            exc_bases=bases_of(error),
             **_position(),
         )
         if isinstance(error, SystemExit):
@@ -134,6 +138,7 @@ class FailureReport:
                 phase=error.phase,
                 step=error.step,
                 chosen_batch=error.chosen_batch,
+                exc_bases=error.exc_bases,
             )
         return replace(report, user_error=_arguments(error)) if isinstance(error, UserError) else report
 
@@ -188,6 +193,7 @@ class FailureReport:
             phase=self.phase,
             step=self.step,
             chosen_batch=self.chosen_batch,
+            exc_bases=self.exc_bases,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import re
+from collections.abc import Collection
 
 from distributed.errors import UserError, WorkerError
 
-__all__ = ["is_killed", "is_out_of_memory", "lacks_memory"]
+__all__ = ["bases_of", "is_killed", "is_out_of_memory", "lacks_memory"]
 
 _TYPES = {"MemoryError", "_ArrayMemoryError", "OutOfMemoryError", "OutOfMemory"}
 """Classes of Python, NumPy and torch that report nothing else."""
@@ -16,6 +18,15 @@ _CARRIERS = {
     *("InductorError", "BackendCompilerFailed"),
 }
 """Classes that report it by their message: of allocators, streams, NCCL, system calls and the compiler."""
+_OTHERS = {
+    *("NotImplementedError", "RecursionError"),
+    *(
+        name
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, OSError) and kind is not OSError
+    ),
+}
+"""Classes of Python below these that report something else, such as FileNotFoundError, whatever they say."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"  # c10/core/impl/alloc_cpu.cpp
     r"|\b(CUDA|HIP|XPU|MPS)( backend| driver)? (error: )?out of memory"
@@ -28,16 +39,27 @@ _MESSAGES = re.compile(
 )
 
 
-def is_out_of_memory(exc_type: str, text: str) -> bool:
-    """Whether an error reports that memory could not be allocated.
+def is_out_of_memory(exc_type: str, text: str, bases: Collection[str] = ()) -> bool:
+    """Whether an error reports that memory could not be allocated. Its classes decide; its text only where
+    they say nothing of the reason, as a RuntimeError.
 
     Args:
         exc_type: name of its class.
         text: its message. Lines of a traceback in it are not read: a path or a comment may have any words.
+        bases: names of the classes above, as far as they are known.
     """
-    if exc_type in _TYPES:
+    names = {exc_type, *bases}
+    if names & _TYPES:
         return True
-    return exc_type in _CARRIERS and _MESSAGES.search(_own_lines(text)) is not None
+    says_nothing = bool(names & _CARRIERS) and not names & _OTHERS
+    return says_nothing and _MESSAGES.search(_own_lines(text)) is not None
+
+
+def bases_of(error: BaseException) -> list[str]:
+    """Names of the classes above that of `error`, nearest first, without those that all errors have."""
+    return [
+        kind.__name__ for kind in type(error).__mro__[1:] if kind not in (Exception, BaseException, object)
+    ]
 
 
 def _own_lines(text: str) -> str:
@@ -58,10 +80,9 @@ def is_killed(exc_type: str) -> bool:
 def lacks_memory(error: BaseException) -> bool:
     """Whether a run failed by lack of memory, or was ended as the kernel does for lack of it."""
     if isinstance(error, WorkerError):
-        return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, error.summary)
+        return is_killed(error.exc_type) or is_out_of_memory(error.exc_type, error.summary, error.exc_bases)
     if isinstance(error, UserError):
         return False
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    names = (kind.__name__ for kind in type(error).__mro__)
-    return any(is_out_of_memory(name, str(error)) for name in names)
+    return is_out_of_memory(type(error).__name__, str(error), bases_of(error))

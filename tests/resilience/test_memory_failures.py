@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distributed.errors import UserError, WorkerError
+from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.memory_failures import is_out_of_memory, lacks_memory
 
 _HUGE = 1 << 58
@@ -104,3 +105,52 @@ def test_system_calls_are_told_apart_by_their_number() -> None:
         FileNotFoundError(errno.ENOENT, "No such file", "out of memory: Cannot allocate memory")
     )
     assert not lacks_memory(UserError("CUDA out of memory"))
+
+
+class PoolExhausted(torch.OutOfMemoryError):
+    """As an allocator of a third party raises."""
+
+
+class NoRoom(MemoryError):
+    pass
+
+
+class KernelFailed(RuntimeError):
+    pass
+
+
+class BadPath(FileNotFoundError):
+    pass
+
+
+class NoSuchFormat(NotImplementedError):
+    pass
+
+
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+CLASSES = [
+    (PoolExhausted("the pool has no block left"), True),
+    (NoRoom("the table is full"), True),
+    (KernelFailed(CUDA_TEXT), True),  # its class says nothing of the reason
+    (KernelFailed("out of memory of ideas"), False),
+    (BadPath(errno.ENOENT, "/data: Cannot allocate memory"), False),
+    (NoSuchFormat(CUDA_TEXT), False),
+    (KeyError(CUDA_TEXT), False),
+]
+
+
+@pytest.mark.parametrize(("error", "lacks"), CLASSES, ids=[type(error).__name__ for error, _ in CLASSES])
+def test_classes_decide_before_the_text(error: Exception, lacks: bool) -> None:
+    """Here, and after the report of a rank has travelled twice."""
+    assert lacks_memory(error) == lacks
+    report = FailureReport.from_json(FailureReport.from_error(error, 1).to_json())
+    travelled = report.to_error()
+    assert lacks_memory(travelled) == lacks
+    again = FailureReport.from_json(FailureReport.from_error(travelled, 0).to_json()).to_error()
+    assert lacks_memory(again) == lacks
+
+
+def test_a_report_without_classes_is_judged_by_its_name() -> None:
+    """As one that a launcher writes for a rank that left none."""
+    assert is_out_of_memory("OutOfMemoryError", "")
+    assert not is_out_of_memory("PoolExhausted", "the pool has no block left")

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
+from distributed.interfaces.launcher import RankCommand
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
@@ -36,6 +37,7 @@ __all__ = ["call_apart", "first_of", "for_prediction", "without_values"]
 
 _ALONE = "serial"
 """The backend of the process: of one rank, without a group."""
+_NO_GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
 
 
 def call_apart(
@@ -54,7 +56,8 @@ def call_apart(
         UserError: the task cannot be pickled, or `function` has raised one.
         WorkerError: the process failed.
     """
-    start = "fresh" if in_rank or plan.device != "cpu" else plan.config.launch_start
+    is_fresh = in_rank or plan.device != "cpu"
+    start = "fresh" if is_fresh else plan.config.launch_start
     # A prediction takes what time it needs, without a step that a monitor could see.
     watched = {"stall_report": None, "hang_timeout": None, "launch_start": start}
     alone = replace(
@@ -71,10 +74,17 @@ def call_apart(
         dims=ParallelDims(),
         codec=None,
     )
+    launcher = _WithoutGPUs() if is_fresh else LocalLauncher()
     with PrivateFolder() as folder:
-        return run.probe(
-            alone, for_prediction(task), partial(_called, function), Path(folder), LocalLauncher()
-        )
+        return run.probe(alone, for_prediction(task), partial(_called, function), Path(folder), launcher)
+
+
+class _WithoutGPUs(LocalLauncher):
+    """Starts a process that sees no GPU: the context that a process makes on one takes hundreds of MiB of the
+    memory that the run lacks."""
+
+    def run(self, plan: RunPlan, command: RankCommand) -> None:
+        super().run(plan, replace(command, env={**command.env, **_NO_GPUS}))
 
 
 def _called(

@@ -27,8 +27,12 @@ __all__ = ["MeasurePeak", "can_measure", "count_mappings", "live_bytes", "max_by
 
 THRESHOLD = 16384
 """Bytes from which an allocation is a mapping of its own."""
+_PROBED = 64 << 20
+"""Bytes that glibc maps whatever its threshold, which is at most half as large. None of them is written."""
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _M_MMAP_MAX = -4
+_counting = False
+"""Whether `count_mappings` has been called in this process."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -57,18 +61,32 @@ def _libc() -> Any:
 
 
 def can_measure() -> bool:
-    """Whether the C library of this process is a glibc that counts mappings."""
+    """Whether the C library of this process is a glibc that counts mappings, also of what is allocated: an
+    allocator that was loaded before it, such as jemalloc, leaves its counters at zero."""
     try:
         max_bytes()  # another allocator may have replaced the function
-        return True
+        before = live_bytes()
+        block = _allocate(_PROBED)
     except (AttributeError, OSError, TypeError):
         return False
+    try:
+        return bool(block) and live_bytes() >= before + _PROBED
+    finally:
+        _libc().free(block)
+
+
+def _allocate(nbytes: int) -> ctypes.c_void_p:
+    allocate = _libc().malloc
+    allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+    return ctypes.c_void_p(allocate(nbytes))
 
 
 def count_mappings() -> None:
     """Let glibc count allocations of this process from `THRESHOLD` bytes on, for good."""
+    global _counting
     if not (_libc().mallopt(_M_MMAP_THRESHOLD, THRESHOLD) and _libc().mallopt(_M_MMAP_MAX, 1 << 24)):
         raise OSError("glibc refused the threshold of mappings")
+    _counting = True
 
 
 def live_bytes() -> int:
@@ -113,12 +131,17 @@ class MeasurePeak(Callback):
     buckets of DDP, what a codec keeps) is the process's own: objects of Python, and buffers that libraries
     keep from the first step on. It is taken off the peak. Parameters that are mapped from a file are no
     allocation, at the peak or at the end; they are in what is written, because they are known.
+
+    Attributes:
+        is_counted: whether `count_mappings` had been called in the process that trained; nothing is written
+            otherwise. None in other processes.
     """
 
     all_ranks = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.is_counted: bool | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a rank: before the backend places the model."""
@@ -127,10 +150,12 @@ class MeasurePeak(Callback):
 
     def on_run_start(self, context: Context) -> None:
         _settle_collectives()
-        self.before = max_bytes()
+        self.before, self.is_counted = max_bytes(), _counting
 
     def on_run_end(self, context: Context, status: str) -> None:
         peak, end = max_bytes(), live_bytes()
+        if not self.is_counted:
+            return
         if peak <= self.before:
             return  # more was live before the first step than in training, and hides its peak
         states = context.optimizer.state  # its keys are copies of shards under ZeRO

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from distributed.errors import UserError, WorkerError
@@ -15,8 +17,9 @@ from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import call_apart, for_prediction
 from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.operations.planning.once_per_host import once_per_host
 from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
-from distributed.planner.auto_batch import with_micro_batch
+from distributed.planner.auto_batch import smaller_sizes, with_micro_batch
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.resolve import rescale
 from distributed.registry.catalog import Catalog, load_target
@@ -114,7 +117,7 @@ def add_advice(
     error: BaseException, plan: RunPlan, task: Task, catalog: Catalog, replan: Replan, room: int
 ) -> None:
     """Add to an error by lack of memory what `advice_on` says; other errors stay as they are. If the advice
-    itself fails, one sentence says so.
+    itself fails, one sentence says so. Of the ranks of another launcher, one of each host predicts.
 
     Args:
         task: of the run, before the run.
@@ -125,8 +128,9 @@ def add_advice(
     if not lacks_memory(error):
         return
     killed = isinstance(error, WorkerError) and is_killed(error.exc_type)
+    advice = partial(advice_on, plan, task, catalog, replan, str(error), killed, room)
     try:
-        text = advice_on(plan, task, catalog, replan, str(error), killed, room)
+        text = once_per_host(_run_key(plan), advice) if plan.joined is not None else advice()
     except Exception as failure:  # noqa: BLE001 - it must not hide the error of the run
         line = str(failure).partition("\n")[0]
         text = f"No change is proposed, because the advice has failed ({type(failure).__name__}: {line})."
@@ -136,6 +140,12 @@ def add_advice(
         error.extend(text)
     else:
         error.add_note(text)
+
+
+def _run_key(plan: RunPlan) -> str:
+    """What the ranks of this host have in common: their launcher's process, and where they have met."""
+    assert plan.joined is not None
+    return f"advice {os.getppid()} {plan.joined.master_addr} {plan.joined.master_port}"
 
 
 def advice_on(
@@ -279,7 +289,11 @@ def _capacity(plan: RunPlan, message: str, room: int) -> int:
     if plan.device == "cpu":
         return room
     found = _CAPACITY.search(message)
-    return int(float(found[1]) * (1 << (30 if found[2] == "GiB" else 20))) if found else 1 << 62
+    if found:
+        return int(float(found[1]) * (1 << (30 if found[2] == "GiB" else 20)))
+    # The process that predicts sees no GPU, and one that has none yet makes no context here.
+    known = torch.cuda.is_initialized()
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if known else 1 << 62
 
 
 # -- changes, from small to large -----------------------------------------------------
@@ -335,17 +349,14 @@ def _changed(plan: RunPlan, replan: Replan, assigned: Mapping[str, Any], note: s
 
 def _smaller(change: _Change, task: Task) -> Iterator[_Change]:
     """`change` with smaller micro-batches of the same global batch, largest first."""
-    plan, note, batch = change.plan, change.note, change.plan.batch
-    share = batch.batch_size * batch.gradient_accumulation_steps
-    if not plan.spec.capabilities.accumulation:
-        return
-    for size in range(batch.batch_size - 1, 0, -1):
-        if share % size == 0:
-            steps = _as_set({"gradient_accumulation_steps": share // size})
-            own = task.train_data is not None and task.train_data.batch_size is not None
-            first = f"DataLoader(batch_size={size}) and" if own else _as_set({"batch_size": size})
-            text = f"{change.text} {first} {steps}".lstrip()
-            yield _Change(text, with_micro_batch(plan, size), note, bool(change.text))
+    plan, note = change.plan, change.note
+    share = plan.batch.batch_size * plan.batch.gradient_accumulation_steps
+    for size in smaller_sizes(plan):
+        steps = _as_set({"gradient_accumulation_steps": share // size})
+        own = task.train_data is not None and task.train_data.batch_size is not None
+        first = f"DataLoader(batch_size={size}) and" if own else _as_set({"batch_size": size})
+        text = f"{change.text} {first} {steps}".lstrip()
+        yield _Change(text, with_micro_batch(plan, size), note, bool(change.text))
 
 
 def _as_set(assigned: Mapping[str, Any]) -> str:

@@ -55,12 +55,14 @@ class Verification:
         history: of the trial.
         peak: bytes of the rank that needed most in a second trial, on CPU; None where it was not measured.
         hidden: whether it was not because a rank needed more before its first step.
+        unmeasured: another reason why it was not on CPU, as a clause; empty without.
     """
 
     row: Ranked
     history: History
     peak: int | None = None
     hidden: bool = False
+    unmeasured: str = ""
 
     @property
     def comparisons(self) -> list[Comparison]:

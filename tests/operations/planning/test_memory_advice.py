@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import signal
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import WorkerError
+from distributed import UserError, WorkerError
 from distributed.config import load, parse_assignments
 from distributed.interfaces.plan import Facts, Resources
 from distributed.interfaces.task import Task
 from distributed.operations.planning import memory_advice
+from distributed.operations.planning.apart import call_apart
 from distributed.operations.planning.memory_advice import plan_that_ran
 from distributed.operations.planning.micro_batch_effects import effect_of_size
+from distributed.operations.planning.once_per_host import once_per_host
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.failure_reports import FailureReport, note_chosen_batch
@@ -151,6 +160,33 @@ def test_only_a_run_that_chooses_its_size_is_taken_for_one_that_chose() -> None:
         assert plan_that_ran(plan, error, None).batch.batch_size == expected
 
 
+def accepted(fields: dict[str, Any]) -> bool:
+    try:
+        resolve(load(overrides=fields), get_catalog(), Facts(), Resources())
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"pipeline": 2}, {"pipeline": 2, "num_microbatches": 4}, {"pipeline": 2, "num_microbatches": 6}],
+    ids=["no pipeline", "pipeline", "four pieces", "six pieces"],
+)
+def test_the_sizes_that_are_proposed_are_those_that_a_run_accepts(parallel: dict[str, int]) -> None:
+    """The oracle: each divisor, as the configuration of a run."""
+    fields = {"backend": "pytorch-ddp", "num_processes": 4, "device": "cpu", "parallel": parallel}
+    share = 24 if parallel else 12
+    fields |= {"global_batch_size": 48}
+    plan = resolve(load(overrides={**fields, "batch_size": share}), get_catalog(), Facts(), Resources())
+    changes = memory_advice._smaller(memory_advice._Change("", plan), Task(nn.Linear(1, 1)))
+    proposed = [parse_assignments(change.text.replace("--set", "").split()) for change in changes]
+    sizes = [size for size in range(share - 1, 0, -1) if share % size == 0]
+    possible = [{"batch_size": size, "gradient_accumulation_steps": share // size} for size in sizes]
+    assert proposed == [change for change in possible if accepted({**fields, **change})]
+    assert proposed
+
+
 # -- what a change of the micro-batch changes besides ------------------------------------
 
 
@@ -256,7 +292,9 @@ def test_an_advice_that_fails_does_not_hide_the_error(monkeypatch: pytest.Monkey
 
 @pytest.mark.starts_processes
 def test_the_model_that_this_process_holds_is_part_of_its_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.trainer.host_memory", lambda ranks: Room(100 * MIB, "in a test"))
+    monkeypatch.setattr(
+        "distributed.operations.planning.planned_run.host_memory", lambda ranks: Room(100 * MIB, "in a test")
+    )
     with pytest.raises(RuntimeError) as raised:
         run(Deep(table=1 << 19), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()))
     assert "predicted to need at most 132 MiB" in "\n".join(raised.value.__notes__)  # 32 MiB of parameters
@@ -272,23 +310,29 @@ from pathlib import Path
 from torch import nn
 
 from tests.operations.planning.test_memory_advice import Deep, far_too_large, run
-from tests.support import commands
 from tests.support.limited_memory import LimitedData
 
-run(Deep(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()), num_processes=None,
+
+class Sent(Deep):
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if "DISTRIBUTED_RUN_DIR" in os.environ:
+            Path("sent-" + Path(os.environ["DISTRIBUTED_RUN_DIR"]).name).touch()
+
+
+run(Sent(), 1, LimitedData(64, {}), loss_fn=partial(far_too_large, nn.MSELoss()), num_processes=None,
     backend="fsdp", launch="auto")
 """
 
 
 @pytest.mark.starts_processes
-def test_ranks_that_were_started_elsewhere_predict_the_model_before_it_was_wrapped(
-    tmp_path: Path, forking_python: Path
-) -> None:
+def test_ranks_that_were_started_elsewhere_predict_the_model_before_it_was_wrapped(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(JOINED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    base = {name: value for name, value in os.environ.items() if name != "DISTRIBUTED_RUN_DIR"}
     done = commands.run(
         [*torchrun, "--master-port", str(free_port()), str(tmp_path / "train.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env={**base, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
         cwd=tmp_path,
         capture_output=True,
         timeout=120,
@@ -297,3 +341,70 @@ def test_ranks_that_were_started_elsewhere_predict_the_model_before_it_was_wrapp
     found = re.findall(r"as predicted: parameters .*?, activations .*; (\d+) MiB together", done.stderr)
     assert found, done.stderr
     assert "not predicted" not in done.stderr
+    assert len([*tmp_path.glob("sent-*")]) == 1  # one rank of the host has predicted
+
+
+def test_the_ranks_of_a_host_wait_for_the_one_that_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, asked, done = 4, threading.Semaphore(0), []
+    lock = fcntl.flock
+
+    def counted(*given: Any) -> None:
+        asked.release()
+        lock(*given)
+
+    def work() -> str:
+        for _ in range(number):
+            asked.acquire()
+        done.append(1)
+        return "advice"
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", counted)
+    with ThreadPoolExecutor(number) as pool:
+        found = [*pool.map(lambda _: once_per_host("run", work), range(number))]
+    assert (found, done) == (["advice"] * number, [1])
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.starts_processes
+def test_work_whose_process_was_killed_is_done_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = """if True:
+        import os, signal
+        from distributed.operations.planning.once_per_host import once_per_host
+        once_per_host("run", lambda: os.kill(os.getpid(), signal.SIGKILL))"""
+    killed = commands.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert killed.returncode == -signal.SIGKILL
+    assert [*tmp_path.iterdir()] != []
+    assert once_per_host("run", lambda: "advice") == "advice"
+    assert [*tmp_path.iterdir()] == []
+
+
+def gpus_seen(_: Task) -> dict[str, Any]:
+    return {"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "count": torch.cuda.device_count()}
+
+
+@pytest.mark.starts_processes
+def test_the_process_that_predicts_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = load(overrides={"backend": "serial", "device": "cpu"})
+    plan = replace(resolve(config, get_catalog(), Facts(), Resources()), device="cuda")
+    assert call_apart(plan, Task(nn.Linear(1, 1)), gpus_seen) == {"visible": "", "count": 0}
+
+
+def test_the_capacity_of_a_gpu_is_read_from_the_error_or_from_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load(overrides={"backend": "serial", "device": "cpu"})
+    plan = replace(resolve(config, get_catalog(), Facts(), Resources()), device="cuda")
+    text = "CUDA out of memory. GPU 0 has a total capacity of 79.25 GiB of which 1.00 GiB is free"
+    assert memory_advice._capacity(plan, text, 0) == int(79.25 * (1 << 30))
+    assert memory_advice._capacity(plan, "out of memory", 0) == 1 << 62
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=MIB))
+    assert memory_advice._capacity(plan, "out of memory", 0) == MIB
