@@ -131,7 +131,8 @@ def choose_before_run(
 
 
 def _kept(plan: RunPlan, size: int, note: str) -> RunPlan:
-    """`plan` with the size with which the training began, which no loss can change."""
+    """`plan` with the size with which the training began. It continues the same training with any loss, so
+    that the labels of its first micro-batch refuse none."""
     return replace(with_micro_batch(plan, size, note), compares_samples=False)
 
 

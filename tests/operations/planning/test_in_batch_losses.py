@@ -164,6 +164,13 @@ def test_a_binary_classifier_whose_first_labels_are_0_and_1_is_accepted() -> Non
         Objective(own_loss, is_chosen=True)(nn.Linear(WIDTH, 2), pair(), 2)
 
 
+def test_a_size_that_is_kept_is_not_refused_by_labels() -> None:
+    """A second `fit` predicts nothing, and its first labels may be 0, 1."""
+    earlier = {"batch_size": 2, "gradient_accumulation_steps": 1, "data_parallel_size": 1}
+    plan = choose_before_run(plan_of_two(), task_of(own_loss, nn.Linear(WIDTH, 2)), earlier=earlier)
+    assert (plan.batch.batch_size, plan.compares_samples) == (2, False)
+
+
 @pytest.mark.starts_processes
 def test_an_in_batch_loss_is_refused_before_a_size_is_tried() -> None:
     with pytest.raises(UserError, match="compares the samples of a micro-batch") as raised:
