@@ -46,7 +46,7 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
     common proportions.
 
     Args:
-        params_b: number of parameters in billions.
+        params_b: number of parameters, in billions below 100,000.
         precision: ``bf16``, ``fp16`` or ``fp32``.
 
     Raises:
@@ -62,11 +62,11 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
         )
     _check_above_zero("params_b", params_b)
     split = Split(ParallelDims(), "serial", precision=precision)
-    return rank_memory(model_numbers(parameters=params_b * 1e9), split, load_profile("H100")).total / 1e9
+    return rank_memory(model_numbers(parameters=_in_units(params_b)), split, load_profile("H100")).total / 1e9
 
 
 def _check_above_zero(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(
             "it has to be a positive number",
             field=name,
@@ -74,6 +74,23 @@ def _check_above_zero(name: str, value: float) -> None:
             allowed="above 0",
             remedy="Give a finite number",
         )
+
+
+def _check_whole(name: str, value: float) -> None:
+    _check_above_zero(name, value)
+    if value != int(value):
+        raise UserError(
+            "it has to be a whole number",
+            field=name,
+            got=value,
+            allowed="1, 2, 3 and so on",
+            remedy="Give the number of devices",
+        )
+
+
+def _in_units(value: float) -> float:
+    """`value`, which is in billions if it is small."""
+    return value * 1e9 if value < _LARGEST_SMALL_UNIT else value
 
 
 def _strategy(dims: ParallelDims, zero_stage: int) -> str:
@@ -103,16 +120,11 @@ def choose_parallelism_strategy(
     Raises:
         UserError: a value is not positive, or nothing fits, with the smallest cluster that does.
     """
-    for name, value in (
-        ("model_size", model_size),
-        ("num_gpus", num_gpus),
-        ("memory_per_gpu", memory_per_gpu),
-    ):
-        _check_above_zero(name, value)
-    parameters = model_size * 1e9 if model_size < _LARGEST_SMALL_UNIT else model_size
-    memory = memory_per_gpu * 1e9 if memory_per_gpu < _LARGEST_SMALL_UNIT else memory_per_gpu
-    profile = load_profile(hardware).model_copy(update={"memory": memory})
-    numbers = model_numbers(parameters=parameters, global_batch=_SAMPLES_PER_RANK * num_gpus)
+    _check_above_zero("model_size", model_size)
+    _check_whole("num_gpus", num_gpus)
+    _check_above_zero("memory_per_gpu", memory_per_gpu)
+    profile = load_profile(hardware).model_copy(update={"memory": _in_units(memory_per_gpu)})
+    numbers = model_numbers(parameters=_in_units(model_size), global_batch=_SAMPLES_PER_RANK * num_gpus)
     space = SearchSpace(numbers, num_gpus, distinct_backends(get_catalog().backends.values()))
     fastest: dict[str, float] = {}
     for strategy in _STRATEGIES:
@@ -147,8 +159,9 @@ def scaling_efficiency(time_1gpu: float, time_ngpu: float, num_gpus: int) -> flo
     Raises:
         UserError: a value is not positive.
     """
-    for name, value in (("time_1gpu", time_1gpu), ("time_ngpu", time_ngpu), ("num_gpus", num_gpus)):
-        _check_above_zero(name, value)
+    _check_above_zero("time_1gpu", time_1gpu)
+    _check_above_zero("time_ngpu", time_ngpu)
+    _check_whole("num_gpus", num_gpus)
     return time_1gpu / time_ngpu / num_gpus
 
 

@@ -81,3 +81,17 @@ def test_values_that_cannot_be_are_refused(value: float) -> None:
         scaling_efficiency(1.0, value, 8)
     with pytest.raises(UserError, match="bf16"):
         estimate_memory(7, "int3")
+
+
+def test_sizes_are_in_units_or_in_billions() -> None:
+    assert estimate_memory(7e9) == estimate_memory(7)
+    assert choose_parallelism_strategy(7e9, 8, 80e9) == choose_parallelism_strategy(7, 8, 80)
+
+
+def test_what_is_no_number_of_devices_is_refused() -> None:
+    with pytest.raises(UserError, match=r"num_gpus: it has to be a whole number. Got 2.5"):
+        choose_parallelism_strategy(7, 2.5, 80)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="num_gpus: it has to be a whole number"):
+        scaling_efficiency(100.0, 14.0, 8.5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="params_b: it has to be a positive number"):
+        estimate_memory("7b")  # type: ignore[arg-type]
