@@ -34,7 +34,7 @@ class StageCheck:
     """
 
     def __init__(self, task: Task, model: nn.Module, batch: object) -> None:
-        self._model, self._found = model, dict[tuple[int, tuple[str, ...]], str]()
+        self._model, self._found = model, dict[tuple[int, tuple[str, ...]], UserError | None]()
         has_values = not any(tensor.is_meta for tensor in model.state_dict().values())
         self.is_possible = has_values and is_short(model, batch)
         self._task = task
@@ -51,11 +51,12 @@ class StageCheck:
         key = number, tuple(plan.config.parallel.stages)
         if key not in self._found:
             self._found[key] = self._compare(*key)
-        if self._found[key]:
-            raise UserError(self._found[key], field=_FIELD, got=f"{number} stages", remedy="Use fewer stages")
+        error = self._found[key]
+        if error is not None:
+            raise error
 
-    def _compare(self, number: int, names: tuple[str, ...]) -> str:
-        """Why the model cannot be divided; empty if it can."""
+    def _compare(self, number: int, names: tuple[str, ...]) -> UserError | None:
+        """Why the model cannot be divided; None if it can."""
         model = self._model
         try:
             samples = partial(forward_of, self._own_task(), model, field=_FIELD)
@@ -64,10 +65,10 @@ class StageCheck:
                 check = CutCheck(model, call, _FIELD)
                 layouts = read_layouts(model, (one, two), sample, number, names)
                 if first_exact(model, layouts, call, batch, check) is None:
-                    raise no_equal_layout(number, bool(names))
+                    return no_equal_layout(number, bool(names))
         except UserError as error:
-            return error.message
-        return ""
+            return error
+        return None
 
     def _own_task(self) -> Task:
         """The task with copies of its loss and training step, which may have a state."""
