@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.errors import UserError
@@ -28,7 +28,7 @@ from distributed.interfaces.task import Task
 from distributed.launch import run
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.operations.planning.optimizer_facts import settings_of
-from distributed.operations.planning.private_copies import private_copies
+from distributed.operations.planning.private_copies import empty_as, private_copies
 from distributed.operations.planning.task_facts import SAMPLES
 from distributed.registry.catalog import get_catalog
 from distributed.system.private_folders import PrivateFolder
@@ -109,7 +109,9 @@ def for_prediction(task: Task) -> Task:
     model = without_values(task.model, memo=memo)
     loss_fn, training_step = task.loss_fn, task.training_step
     with suppress(UserError):  # it holds what cannot be copied
-        loss_fn, training_step = private_copies((loss_fn, training_step), memo, partial(_empty, "meta"))
+        loss_fn, training_step = private_copies(
+            (loss_fn, training_step), memo, partial(empty_as, device="meta")
+        )
     return replace(
         task,
         model=model,
@@ -149,10 +151,10 @@ def without_values(model: Any, device: str = "meta", memo: dict[int, Any] | None
     """
     if not isinstance(model, nn.Module):
         return model
-    found: dict[int, Any] = {id(buffer): _empty(device, buffer) for buffer in model.buffers()}
+    found: dict[int, Any] = {id(buffer): empty_as(buffer, device) for buffer in model.buffers()}
     try:
         for parameter in model.parameters():
-            empty = _empty(device, parameter)
+            empty = empty_as(parameter, device)
             found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         copied = copy.deepcopy(model, found)
     except Exception:  # noqa: BLE001 - copying calls code of the user's modules
@@ -160,7 +162,3 @@ def without_values(model: Any, device: str = "meta", memo: dict[int, Any] | None
     if memo is not None:
         memo.update(found)
     return copied
-
-
-def _empty(device: str, tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

@@ -19,7 +19,7 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.codec_trace import ExchangeOptions, with_exchanges
 from distributed.operations.planning.cut_model import CutOptions, rank_of_cut
 from distributed.operations.planning.optimizer_facts import optimizer_facts, optimizer_work
-from distributed.operations.planning.private_copies import private_copies, unchanged_modules
+from distributed.operations.planning.private_copies import empty_as, private_copies, unchanged_modules
 from distributed.operations.planning.recorder import Recorder, explained, resized_batch
 from distributed.planner.estimates.model_facts import BUCKET, WHOLE, Cut, FactsSource, ModelFacts, Timeline
 from distributed.planner.estimates.work_facts import WorkFacts
@@ -148,7 +148,7 @@ def _recorded_on(device: str) -> str:
 def _fake(mode: FakeTensorMode, device: str, tensor: Tensor) -> Tensor:
     device = device if tensor.is_meta else str(tensor.device)
     with mode:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        return empty_as(tensor, device)
 
 
 def _fake_tensors(model: nn.Module, device: str) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import without_values
-from distributed.operations.planning.private_copies import private_copies
+from distributed.operations.planning.private_copies import empty_as, private_copies
 from distributed.operations.planning.recorder import explained, resized_batch
 from distributed.training.model_outputs import call_by_name, logits_of
 from distributed.training.model_traits import with_statistics
@@ -148,7 +148,7 @@ class _Shapes(TorchFunctionMode):
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     with mode:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return empty_as(tensor, "cpu")
 
 
 @contextmanager

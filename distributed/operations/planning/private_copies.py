@@ -10,12 +10,13 @@ from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed.errors import UserError
 
-__all__ = ["LARGE", "Empty", "private_copies", "unchanged_modules"]
+__all__ = ["LARGE", "Empty", "empty_as", "private_copies", "unchanged_modules"]
 
 Empty = Callable[[Tensor], Tensor]
 """``tensor ->`` one of its shape, strides and dtype without values."""
@@ -28,6 +29,11 @@ _SHARED = (type, ModuleType)
 
 _Values = list[tuple[dict[str, Any], dict[str, Any]]]
 """(a dictionary, what it had)."""
+
+
+def empty_as(tensor: Tensor, device: str) -> Tensor:
+    """A tensor of the shape, strides and dtype of `tensor` on `device`, without its values."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def private_copies(given: tuple[Any, ...], memo: dict[int, Any], empty: Empty) -> tuple[Any, ...]:

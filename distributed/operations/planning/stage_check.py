@@ -28,6 +28,7 @@ class StageCheck:
     Args:
         task: with loss and training step, of which copies are called.
         model: whole; it is called, and left as it was.
+        batch: first samples, which show how long a forward pass takes.
 
     Attributes:
         is_possible: whether the model has values, and a forward pass is short.

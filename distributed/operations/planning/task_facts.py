@@ -32,12 +32,13 @@ SAMPLES = 2
 
 
 def _sharing(source: FactsSource) -> FactsSource:
-    """A source whose stages are the same under all schedules that lay them out and compute them alike."""
+    """A source that records a stage once for all schedules that place and compute stages in the same way."""
 
     @cache
     def shared(cut: Cut) -> ModelFacts:
-        alike = next((kind for kind in (ONE_STAGE, LOOPED, FOLDED) if cut.schedule in kind), (cut.schedule,))
-        return replace(source(cut._replace(schedule=alike[0])), cut=cut)
+        kinds = (kind for kind in (ONE_STAGE, LOOPED, FOLDED) if cut.schedule in kind)
+        first = next(kinds, (cut.schedule,))[0]
+        return replace(source(cut._replace(schedule=first)), cut=cut)
 
     return shared
 

@@ -1,5 +1,5 @@
-"""A loss that compares the samples of a micro-batch is told from a mean over samples by the effect of the
-size, and not by labels that happen to be 0, 1, ..."""
+"""The effect of the size distinguishes a loss that compares the samples of a micro-batch from a mean over
+samples, and not labels that happen to be 0, 1, ..."""
 
 from __future__ import annotations
 
