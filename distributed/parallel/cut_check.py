@@ -6,7 +6,8 @@ its structure shows: it would train something else without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,8 +108,19 @@ class CutCheck:
         return times_rounding(self.before, after, self._room)
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
-        with undisturbed(self._model):
+        with undisturbed(self._model), _without_tf32():
             return _floats(forward())
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Convolutions of GPUs round to 10 bits by default, which would hide what is compared."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _floats(outputs: Any) -> list[Tensor]:

@@ -144,6 +144,8 @@ class MeshBackend(MeshState):
         names, found = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
         if self.world.rank == 0:
             report(model, names, found)
+        if check is not None:
+            model.to(self.world.device)  # where the parts are already
         self._compare(check, self._axis.size)
 
     def _compare(self, check: CutCheck | None, size: int) -> None:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Call", "Key", "calls_replaced", "chains", "first_tensor", "main_tensor", "takes", "trace"]
+__all__ = [
+    "ATTENTION",
+    "Call",
+    "Key",
+    "calls_replaced",
+    "chains",
+    "first_tensor",
+    "main_tensor",
+    "takes",
+    "trace",
+]
 
 Key = int | str
 """Position or name of an argument."""
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Floating-point operations of attention. torch before 2.12 counts none whose keys have fewer heads."""
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention"): _attention
+    for kernel in ("flash", "efficient", "cudnn")
+}
+"""Operation of GPUs -> its formula, as `FlopCounterMode` takes it."""
 
 
 @dataclass(eq=False)
@@ -92,7 +115,7 @@ def trace(model: nn.Module, forward: Callable[[], Any]) -> list[Call]:
     Args:
         forward: calls the model.
     """
-    flops = FlopCounterMode(display=False)
+    flops = FlopCounterMode(display=False, custom_mapping=ATTENTION)
     recorder = _Recorder(flops)
     with calls_replaced({module: partial(recorder, module) for module in model.modules()}), flops:
         forward()

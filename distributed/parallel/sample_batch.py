@@ -46,7 +46,7 @@ def forward_of(
 
     Args:
         number: of samples; fewer if there are no more.
-        device: of the samples; None for that of the first parameter.
+        device: of the samples; None for that of the first parameter at the time of the call.
         field: of the configuration that divides the model, for errors.
         slices: the ranks that hold slices of each sequence. The samples are this rank's slices then, and the
             call is collective over these ranks.
@@ -68,7 +68,7 @@ def forward_of(
     batch = first_samples(source, number, repeated)
     batch = move(batch, device or str(next(model.parameters()).device))
     if slices is None:
-        return partial(_call, task, model, batch), batch
+        return partial(_call, task, model, batch, device), batch
     own = slices.cut(batch)
     return partial(_call_over, slices, task, model, own), own
 
@@ -94,7 +94,9 @@ def is_short(model: nn.Module, batch: Any) -> bool:
     return 2 * elements * sum(p.numel() for p in model.parameters()) < _OPERATIONS
 
 
-def _call(task: Task, model: nn.Module, batch: Any) -> Any:
+def _call(task: Task, model: nn.Module, batch: Any, device: str | None = None) -> Any:
+    # The model may have moved since the samples were read.
+    batch = batch if device is not None else move(batch, str(next(model.parameters()).device))
     if task.training_step is not None:
         return task.training_step(model, batch)
     if isinstance(batch, Mapping):

@@ -224,10 +224,11 @@ class _Unchanged(TorchDispatchMode):
     product with three dimensions).
 
     Args:
-        storage: of `create_selective_checkpoint_contexts`: stored results by operation and call.
+        storage: of `create_selective_checkpoint_contexts`: stored results by operation, and from torch 2.12
+            on by call.
     """
 
-    def __init__(self, storage: dict[Any, dict[int, Any]]) -> None:
+    def __init__(self, storage: dict[Any, dict[int, Any] | list[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = storage
 
@@ -242,7 +243,8 @@ class _Unchanged(TorchDispatchMode):
         """Copy the stored results that share memory with one of `tensors`."""
         with _disable_current_modes():  # the storing mode would count the copies
             changed = _addresses(tensors)
-            for entry in tree_leaves([list(calls.values()) for calls in self._storage.values()]):
+            calls = (c.values() if isinstance(c, dict) else c for c in self._storage.values())
+            for entry in tree_leaves([list(results) for results in calls]):
                 value = getattr(entry, "val", None)
                 if isinstance(value, Tensor) and changed & _addresses(value):
                     entry.val = value.clone()

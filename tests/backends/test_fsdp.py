@@ -6,11 +6,13 @@ import os
 import re
 import sys
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed_backends.fsdp.sharded_model import _groups
 from torch import Tensor, nn
 
 from distributed import Callback, DistributedConfig, FSDPTrainer, Trainer, UserError
@@ -357,3 +359,17 @@ def test_the_demo_learns_digits(tmp_path: Any) -> None:
     found = re.search(r"best validation accuracy (\S+)", done.stdout)
     assert found
     assert float(found[1]) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"_fsdp_param_groups": [1, 2]}, [1, 2]),
+        ({"_fsdp_param_group": 1}, [1]),
+        ({"_fsdp_param_group": None}, []),
+    ],
+)
+def test_groups_of_parameters_of_each_version_of_torch(state: dict[str, Any], found: list[int]) -> None:
+    """A unit has a list of them from torch 2.12 on, and one or none before."""
+    unit: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
+    assert _groups(unit) == found

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from distributed import UserError
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
-from distributed.training.activation_checkpointing import recompute
+from distributed.training.activation_checkpointing import _Unchanged, recompute
 from distributed.training.blocks import find_blocks
 from tests.benchmarks.activation_memory import step_bytes
 from tests.support.training import OnStep, make_trainer
@@ -410,3 +411,13 @@ def test_what_would_silently_differ_is_refused(layer: Any, mode: str, text: str)
     weights = dict(model.named_parameters())
     assert all(torch.equal(weights[name], before[name]) for name in weights), "no step was taken"
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+def test_stored_results_of_each_version_of_torch_are_protected(by_call: bool) -> None:
+    """torch from 2.12 on stores the results of an operation by call, and before as a list."""
+    product = torch.ones(3)
+    stored = SimpleNamespace(val=product, version=product._version)
+    _Unchanged({torch.ops.aten.mm: {0: stored} if by_call else [stored]}).protect([product])
+    product.zero_()
+    assert (stored.val.tolist(), stored.version) == ([1.0] * 3, stored.val._version)

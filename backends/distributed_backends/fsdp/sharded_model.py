@@ -131,8 +131,8 @@ class ShardedModel:
     def _gathered(self) -> Iterator[Any]:
         """torch's records of the sharded parameters."""
         for unit in self.units:
-            group: Any = unit._get_fsdp_state()._fsdp_param_group
-            yield from group.fsdp_params if group is not None else ()
+            for group in _groups(unit):
+                yield from group.fsdp_params
 
     def take_used(self) -> list[bool]:
         """For each of `parameters` whether a backward on this rank gave it a gradient since the last call."""
@@ -150,8 +150,7 @@ class ShardedModel:
             if parameter in numbers
         }
         for unit in self.units:
-            groups: list[Any] = unit._get_fsdp_state()._fsdp_param_groups
-            for group in groups:
+            for group in _groups(unit):
                 members = [
                     (places[p._module_info.module, p._module_info.param_name], p) for p in group.fsdp_params
                 ]
@@ -183,6 +182,15 @@ class ShardedModel:
             flat /= dist.get_world_size(self._group)
             for parameter, gradient, share in zip(found, *flat.chunk(2), strict=True):
                 parameter.grad = gradient * scale if share else None
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """torch's groups of parameters of `unit`: a list since 2.12, one or None before."""
+    state: Any = unit._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 def _offload(section: FSDPSection, device: str) -> OffloadPolicy:

@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from distributed.operations.planning.measure_operations import Clock, Curves, size_of
 from distributed.operations.planning.work_trace import RawOperation, WorkTrace
 from distributed.planner.estimates.measured_node import seconds_of
+from distributed.planner.estimates.work_facts import CAUSAL
 
 __all__ = ["HostTimes", "measure_host", "network"]
 
@@ -84,7 +85,7 @@ def _steps(clock: Clock, model: nn.Module, values: Tensor) -> tuple[float, float
 
 
 def _beyond(seconds: float, operations: list[RawOperation], curves: Curves) -> float:
-    known = sum(seconds_of(curves[o.kind], size_of(o)) for o in operations)
+    known = sum(seconds_of(curves[CAUSAL.get(o.kind, o.kind)], size_of(o)) for o in operations)
     return max(0.0, seconds - known) / len(operations)
 
 

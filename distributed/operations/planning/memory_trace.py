@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from distributed.checkpoint.dtensor import local_part
 from distributed.operations.planning.collective_trace import collective_of
+from distributed.operations.planning.work_trace import flops_of
 from distributed.planner.estimates.model_facts import Event, Kind
 
 __all__ = ["MemoryTrace", "RawTimeline"]
@@ -123,9 +124,9 @@ class MemoryTrace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if self._inside and not self._backward and packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            flops = flops_of(packet, args, kwargs or {}, result)
             block = self._inside[-1]
-            self._line.flops[block] = self._line.flops.get(block, 0) + int(flops)
+            self._line.flops[block] = self._line.flops.get(block, 0) + flops
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)

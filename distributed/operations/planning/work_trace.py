@@ -24,7 +24,7 @@ from distributed.errors import UserError
 from distributed.planner.estimates.size import Size
 from distributed.planner.estimates.work_facts import NARROW, BlockWork, Operations, matmul_kind
 
-__all__ = ["RawOperation", "WorkTrace", "merge"]
+__all__ = ["RawOperation", "WorkTrace", "count", "flops_of", "merge"]
 
 _TRANSCENDENTAL = (
     "_log_softmax", "_softmax", "celu", "cos", "elu", "erf", "exp", "expm1", "gelu", "gelu_backward", "log",
@@ -117,7 +117,7 @@ class WorkTrace(TorchDispatchMode):
             return result
         node = torch._C._current_autograd_node()
         block = self._block_of(node) if node is not None else self._inside[-1] if self._inside else 0
-        found = RawOperation(block, node is not None, *_count(func, args, kwargs, result))
+        found = RawOperation(block, node is not None, *count(func, args, kwargs, result))
         self._operations.append(found)
         return result
 
@@ -185,7 +185,7 @@ def _grouped(counter: Counter[Any]) -> tuple[Operations, ...]:
     )
 
 
-def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int, tuple[int, ...]]:
+def count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int, tuple[int, ...]]:
     """(kind, floating-point operations, bytes, sides) of one call."""
     packet = func._overloadpacket
     name = packet.__name__
@@ -207,10 +207,10 @@ def _count(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int, in
         moved += sum(map(_bytes, inputs[: 1 + ("backward" in name)]))
     direction = "-backward" if "backward" in name else ""
     if "attention" in name:
-        causal = "causal-" if any(a is True for a in (*args, kwargs.get("is_causal"))) else ""
-        return f"{causal}attention{direction}", _attention_flops(packet, args, kwargs, result), moved, ()
+        causal = "causal-" if _is_causal(func, args, kwargs) else ""
+        return f"{causal}attention{direction}", flops_of(packet, args, kwargs, result), moved, ()
     if packet in flop_registry:
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        flops = flops_of(packet, args, kwargs, result)
         if "conv" in name:
             return _convolution(inputs, direction), flops, moved, ()
         # The factors of a matrix product are its last two tensors.
@@ -239,9 +239,18 @@ def _convolution(inputs: list[Tensor], direction: str) -> str:
     return ("narrow-" if weight.shape[1] < NARROW else "") + f"convolution{direction}"
 
 
-def _attention_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Of two matrix products forward and four backward, whether or not a causal mask leaves out half of them,
-    and without the scores that kernels compute again in backward."""
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False), **kwargs).get("is_causal") is True
+
+
+def flops_of(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations; 0 if torch does not count them.
+
+    Those of attention are two matrix products forward and four backward, whether or not a causal mask leaves
+    out half of them, and without the scores that kernels compute again in backward. torch before 2.12 cannot
+    count attention whose keys have fewer heads.
+    """
     name = packet.__name__
     if not name.startswith("_scaled_dot_product"):
         return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0

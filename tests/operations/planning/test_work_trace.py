@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import flop_registry
 
 from distributed import UserError
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.optimizer_facts import optimizer_work
-from distributed.operations.planning.work_trace import RawOperation, WorkTrace, merge
+from distributed.operations.planning.work_trace import RawOperation, WorkTrace, count, merge
+from distributed.parallel.pipeline_trace import ATTENTION
 from distributed.planner.estimates.size import Size
 from distributed.planner.estimates.work_facts import Operations
 
@@ -117,6 +119,29 @@ def test_kinds_and_bytes(call: Callable[[Tensor], object], kind: str, nbytes: in
     found = [o for o in traced(lambda: call(values)) if o.kind == kind]
     assert found
     assert nbytes is None or nbytes in [o.nbytes for o in found]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_gpus(causal: bool) -> None:
+    """The mask is an argument by name: another one is true in the operations of GPUs. torch before 2.12
+    counts no attention whose keys have fewer heads than its queries."""
+    query, key = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
+    aten = torch.ops.aten
+    memory_efficient = (query, key, key, None, True, 0.0, causal)
+    for operation, arguments in (
+        (aten._scaled_dot_product_efficient_attention.default, memory_efficient),
+        (aten._scaled_dot_product_flash_attention.default, (query, key, key, 0.0, causal)),
+    ):
+        kind, flops, _, _ = count(operation, arguments, {}, (query,))
+        assert kind == ("causal-attention" if causal else "attention")
+        assert flops == 2 * 2 * (2 * 4 * 8 * 8) * 16
+
+
+def test_stages_weigh_attention_whose_keys_have_fewer_heads() -> None:
+    for operation, formula in ATTENTION.items():
+        assert operation in flop_registry
+        shapes = (2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 32)
+        assert formula(*shapes, out_shape=None) == 2 * (2 * 4 * 8 * 8) * (16 + 32)
 
 
 def test_views_and_empty_tensors_move_nothing() -> None:
