@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
-from distributed.interfaces.parallel_dims import AXES, DATA_AXES, ParallelDims
+from distributed.interfaces.parallel_dims import AXES, DATA_AXES, MODEL_AXES, ParallelDims
 from distributed.registry.catalog import Catalog
 
-__all__ = ["check_axes", "data_parallel_size", "resolve_dims"]
+__all__ = ["check_axes", "check_exchanges", "data_parallel_size", "resolve_dims"]
 
 
 def check_axes(config: DistributedConfig, spec: BackendSpec, catalog: Catalog) -> None:
@@ -123,6 +123,26 @@ def resolve_dims(config: DistributedConfig, spec: BackendSpec, world_size: int) 
         raise _does_not_divide(axis, given, others, world_size, exact=True)
     _check_experts(dims)
     return dims
+
+
+def check_exchanges(dims: ParallelDims, device: str, transport: str) -> None:
+    """Check that ranks that share a model can exchange its tensors.
+
+    Raises:
+        UserError: the ranks compute on GPUs and communicate over gloo. It adds up gradients of GPUs, but has
+            no messages between them, and torch's functional collectives over it end the process.
+    """
+    axis = next((axis for axis in MODEL_AXES if dims.size(axis) > 1), None)
+    if axis is not None and device != "cpu" and transport == "gloo":
+        raise UserError(
+            f"ranks along the axis {axis} exchange tensors in forward and backward, and gloo cannot do so"
+            " between GPUs",
+            field="communication_backend",
+            got="gloo",
+            allowed=f"nccl, where parallel.{axis} is above 1 on GPUs",
+            remedy="Leave communication_backend out, with a GPU for each rank; or set device=cpu, or"
+            f" parallel.{axis}=1",
+        )
 
 
 def data_parallel_size(config: DistributedConfig, spec: BackendSpec, dims: ParallelDims) -> int:

@@ -30,7 +30,7 @@ from distributed.planner.low_communication import (
     low_communication_notes,
     ranks_of,
 )
-from distributed.planner.mesh import check_axes, data_parallel_size, resolve_dims
+from distributed.planner.mesh import check_axes, check_exchanges, data_parallel_size, resolve_dims
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
 from distributed.planner.planned import with_own_predictions
@@ -63,6 +63,7 @@ def resolve(
     placement = place_ranks(config, spec, resources, joined)
     num_devices = placement.world_size * placement.num_replicas
     dims = resolve_dims(config, spec, placement.world_size)
+    check_exchanges(dims, placement.device, placement.communication_backend)
     num_slices = data_parallel_size(config, spec, dims) * placement.num_replicas
     batch, sizes = _resolve_batch(config, spec, facts, dims, num_slices)
     if dims.pipeline > 1:

@@ -51,6 +51,17 @@ def test_ranks_share_a_gpu_over_gloo_where_both_are_asked_for() -> None:
         plan(0, num_processes=2, device="cuda", communication_backend="gloo")
 
 
+@pytest.mark.parametrize("axis", ["pipeline", "context", "tensor"])
+def test_ranks_that_share_a_model_on_gpus_need_nccl(axis: str) -> None:
+    """On a GPU, torch ended their processes: "writev: Bad address" and segmentation faults (torch 2.11)."""
+    shared = {"num_processes": 2, "parallel": {axis: 2}, "batch_size": 4}
+    fields = {**shared, "communication_backend": "gloo"}
+    with pytest.raises(UserError, match=f"communication_backend: ranks along the axis {axis}.*Got 'gloo'"):
+        plan(2, **fields, device="cuda")
+    assert plan(2, **shared, device="cuda").communication_backend == "nccl"
+    assert plan(2, **fields, device="cpu").device == "cpu"
+
+
 def test_a_launcher_may_show_each_rank_one_gpu() -> None:
     place = LauncherEnvironment("srun", 1, 4, 1, 4, 0, 1, "127.0.0.1", 29500)
     assert plan(1, place).device == "cuda"

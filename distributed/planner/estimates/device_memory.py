@@ -20,6 +20,7 @@ class DeviceMemory:
         segment: most bytes of each of the two pieces that an all-reduce has in memory of its own, as under
             gloo; 0 for none.
         framework_bytes: what libraries take whatever the model, in bytes.
+        workspace_bytes: what matrix products keep in the memory of the allocator once they have run.
         reserved: what the allocator reserves beyond what is live, as a share of it.
         spread: relative half-width of the interval around a prediction from facts of a model.
         spread_bytes: what is added to it on both sides, for staging memory of collectives whose order is not
@@ -31,6 +32,7 @@ class DeviceMemory:
     smallest: int = 0
     copies_in_collectives: bool = False
     framework_bytes: int = 0
+    workspace_bytes: int = 0
     segment: int = 0
     reserved: float = 0.0
     spread: float = 0.01
@@ -59,14 +61,18 @@ HOST = DeviceMemory(copies_in_collectives=True, segment=2**20, spread_bytes=2**2
 """Tensors of CPU ranks as they are, with the copies that gloo makes. Measured runs were off by up to 0.7 MiB
 more than by 1 %."""
 
-CUDA = DeviceMemory(granule=512)
+_WORKSPACES = 2 * 32 * 2**20
+"""The workspace of cuBLAS for the thread of forward and for that of backward, on GPUs of compute capability 9
+(aten/src/ATen/cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``). Older ones have a quarter of it."""
+
+CUDA = DeviceMemory(granule=512, workspace_bytes=_WORKSPACES, spread=0.05)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it
 reserves in segments beyond them depends on the order of all earlier sizes, and is not included."""
 
-GPU = DeviceMemory(granule=512, framework_bytes=10**9, reserved=0.2, spread=0.1)
+GPU = DeviceMemory(granule=512, framework_bytes=10**9, workspace_bytes=_WORKSPACES, reserved=0.2, spread=0.1)
 """`CUDA`, with a context and communicators, and with segments that are reserved: runs of torchtitan log 1.18
-and 1.22 times the live bytes as the largest reservation (Llama 3 8B on 128 and 8 H100). The
-spread is an assumption: no prediction was compared with a GPU."""
+and 1.22 times the live bytes as the largest reservation (Llama 3 8B on 128 and 8 H100). Live
+bytes of 25 runs on an H200 were off by at most 3.4 % (docs/predicted-memory.md)."""
 
 MAPPED_CPU = DeviceMemory(
     granule=4096, overhead=112, smallest=16384, copies_in_collectives=True, segment=2**20

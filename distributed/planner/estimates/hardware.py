@@ -135,6 +135,14 @@ def load_profile(name: str | Path) -> HardwareProfile:
     """
     shipped = {stem.lower(): _FOLDER / f"{stem}.yaml" for stem in shipped_profiles()}
     path = shipped.get(str(name).lower(), Path(name))
+    if not path.is_file() and (path.suffix or len(path.parts) > 1):
+        raise UserError(
+            "there is no such file",
+            field="hardware",
+            got=str(name),
+            allowed=f"the path of a YAML file, or {', '.join(shipped_profiles())}",
+            remedy="Write one with the command `calibrate`, or choose a profile that is shipped",
+        )
     if not path.is_file():
         raise UserError(
             f"no hardware profile has this name.{did_you_mean(str(name).upper(), shipped_profiles())}",

@@ -99,6 +99,7 @@ def _of_rank(
     first, later = lines[0].whole
     ledger = Ledger(device)
     ledger.take("framework", device.framework_bytes)
+    ledger.take("activations", device.workspace_bytes)
     layout = layout_class(facts, split, ledger, device)
     layout.place()
     number = split.num_micro_batches

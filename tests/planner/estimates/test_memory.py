@@ -361,7 +361,8 @@ def test_devices_round_in_their_own_way() -> None:
     # Measured: a tensor of 4 pages takes 5, and one of less than 16 KiB is no mapping.
     assert [MAPPED_CPU.taken(n) for n in (16383, 16384, 16384 + 4096 - 112)] == [0, 20480, 20480]
     parts = predict_memory(chain([1], [0]), split("serial"), CUDA)
-    assert parts == MemoryParts(parameters=4, gradients=4, fragmentation=1016)
+    workspaces = 2 * 32 * 2**20
+    assert parts == MemoryParts(parameters=4, gradients=4, activations=workspaces, fragmentation=1016)
 
 
 def test_what_libraries_take_is_added() -> None:
