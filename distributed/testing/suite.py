@@ -184,7 +184,7 @@ class Suite:
         """Largest difference between the weights of `model` and those of `reference`, which may
         be a torch module."""
         ours, theirs = self.bench.weights(model), self._weights(reference)
-        return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
     def _weights(self, model: Any) -> list[Tensor]:
         if isinstance(model, nn.Module):

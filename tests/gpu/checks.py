@@ -49,6 +49,7 @@ class Check:
         requires: modules without which the rows are skipped.
         seconds: time limit on a GPU.
         dry: part of a dry run, too.
+        alone: reports times, so that no other check may run beside it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Check:
     requires: tuple[str, ...] = ()
     seconds: float = 120.0
     dry: bool = True
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def conformance(setting: Settings, backend: str, transport: str) -> Iterator[Mea
     )
     _current.append(case)
     try:
-        outcomes, code = _run(setting)
+        outcomes, code = _run(setting, f"kit-{backend}-{transport}")
     finally:
         _current.pop()
     ran = outcomes.count["passed"] + outcomes.count["failed"]
@@ -81,13 +81,13 @@ def conformance(setting: Settings, backend: str, transport: str) -> Iterator[Mea
     yield Measured(outcomes.count["failed"], f"{detail}; {outcomes.first}".rstrip("; "))
 
 
-def _run(setting: Settings) -> tuple[Outcomes, int]:
+def _run(setting: Settings, name: str) -> tuple[Outcomes, int]:
     import pytest
 
     shared_pool()
     outcomes = Outcomes()
     arguments = [str(_CASES), "-q", "--rootdir", str(ROOT), "-o", "addopts=", "-p", "no:cacheprovider"]
-    arguments += ["--import-mode=importlib", f"--basetemp={setting.folder / 'kit'}"]
+    arguments += ["--import-mode=importlib", f"--basetemp={setting.folder / name}"]
     if setting.dry_run:
         arguments += ["-k", _DRY]
     return outcomes, int(pytest.main(arguments, plugins=[outcomes]))

@@ -6,7 +6,7 @@ from distributed import Callback, Trainer, WorkerError
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
-from distributed.interfaces.parallel_dims import ParallelDims
+from distributed.interfaces.parallel_dims import MODEL_AXES, ParallelDims
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.planner.estimates.device_memory import CUDA
 from distributed.planner.estimates.memory import predict_memory
@@ -19,6 +19,7 @@ from distributed.testing.reference_problem import distance, problem
 
 __all__ = [
     "CUDA",
+    "MODEL_AXES",
     "Callback",
     "FlightRecord",
     "ParallelDims",

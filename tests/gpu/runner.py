@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,7 +27,7 @@ __all__ = ["main"]
 
 OUTPUT = ROOT / "build" / "gpu"
 PAGE = ROOT / "docs" / "benchmarks-gpu.md"
-_LEAST = 20.0
+_LEAST = 12.0
 """Seconds of the budget under which no further check is started."""
 _DRY_SECONDS = 60.0, 20.0
 """Time limit of a dry run: to begin with, and for each check."""
@@ -53,9 +55,11 @@ class Results:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path, self.rows, self.facts = path, dict[str, Result](), dict[str, Any]()
+        self._lock = threading.Lock()
         if resume and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             self.rows = {row["name"]: row for row in before["rows"] if row["status"] != "not run"}
+            self.facts = before["facts"]
 
     def add(self, row: Row, known: Result, log: Path) -> None:
         """Take in what is known of `row`."""
@@ -74,9 +78,10 @@ class Results:
 
     def write(self) -> None:
         """Write the file, the rows in the catalog's order."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"facts": self.facts, "rows": self.ordered()}, indent=1)
-        self.path.write_text(text + "\n", encoding="utf-8")
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"facts": self.facts, "rows": self.ordered()}, indent=1)
+            self.path.write_text(text + "\n", encoding="utf-8")
 
     def ordered(self) -> list[Result]:
         """The rows in the catalog's order."""
@@ -156,24 +161,36 @@ def _selected(only: Sequence[str], done: Sequence[str]) -> list[Check]:
     return found
 
 
-def run_all(checks: list[Check], setting: Settings, results: Results, budget: float) -> None:
-    """Run every check while the budget lasts. A dry run takes one process for all: it saves starts."""
+def run_all(checks: list[Check], setting: Settings, results: Results, budget: float, jobs: int = 1) -> None:
+    """Run every check while the budget lasts: `jobs` side by side, then those that measure time.
+
+    A dry run takes one process for all, which saves starts.
+    """
     deadline = time.monotonic() + budget
     if setting.dry_run and checks:
         limit = _DRY_SECONDS[0] + _DRY_SECONDS[1] * len(checks)
         run_checks(checks, setting, results, min(budget, limit))
         results.write()
         return
-    for check in checks:
+
+    def run(check: Check) -> None:
         left = deadline - time.monotonic()
         if left < _LEAST:
             for row in check.rows:
                 results.add(row, {"detail": "the time budget was spent"}, results.path)
-            continue
-        print(f"{check.name} ...", flush=True)
-        run_checks([check], setting, results, min(check.seconds, left))
+        else:
+            print(f"{check.name} ...", flush=True)
+            run_checks([check], setting, results, min(check.seconds, left))
         results.write()
-    results.write()
+
+    together = [check for check in checks if not check.alone]
+    if jobs > 1:
+        together.sort(key=lambda check: -check.seconds)  # the longest first, so that none is left over
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, together))
+    for check in checks:
+        if check.alone:
+            run(check)
 
 
 def _facts() -> dict[str, Any]:
@@ -190,6 +207,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="small sizes on the CPU; skips rows that need a GPU")
     add("--only", action="append", default=[], metavar="GLOB", help="rows to run; repeatable")
     add("--budget", type=float, default=3600.0, metavar="SECONDS", help="for the whole run")
+    add("--jobs", type=int, default=1, metavar="NUMBER", help="checks side by side; timed ones run alone")
     add("--resume", action="store_true", help="keep the rows that --output already has")
     add("--output", type=Path, metavar="PATH", help="JSON file; build/gpu/results.json or dry-run.json")
     add("--scratch", metavar="FOLDER", help="for checkpoints; a temporary folder when left out")
@@ -204,19 +222,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(row.name for check in _selected(args.only, []) for row in check.rows))
         return 0
-    facts = {} if args.dry_run else _facts()
-    if not args.dry_run and not facts["gpus"]:
-        print("no CUDA device is visible; --dry-run runs small sizes on the CPU", file=sys.stderr)
-        return 2
     output = args.output or OUTPUT / ("dry-run.json" if args.dry_run else "results.json")
     results = Results(output.resolve(), args.resume)
-    results.facts = facts
+    checks = _selected(args.only, list(results.rows))
+    if checks:
+        results.facts = {} if args.dry_run else _facts()
+    if checks and not args.dry_run and not results.facts["gpus"]:
+        print("no CUDA device is visible; --dry-run runs small sizes on the CPU", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="gpu-scratch-") as temporary:
-        device = "cpu" if args.dry_run else "cuda"
-        setting = Settings(device, len(facts.get("gpus", [])), args.dry_run, args.scratch or temporary)
-        run_all(_selected(args.only, list(results.rows)), setting, results, args.budget)
+        device, num_gpus = "cpu" if args.dry_run else "cuda", len(results.facts.get("gpus", []))
+        setting = Settings(device, num_gpus, args.dry_run, args.scratch or temporary)
+        run_all(checks, setting, results, args.budget, args.jobs)
     rows = results.ordered()
     print(table(rows))
     if args.markdown is not None:
-        args.markdown.write_text(page(rows, facts), encoding="utf-8")
+        args.markdown.write_text(page(rows, results.facts), encoding="utf-8")
     return 1 if any(row["status"] in ("fail", "error") for row in rows) else 0

@@ -11,7 +11,7 @@ from distributed.config.compression import CompressionSection
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.operations.planning.codec_trace import ExchangeOptions
 from distributed.operations.planning.collect_facts import facts_source
-from distributed.planner.estimates.device_memory import MAPPED_CPU
+from distributed.planner.estimates.device_memory import MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.model_facts import FactsSource
 from distributed.planner.estimates.split import Split
@@ -42,6 +42,8 @@ __all__ = [
     "ZERO",
     "ZERO_BUBBLE",
     "compare",
+    "predicted",
+    "source_of",
 ]
 
 SAMPLES = 4
@@ -141,7 +143,7 @@ DECIDING = [
 """What models that were kept aside are measured with."""
 
 
-def predicted(facts: FactsSource, entry: dict[str, Any]) -> int:
+def predicted(facts: FactsSource, entry: dict[str, Any], device: DeviceMemory = MAPPED_CPU) -> int:
     """Predicted bytes of the rank that needs most."""
     axis = {"fsdp": "shard"}.get(entry["backend"], "data")
     parallel = dict(entry.get("parallel", {axis: entry["ranks"]}))
@@ -157,7 +159,7 @@ def predicted(facts: FactsSource, entry: dict[str, Any]) -> int:
         activation_checkpointing="activation_checkpointing" in entry,
         codec=entry.get("compression", {}).get("codec", "none"),
     )
-    return predict_memory(facts, split, MAPPED_CPU).total
+    return predict_memory(facts, split, device).total
 
 
 Gradients = tuple[CompressionSection, bool, float]
@@ -169,15 +171,20 @@ def _gradients(entry: dict[str, Any]) -> Gradients:
     return section, "on_nan" in entry, entry.get("bucket_cap_mb", 25.0)
 
 
-def _source(name: str, pairs: bool, gradients: Gradients) -> FactsSource:
+def source_of(name: str, entry: dict[str, Any], device: str = "cpu") -> FactsSource:
+    """Facts of a model as a run of `entry` has it."""
+    return _source(name, "pairs" in entry, _gradients(entry), device)
+
+
+def _source(name: str, pairs: bool, gradients: Gradients, device: str = "cpu") -> FactsSource:
     build, batch = MODELS[name]
     model, samples = build(), batch(SAMPLES)
     section, revocable, cap = gradients
     options = ExchangeOptions(section, revocable)
     if not pairs:
-        return facts_source(model, samples, options, bucket_cap_mb=cap)
+        return facts_source(model, samples, options, bucket_cap_mb=cap, device=device)
     model.config.use_cache = False
-    return facts_source(model, as_pair(samples), options, bucket_cap_mb=cap)
+    return facts_source(model, as_pair(samples), options, bucket_cap_mb=cap, device=device)
 
 
 def compare(name: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
