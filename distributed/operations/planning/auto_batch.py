@@ -40,7 +40,7 @@ from distributed.launch import run
 from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.apart import call_apart, first_of
 from distributed.operations.planning.micro_batch_effects import compares_samples
-from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
+from distributed.operations.planning.plan_memory import UNTRIED, PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import most_divided, with_micro_batch
 from distributed.resilience.failure_reports import note_chosen_batch
 from distributed.resilience.memory_failures import lacks_memory
@@ -56,9 +56,6 @@ from distributed.training.task_checks import refuse_chosen_batch
 __all__ = ["ChoiceInRanks", "choose_before_run", "choose_in_ranks", "probe_step"]
 
 _ATTEMPT = "attempt.json"
-_UNTRIED = 0.85
-"""Share of the memory there is that is used where no step is tried: a prediction may be too low, and what an
-allocator loses between tensors is not predicted."""
 _STEPS = 2
 """The first step makes the optimizer's state, which is in memory during the second."""
 _BEAT = 10.0
@@ -251,7 +248,7 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     if not plan.micro_batches:
         return plan
     room = _least_room(plan, task, backend)
-    room = room._replace(nbytes=int(room.nbytes * _UNTRIED))
+    room = room._replace(nbytes=int(room.nbytes * UNTRIED))
     choice = _from_rank_zero(plan, backend, partial(_saved_or_predicted, plan, task, room))
     if not choice.predicted and not has_fitted:
         raise UserError(

@@ -18,12 +18,13 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.apart import call_apart, for_prediction
 from distributed.operations.planning.micro_batch_effects import effect_of_size
 from distributed.operations.planning.once_per_host import once_per_host
-from distributed.operations.planning.plan_memory import PlanMemory, held_on_host, in_units
+from distributed.operations.planning.plan_memory import UNTRIED, PlanMemory, held_on_host, in_units
 from distributed.planner.auto_batch import smaller_sizes, with_micro_batch
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.resolve import rescale
 from distributed.registry.catalog import Catalog, load_target
 from distributed.resilience.memory_failures import is_killed, lacks_memory
+from distributed.system.host_memory import host_memory
 from distributed.training.routing_traits import check_routing
 
 __all__ = ["add_advice", "advice_on", "before_run", "plan_that_ran"]
@@ -34,8 +35,11 @@ _MARGIN = 0.9
 was reached is not known: less would hardly help, because predictions are a few percent off."""
 _SMALL = 0.5
 """Share of the memory there is below which a prediction does not explain a killed rank."""
-_CAPACITY = re.compile(r"total capacity of ([\d.]+) (GiB|MiB)")
+_SIZE = r"([\d.]+) (GiB|MiB|KiB)"
+_CAPACITY = re.compile(f"total capacity of {_SIZE}")
+_FREE, _OWN = re.compile(f"of which {_SIZE} is free"), re.compile(f"this process has {_SIZE} memory in use")
 """In torch's error of a full GPU (c10/cuda/CUDACachingAllocator.cpp)."""
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _KILLED = (
     "The kernel ends processes in this way for lack of memory, which is the usual reason (check: `dmesg |"
     " grep -i 'killed process'`, or oom_kill in memory.events of the container)."
@@ -193,6 +197,7 @@ def _unpredicted(changes: Iterable[_Change], reason: str) -> str:
 
 
 def _answer(failed: _Failed, changes: list[_Change], task: Task) -> dict[str, Any]:
+    failed = failed._replace(capacity=min(failed.capacity, _room_of_rank(failed.plan)))
     memory, plan = PlanMemory(task), failed.plan
     allowed = _checked(failed, changes, task, memory)
     try:
@@ -288,12 +293,27 @@ def _capacity(plan: RunPlan, message: str, room: int) -> int:
     """Bytes that a rank can have at most, as far as this process knows."""
     if plan.device == "cpu":
         return room
-    found = _CAPACITY.search(message)
-    if found:
-        return int(float(found[1]) * (1 << (30 if found[2] == "GiB" else 20)))
+    total, free, own = (_bytes_in(message, size) for size in (_CAPACITY, _FREE, _OWN))
+    if total is not None:
+        # Other processes may have a part of it.
+        most = total if free is None or own is None else min(total, free + own)
+        return int(UNTRIED * most)
     # The process that predicts sees no GPU, and one that has none yet makes no context here.
     known = torch.cuda.is_initialized()
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if known else 1 << 62
+
+
+def _room_of_rank(plan: RunPlan) -> int:
+    """Bytes that a rank can have which `fit` starts on CPUs: as many as this process, which was started in
+    the same way, has imported the same, and holds no values yet. The caller's process has less in it."""
+    if plan.mode != "spawn" or plan.device != "cpu":
+        return 1 << 62
+    return int(UNTRIED * host_memory(plan.local_size).nbytes)
+
+
+def _bytes_in(message: str, size: re.Pattern[str]) -> int | None:
+    found = size.search(message)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 # -- changes, from small to large -----------------------------------------------------

@@ -15,7 +15,11 @@ from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.split_of_plan import split_of
 
-__all__ = ["PlanMemory", "held_on_host", "in_units"]
+__all__ = ["UNTRIED", "PlanMemory", "held_on_host", "in_units"]
+
+UNTRIED = 0.85
+"""Share of the memory there is that is used where no step is tried: a prediction may be too low, and what an
+allocator loses between tensors is not predicted."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
