@@ -133,11 +133,13 @@ def verify(
         layers: train with so many blocks only, for which the prediction is made again.
 
     Raises:
-        UserError: there are not so many devices here, or the model cannot be shortened.
+        UserError: there are not so many devices or so much host memory here, or the model cannot be
+            shortened.
         WorkerError: a rank failed.
     """
     from distributed.operations.planning.host_peak import MeasurePeak, can_measure, peak_of
     from distributed.operations.planning.shorter_model import shortened
+    from distributed.operations.planning.trial_limits import check_host_memory
     from distributed.operations.planning.verification import Verification, run_fields
 
     if steps < 3:
@@ -167,6 +169,9 @@ def verify(
         timed = probe(run_fields(steps))
         if layers is not None:
             row = _predicted_again(timed, train_loader, plans, row)
+        if plans.profile.device == "cpu":
+            ranks, (least, _) = row.split.dims.world_size, plans.intervals(row)["memory"]
+            check_host_memory(ranks * least, f"{ranks} ranks")
         history = timed.fit(train_loader)
         peak, on_cpu = None, plans.profile.device == "cpu"
         unmeasured = _NO_COUNTERS if on_cpu and not can_measure() else ""

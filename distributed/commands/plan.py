@@ -13,7 +13,7 @@ from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.parser import PROG, positive_int
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
-from distributed.config import Layer
+from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
@@ -153,8 +153,16 @@ def _examined(args: argparse.Namespace) -> _Examined:
             )
         from distributed.operations.planning.plan_numbers import plan_numbers
 
+        if args.verify:
+            _check_devices(options, load_layers(layers))
         return _Examined(plan_numbers(numbers, [], layers, options))
     return _plan_script(args, layers, options)
+
+
+def _check_devices(options: PlanOptions, config: DistributedConfig) -> None:
+    from distributed.operations.planning.trial_limits import check_devices
+
+    check_devices(options, config)
 
 
 def _refuse_rest(args: argparse.Namespace) -> None:
@@ -199,6 +207,8 @@ def _plan_script(args: argparse.Namespace, layers: list[Layer], options: PlanOpt
     def examine(trainer: Any, config: Any, task: Any, data: Any) -> None:
         from distributed.operations.planning.plan_task import plan_task
 
+        if args.verify:
+            _check_devices(options, config)
         facts = trainer.facts_of(task)
         plans = plan_task(task, trainer.framework, facts, config, layers, options)
         found.append(_Examined(plans, trainer, data))
@@ -288,6 +298,7 @@ def _verify(examined: _Examined, args: argparse.Namespace) -> None:
 def _trial(plans: Plans, steps: int, layers: int | None) -> tuple[Trainer, Any]:
     """A trainer of a model with the numbers of `plans`, and random tokens for it."""
     from distributed.operations.planning.numbers_trial import decoder_of, tokens_of, training_step
+    from distributed.operations.planning.trial_limits import check_host_memory
     from distributed.planner.estimates.numbers import ModelNumbers
     from distributed.trainer import Trainer
 
@@ -295,6 +306,8 @@ def _trial(plans: Plans, steps: int, layers: int | None) -> tuple[Trainer, Any]:
     assert isinstance(numbers, ModelNumbers)
     if layers is not None:
         numbers = replace(numbers, layers=min(layers, numbers.layers), stated=None)
+    # The model, and the copy of it that is trained, in float32.
+    check_host_memory(2 * 4 * numbers.counted, f"{numbers.counted:,} parameters and a copy of them")
     fields = {name: value for layer in plans.base for name, value in layer.values.items()}
     trainer = Trainer(decoder_of(numbers), fields, training_step=training_step)
     return trainer, tokens_of(numbers, steps)
