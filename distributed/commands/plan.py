@@ -241,6 +241,8 @@ def _print(plans: Plans, args: argparse.Namespace) -> None:
     for note in plans.notes:
         print(f"note: {note}")
     print_table(plan_text.HEADS, plan_text.rows_of(plans), ["bold"])
+    if (uncertain := plan_text.uncertainty(plans)) is not None:
+        print(f"note: {uncertain}")
     time, memory = plan_text.part_rows(plans)
     print("plan 1 by part:")
     print_table(["time", "", "share"], time)

@@ -55,7 +55,30 @@ def plan_numbers(
         lambda split: refusal_of(split, catalog, profile.device, layers, kept),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, kept, layers, SPREAD, whence)
+    return Plans(
+        subject,
+        space,
+        profile,
+        table,
+        layers,
+        kept,
+        layers,
+        SPREAD,
+        whence,
+        _assumptions(numbers, given, config),
+    )
+
+
+def _assumptions(
+    numbers: ModelNumbers, given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig
+) -> tuple[str, ...]:
+    """Each size that was not given, with the value that is planned for."""
+    names = [*numbers.assumed]
+    if isinstance(given, Mapping):
+        known = {*given, *(("global_batch",) if config.global_batch_size is not None else ())}
+        names += [name for name in ("sequence", "global_batch", "family") if name not in known]
+    values = ", ".join(f"{name}={getattr(numbers, name)}" for name in names)
+    return (f"not given and assumed: {values}",) if names else ()
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

@@ -119,6 +119,7 @@ def plan_task(
         whence,
         notes,
         predictions.device.spread_bytes,
+        known.weights(config),
     )
 
 
