@@ -87,11 +87,11 @@ class Plans:
     def __len__(self) -> int:
         return len(self.table.plans)
 
-    def fields(self, index: int = 0) -> dict[str, Any]:
-        """Configuration fields of a plan, with dotted names, its predictions included.
+    def check(self, index: int) -> None:
+        """Check that there is a plan with this index.
 
         Raises:
-            UserError: there is no such plan.
+            UserError: there is none.
         """
         if not 0 <= index < len(self):
             raise UserError(
@@ -101,6 +101,14 @@ class Plans:
                 allowed=f"1 to {len(self)}",
                 remedy="Choose a row of the table",
             )
+
+    def fields(self, index: int = 0) -> dict[str, Any]:
+        """Configuration fields of a plan, with dotted names, its predictions included.
+
+        Raises:
+            UserError: there is no such plan.
+        """
+        self.check(index)
         row, profile, given = self[index], self.profile, load_layers(self.base)
         fields = plan_fields(
             row.split, given, self.kept, get_catalog(), profile.device, profile.devices_of_host
@@ -154,7 +162,7 @@ class Plans:
         model = row.mfu * row.time.total
         return {
             "time": (low, high),
-            "mfu": (model / high, model / low),
+            "mfu": (model / high, min(model / low, max(1.0, row.mfu))),
             "memory": (max(0.0, memory / spread - more), memory * spread + more),
         }
 
