@@ -56,7 +56,7 @@ def _check_number(args: argparse.Namespace) -> None:
         )
     if args.number is not None and args.output is None and not args.verify:
         raise UserError(
-            "it chooses the plan that is written or tried, and none is",
+            "it selects the plan that --output writes or --verify tries, and neither was given",
             field="--number",
             got=number,
             allowed="together with --output or --verify",
@@ -70,7 +70,7 @@ def _check_verify(args: argparse.Namespace) -> None:
     for flag, value in given.items():
         if value is not None and not args.verify:
             raise UserError(
-                "it is of a trial, and no plan is tried",
+                "it is an option of --verify, which was not given",
                 field=flag,
                 got=value,
                 allowed="together with --verify",
@@ -87,7 +87,7 @@ def _check_verify(args: argparse.Namespace) -> None:
 def _check_file(path: str, flag: str) -> None:
     target = Path(path).absolute()
     if target.is_dir():
-        raise UserError("it is a folder", field=flag, got=path, remedy="Name a file in it")
+        raise UserError("a folder has this name", field=flag, got=path, remedy="Name a file in it")
     if not target.parent.is_dir():
         raise UserError(
             "the folder of the file does not exist",

@@ -82,7 +82,7 @@ def test_a_model_larger_than_the_host_is_not_built(
     words = [*NUMBERS, "--hardware", "CPU", "--devices", "1", "--axes", "data", "--verify"]
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
-    assert "--verify: the host has too little memory for" in error
+    assert "--verify: the host has too little memory to try the plan with" in error
     assert "the free memory of the host" in error
     assert "--verify-layers" in error
 
@@ -95,7 +95,7 @@ def test_ranks_larger_than_the_host_are_not_started(monkeypatch: pytest.MonkeyPa
     trainer = Trainer(model, loss_fn=loss, num_processes=1, **fields)
     monkeypatch.setattr(Trainer, "fit", _never)
     monkeypatch.setattr(trial_limits, "host_memory", lambda: Room(2**20, "the free memory of the host"))
-    with pytest.raises(UserError, match="the host has too little memory for 1 rank"):
+    with pytest.raises(UserError, match="the host has too little memory to try the plan with 1 rank"):
         verify(plans, trainer, data, steps=3)
 
 
@@ -106,16 +106,16 @@ def test_ranks_larger_than_the_host_are_not_started(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--steps", "20"], "--steps: it is of a trial, and no plan is tried. Got '20'"),
-        (["--verify-layers", "1"], "--verify-layers: it is of a trial, and no plan is tried"),
+        (["--steps", "20"], "--steps: it is an option of --verify, which was not given. Got '20'"),
+        (["--verify-layers", "1"], "--verify-layers: it is an option of --verify, which was not given"),
         (["--verify", "--verify-layers", "0"], "--verify-layers: must be a positive integer. Got '0'"),
         (["--verify", "--steps", "2"], "--steps: the first two steps are not timed. Got 2"),
-        (["--number", "2"], "--number: it chooses the plan that is written or tried, and none is"),
+        (["--number", "2"], "--number: it selects the plan that --output writes or --verify tries"),
         (["--number", "99", "--verify"], "--number: the table has no row with this number. Got 99"),
         (["--number", "4", "--plans", "3", "-o", "p.yaml"], "Got 4. Allowed: 1 to 3. Choose one of these"),
         (["-o", "missing/plan.yaml"], "--output: the folder of the file does not exist. Got 'missing/"),
         (["--html", "missing/page.html"], "--html: the folder of the file does not exist. Got 'missing/"),
-        (["-o", "."], "--output: it is a folder. Got '.'"),
+        (["-o", "."], "--output: a folder has this name. Got '.'"),
         (["-o", "/proc/plan.yaml"], "--output: no file can be created in this folder"),
         (["--axes", "tensor,tensor"], "axes: a name is given twice. Got 'tensor'"),
         (["--axes", ""], "axes: no axis is named"),

@@ -49,7 +49,7 @@ def check_host_memory(nbytes: float, what: str) -> None:
     free, limit = host_memory()
     if nbytes > free:
         raise UserError(
-            f"the host has too little memory for {what}, which limits a trial of a plan: {limit}",
+            f"the host has too little memory to try the plan with {what}; the limit is {limit}",
             field="--verify",
             got=memory_text(nbytes),
             allowed=f"at most {memory_text(free)}",
