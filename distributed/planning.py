@@ -165,7 +165,8 @@ def verify(
             row = _predicted_again(timed, train_loader, plans, row)
         on_cpu, ranks = plans.profile.device == "cpu", row.split.dims.world_size
         if on_cpu:
-            check_host_memory(ranks * plans.intervals(row)["memory"][0], f"{ranks} ranks")
+            least, _ = plans.intervals(row)["memory"]
+            check_host_memory(least, f"{ranks} rank{'s' if ranks > 1 else ''}", ranks)
         history, notes = _timed(timed, train_loader, plans.profile, ranks)
         if not on_cpu:
             return Verification(row, history, notes=notes)

@@ -27,6 +27,7 @@ def check_flags(args: argparse.Namespace) -> None:
             got="with --verify or --history",
             remedy="Leave --json out",
         )
+    _check_history(args)
     _check_number(args)
     _check_verify(args)
     for flag, path in (("--output", args.output), ("--html", args.html)):
@@ -42,6 +43,23 @@ def number_of(args: argparse.Namespace) -> int:
 def steps_of(args: argparse.Namespace) -> int:
     """Steps of a trial."""
     return positive_int(args.steps or _STEPS, "--steps")
+
+
+def _check_history(args: argparse.Namespace) -> None:
+    """Check that nothing is asked of a plan where none is made."""
+    if args.history is None:
+        return
+    names = ("output", "html", "number", "verify", "rejected", "script", "hardware", "devices", "axes")
+    for name in names:
+        value = getattr(args, name)
+        if value:
+            raise UserError(
+                "nothing is planned with --history",
+                field=f"--{name}",
+                got=value,
+                allowed="without --history",
+                remedy="Leave one of them out",
+            )
 
 
 def _check_number(args: argparse.Namespace) -> None:

@@ -78,7 +78,7 @@ def test_a_model_larger_than_the_host_is_not_built(
 ) -> None:
     """Twice 4 bytes for each of 1.2e5 parameters, of which a kilobyte is left."""
     monkeypatch.setattr(numbers_trial, "decoder_of", _never)
-    monkeypatch.setattr(trial_limits, "host_memory", lambda: Room(2**10, "the free memory of the host"))
+    monkeypatch.setattr(trial_limits, "host_memory", lambda _: Room(2**10, "the free memory of the host"))
     words = [*NUMBERS, "--hardware", "CPU", "--devices", "1", "--axes", "data", "--verify"]
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_ranks_larger_than_the_host_are_not_started(monkeypatch: pytest.MonkeyPa
     plans = plan(model, data, loss_fn=loss, hardware="CPU", num_devices=1, **fields)
     trainer = Trainer(model, loss_fn=loss, num_processes=1, **fields)
     monkeypatch.setattr(Trainer, "fit", _never)
-    monkeypatch.setattr(trial_limits, "host_memory", lambda: Room(2**20, "the free memory of the host"))
+    monkeypatch.setattr(trial_limits, "host_memory", lambda number: Room(2**20 // number, "a limit"))
     with pytest.raises(UserError, match="the host has too little memory to try the plan with 1 rank"):
         verify(plans, trainer, data, steps=3)
 
@@ -117,6 +117,10 @@ def test_ranks_larger_than_the_host_are_not_started(monkeypatch: pytest.MonkeyPa
         (["--html", "missing/page.html"], "--html: the folder of the file does not exist. Got 'missing/"),
         (["-o", "."], "--output: a folder has this name. Got '.'"),
         (["-o", "/proc/plan.yaml"], "--output: no file can be created in this folder"),
+        (
+            ["--history", ".", "-o", "plan.yaml"],
+            "--output: nothing is planned with --history. Got 'plan.yaml'",
+        ),
         (["--axes", "tensor,tensor"], "axes: a name is given twice. Got 'tensor'"),
         (["--axes", ""], "axes: no axis is named"),
         (["--codecs", "fp16,fp16"], "codecs: a name is given twice. Got 'fp16'"),

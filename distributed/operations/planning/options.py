@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 
 from distributed.config import DistributedConfig
@@ -66,8 +67,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for field in ("num_devices", "num_plans"):
             value = getattr(self, field)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not whole or value < 1):
+            if value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise UserError(
                     "it has to be a positive integer",
                     field=field,
@@ -75,6 +77,7 @@ class PlanOptions:
                     allowed="1, 2, 3, ...",
                     remedy="Correct it",
                 )
+            object.__setattr__(self, field, int(value))
         for field in ("axes", "codecs"):
             value = getattr(self, field)
             if value is not None:

@@ -36,22 +36,24 @@ def check_devices(options: PlanOptions, config: DistributedConfig) -> None:
     )
 
 
-def check_host_memory(nbytes: float, what: str) -> None:
+def check_host_memory(nbytes: float, what: str, num_processes: int = 1) -> None:
     """Check that the host has memory for a trial, which the kernel would end without a message.
 
     Args:
-        nbytes: bytes that the trial needs at least.
+        nbytes: bytes that each process needs at least.
         what: what needs them.
+        num_processes: processes that need so much, with the limits of a process each.
 
     Raises:
         UserError: there are fewer.
     """
-    free, limit = host_memory()
+    free, limit = host_memory(num_processes)
     if nbytes > free:
+        each = " each" if num_processes > 1 else ""
         raise UserError(
             f"the host has too little memory to try the plan with {what}; the limit is {limit}",
             field="--verify",
-            got=memory_text(nbytes),
-            allowed=f"at most {memory_text(free)}",
+            got=memory_text(nbytes) + each,
+            allowed=f"at most {memory_text(free)}{each}",
             remedy="Try fewer blocks of the model (--verify-layers), or leave --verify out",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import distributed
@@ -34,6 +35,11 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], text: str) -> None:
         distributed.plan(SIZES, hardware="H100", **given)
     assert str(caught.value).startswith(text)
     assert caught.value.remedy
+
+
+def test_an_integer_of_numpy_is_a_number_of_devices() -> None:
+    number = PlanOptions(num_devices=np.int64(2)).num_devices  # type: ignore[arg-type]
+    assert (number, type(number)) == (2, int)
 
 
 def test_a_string_is_one_name() -> None:
