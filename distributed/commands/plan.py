@@ -147,6 +147,7 @@ def _examined(args: argparse.Namespace) -> _Examined:
         from distributed.operations.planning.plan_numbers import plan_numbers
 
         if args.verify:
+            _check_trial(numbers, args)
             _check_devices(options, load_layers(layers))
         return _Examined(plan_numbers(numbers, [], layers, options))
     return _plan_script(args, layers, options)
@@ -156,6 +157,16 @@ def _check_devices(options: PlanOptions, config: DistributedConfig) -> None:
     from distributed.operations.planning.trial_limits import check_devices
 
     check_devices(options, config)
+
+
+def _check_trial(numbers: dict[str, Any], args: argparse.Namespace) -> None:
+    """Check, as far as it is known before a search, that a model of `numbers` can be tried."""
+    from distributed.operations.planning.numbers_trial import check_form
+    from distributed.operations.planning.shorter_model import check_number_of_blocks
+
+    check_form(str(numbers.get("family", "llama")), int(numbers.get("experts", 1)))
+    if args.verify_layers is not None and "layers" in numbers:
+        check_number_of_blocks(int(args.verify_layers), int(numbers["layers"]))
 
 
 def _check_blocks(trainer: Trainer, number: int) -> None:

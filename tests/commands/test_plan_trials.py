@@ -110,6 +110,12 @@ def test_ranks_larger_than_the_host_are_not_started(monkeypatch: pytest.MonkeyPa
         (["--verify-layers", "1"], "--verify-layers: it is an option of --verify, which was not given"),
         (["--verify", "--verify-layers", "0"], "--verify-layers: must be a positive integer. Got '0'"),
         (["--verify", "--steps", "2"], "--steps: the first two steps are not timed. Got 2"),
+        (["--verify", "--verify-layers", "3"], "; 2 blocks were found. Got 3. Allowed: 1 to 2"),
+        (
+            ["--verify", "--family", "gpt"],
+            "--verify: a plan from these numbers is verified on a model of your own",
+        ),
+        (["--verify", "--experts", "4"], "Got 'family llama, 4 experts'"),
         (["--number", "2"], "--number: it selects the plan that --output writes or --verify tries"),
         (["--number", "99", "--verify"], "--number: the table has no row with this number. Got 99"),
         (["--number", "4", "--plans", "3", "-o", "p.yaml"], "Got 4. Allowed: 1 to 3. Choose one of these"),
@@ -152,10 +158,12 @@ def test_a_model_without_blocks_cannot_be_shortened(
     assert "Leave it out, or name the class of the blocks (block_classes)" in error
 
 
-def test_more_blocks_than_the_numbers_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*NUMBERS, "--hardware", "CPU", "--devices", "1", "--verify", "--verify-layers", "5"]
+def test_more_blocks_than_are_assumed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 120,000 parameters with a width of 64."""
+    sizes = ["--parameters", "1.2e5", *NUMBERS[2:]]
+    words = [*sizes, "--hardware", "CPU", "--devices", "1", "--verify", "--verify-layers", "9"]
     assert main(["plan", *words]) == 2
-    assert "2 blocks were found. Got 5. Allowed: 1 to 2" in capsys.readouterr().err
+    assert "2 blocks were found. Got 9. Allowed: 1 to 2" in capsys.readouterr().err
 
 
 # -- why a trial may be slow -------------------------------------------------------------------------
