@@ -13,6 +13,7 @@ from distributed.config.load import as_layers, config_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError, hide_own_frames
 from distributed.interfaces.callback import Callback
+from distributed.interfaces.history import History
 from distributed.operations.planning.options import PlanOptions
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.numbers import ModelNumbers
@@ -43,8 +44,8 @@ def plan(
     hardware: str | Path | HardwareProfile | None = None,
     num_devices: int | None = None,
     num_plans: int = 10,
-    codecs: Collection[str] = (),
-    axes: Collection[str] | None = None,
+    codecs: str | Collection[str] = (),
+    axes: str | Collection[str] | None = None,
     optimizer: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     training_step: Callable[..., Any] | None = None,
@@ -65,9 +66,9 @@ def plan(
             those of one node of the hardware.
         num_plans: number of plans to list.
         codecs: gradient codecs to try. They change gradients, so that none is tried by default.
-        axes: axes of the mesh along which a plan may have several ranks, such as ``("data", "tensor")``.
-            None: all; for a large model object ``data`` and ``shard`` alone, because facts of its parts take
-            minutes to record.
+        axes: axes of the mesh along which a plan may have several ranks, such as ``("data", "tensor")``
+            or ``"data"``. None: all; for a large model object ``data`` and ``shard`` alone, because facts of
+            its parts take minutes to record.
         optimizer: as the `Trainer` takes it.
         loss_fn: as the `Trainer` takes it.
         training_step: as the `Trainer` takes it.
@@ -79,7 +80,7 @@ def plan(
             the smallest cluster that fits; a model whose control flow depends on values.
     """
     base, asked = config_layers(config), [Layer("argument", fields)]
-    options = PlanOptions(hardware, num_devices, num_plans, tuple(codecs), axes)
+    options = PlanOptions(hardware, num_devices, num_plans, codecs, axes)
     if isinstance(model, Mapping | ModelNumbers):
         from distributed.operations.planning.plan_numbers import plan_numbers
 
@@ -133,21 +134,16 @@ def verify(
         layers: train with so many blocks only, for which the prediction is made again.
 
     Raises:
-        UserError: there are not so many devices here, or the model cannot be shortened.
+        UserError: there are not so many devices or so much host memory here, or the model cannot be
+            shortened.
         WorkerError: a rank failed.
     """
-    from distributed.operations.planning.host_peak import MeasurePeak, can_measure, peak_of
     from distributed.operations.planning.shorter_model import shortened
-    from distributed.operations.planning.verification import Verification, run_fields
+    from distributed.operations.planning.trial_limits import check_host_memory
+    from distributed.operations.planning.verification import Verification, check_steps, run_fields
 
-    if steps < 3:
-        raise UserError(
-            "the first two steps are not timed",
-            field="--steps",
-            got=steps,
-            allowed="3 or more",
-            remedy="Train more steps",
-        )
+    check_steps(steps)
+    plans.check(index)
     row = plans[index]
 
     def probe(fields: dict[str, Any], callbacks: Sequence[Callback] = ()) -> Trainer:
@@ -167,25 +163,56 @@ def verify(
         timed = probe(run_fields(steps))
         if layers is not None:
             row = _predicted_again(timed, train_loader, plans, row)
-        history = timed.fit(train_loader)
-        peak, on_cpu = None, plans.profile.device == "cpu"
-        unmeasured = _NO_COUNTERS if on_cpu and not can_measure() else ""
-        if on_cpu and not unmeasured:
-            with PrivateFolder() as folder:
-                # It prints no comparison of its own, whose step time would be that of the measurement.
-                silent = {name: None for name in plans.fields(index) if name.startswith("planned.")}
-                fields = {**run_fields(_MEASURED_STEPS), **silent, "launch": "spawn"}
-                measure = MeasurePeak(Path(folder))
-                try:
-                    probe(fields, [measure]).fit(train_loader)
-                    if measure.is_counted is False:
-                        unmeasured = _NO_RANKS
-                    else:
-                        peak = peak_of(Path(folder), row.split.dims.world_size)
-                except UserError as error:  # what cannot be sent to another process was timed in this one
-                    unmeasured = f"the ranks that measure it do not start ({error})"
-    hidden = on_cpu and not unmeasured and peak is None
-    return Verification(row, history, peak, hidden, unmeasured)
+        on_cpu, ranks = plans.profile.device == "cpu", row.split.dims.world_size
+        if on_cpu:
+            least, _ = plans.intervals(row)["memory"]
+            check_host_memory(least, f"{ranks} rank{'s' if ranks > 1 else ''}", ranks)
+        history, notes = _timed(timed, train_loader, plans.profile, ranks)
+        if not on_cpu:
+            return Verification(row, history, notes=notes)
+        silent = {name: None for name in plans.fields(index) if name.startswith("planned.")}
+
+        def measuring(callback: Callback) -> Trainer:
+            # It prints no comparison of its own, whose step time would be that of the measurement.
+            return probe({**run_fields(_MEASURED_STEPS), **silent, "launch": "spawn"}, [callback])
+
+        peak, unmeasured = _peak(measuring, train_loader, ranks)
+    hidden = peak is None and not unmeasured
+    return Verification(row, history, peak, hidden, unmeasured, notes)
+
+
+def _timed(
+    trainer: Trainer, data: Any, profile: HardwareProfile, ranks: int
+) -> tuple[History, tuple[str, ...]]:
+    """The history of a run, and why its steps may be slower than those that were predicted."""
+    from distributed.operations.planning.machine_match import shared_cores
+    from distributed.operations.planning.other_load import BUSY, ProcessorTime
+
+    start = ProcessorTime.now()
+    history = trainer.fit(data)
+    others = start.others_until(ProcessorTime.now())
+    busy = f"other processes used {others:.0%} of the processors meanwhile" if others > BUSY else None
+    found = (shared_cores(profile, ranks), busy)
+    return history, tuple(f"{note}: steps may be slower than predicted" for note in found if note is not None)
+
+
+def _peak(measuring: Callable[[Callback], Trainer], data: Any, ranks: int) -> tuple[int | None, str]:
+    """Bytes of the rank that needs most, None where they are hidden or unknown, and why they are unknown.
+
+    Args:
+        measuring: the trainer of a run with a callback.
+    """
+    from distributed.operations.planning.host_peak import MeasurePeak, can_measure, peak_of
+
+    if not can_measure():
+        return None, _NO_COUNTERS
+    with PrivateFolder() as folder:
+        measure = MeasurePeak(Path(folder))
+        try:
+            measuring(measure).fit(data)
+        except UserError as error:  # what cannot be sent to another process was timed in this one
+            return None, f"the ranks that measure it do not start ({error})"
+        return (None, _NO_RANKS) if measure.is_counted is False else (peak_of(Path(folder), ranks), "")
 
 
 def _predicted_again(trainer: Trainer, data: Any, plans: Plans, row: Ranked) -> Ranked:

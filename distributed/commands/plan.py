@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distributed.commands.corrections import refuse_unknown, script_words
 from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.parser import PROG, positive_int
+from distributed.commands.plan_checks import check_flags, number_of, steps_of
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
-from distributed.config import Layer
+from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.config.script_overlay import ScriptRun, command_line
 from distributed.errors import UserError
 
@@ -66,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags("--codecs", metavar="A,B", default="", help="Gradient codecs to try; they change gradients.")
     flags("--axes", metavar="A,B", help="Axes along which there may be several ranks, such as data,tensor.")
     flags("--rejected", action="store_true", help="List every rejected split with its first reason.")
-    flags("--number", metavar="N", default="1", help="Plan to write. Default: 1, the fastest.")
+    flags("--number", metavar="N", help="Plan to write or to try. Default: 1, the fastest.")
     flags("--output", "-o", metavar="FILE", help="Write a plan as YAML, for `train --config`.")
     flags("--html", metavar="FILE", help="Write a page with the table and a picture.")
     flags("--verify", action="store_true", help="Train a few steps with the plan here, and compare.")
-    flags("--steps", metavar="N", default="10", help="Steps of --verify. Default: 10.")
+    flags("--steps", metavar="N", help="Steps of --verify. Default: 10.")
     flags("--verify-layers", metavar="N", help="Verify with so many blocks of the model only.")
     flags("--history", metavar="FOLDER", help="Print the error of all plans of the runs below a folder.")
     flags("--json", action="store_true", help="Print everything as JSON.")
@@ -88,15 +89,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong value, a script that never called `fit`, or a model that fits nowhere.
     """
-    if args.json and (args.verify or args.history is not None):
-        raise UserError(
-            "JSON has the plans alone",
-            field="--json",
-            got="with --verify or --history",
-            remedy="Leave --json out",
-        )
-    positive_int(args.number, "--number")
-    positive_int(args.steps, "--steps")
+    check_flags(args)
     if args.history is not None:
         _refuse_rest(args)
         _print_history(args)
@@ -153,8 +146,37 @@ def _examined(args: argparse.Namespace) -> _Examined:
             )
         from distributed.operations.planning.plan_numbers import plan_numbers
 
+        if args.verify:
+            _check_trial(numbers, args)
+            _check_devices(options, load_layers(layers))
         return _Examined(plan_numbers(numbers, [], layers, options))
     return _plan_script(args, layers, options)
+
+
+def _check_devices(options: PlanOptions, config: DistributedConfig) -> None:
+    from distributed.operations.planning.trial_limits import check_devices
+
+    check_devices(options, config)
+
+
+def _check_trial(numbers: dict[str, Any], args: argparse.Namespace) -> None:
+    """Check, as far as it is known before a search, that a model of `numbers` can be tried."""
+    from distributed.operations.planning.numbers_trial import check_form
+    from distributed.operations.planning.shorter_model import check_number_of_blocks
+
+    check_form(str(numbers.get("family", "llama")), int(numbers.get("experts", 1)))
+    if args.verify_layers is not None and "layers" in numbers:
+        check_number_of_blocks(int(args.verify_layers), int(numbers["layers"]))
+
+
+def _check_blocks(trainer: Trainer, number: int) -> None:
+    """Check that the model has so many blocks, if it is built already."""
+    from torch import nn
+
+    from distributed.operations.planning.shorter_model import lists_of_blocks
+
+    if isinstance(trainer.model, nn.Module):
+        lists_of_blocks(trainer.model, number, trainer.config.block_classes)
 
 
 def _refuse_rest(args: argparse.Namespace) -> None:
@@ -199,6 +221,10 @@ def _plan_script(args: argparse.Namespace, layers: list[Layer], options: PlanOpt
     def examine(trainer: Any, config: Any, task: Any, data: Any) -> None:
         from distributed.operations.planning.plan_task import plan_task
 
+        if args.verify:
+            _check_devices(options, config)
+        if args.verify_layers is not None:
+            _check_blocks(trainer, int(args.verify_layers))
         facts = trainer.facts_of(task)
         plans = plan_task(task, trainer.framework, facts, config, layers, options)
         found.append(_Examined(plans, trainer, data))
@@ -231,6 +257,8 @@ def _print(plans: Plans, args: argparse.Namespace) -> None:
     for note in plans.notes:
         print(f"note: {note}")
     print_table(plan_text.HEADS, plan_text.rows_of(plans), ["bold"])
+    if (uncertain := plan_text.uncertainty(plans)) is not None:
+        print(f"note: {uncertain}")
     time, memory = plan_text.part_rows(plans)
     print("plan 1 by part:")
     print_table(["time", "", "share"], time)
@@ -250,7 +278,7 @@ def _print_rejected(plans: Plans, every: bool) -> None:
 
 
 def _write(plans: Plans, args: argparse.Namespace) -> None:
-    lines, index = list[str](), positive_int(args.number, "--number") - 1
+    lines, index = list[str](), number_of(args) - 1
     if args.output is not None:
         plans.save(args.output, index)
         script = args.script or ("FILE" if _numbers(args) else None)
@@ -272,10 +300,11 @@ def _verify(examined: _Examined, args: argparse.Namespace) -> None:
     from distributed.operations.planning.verification import HEADS
     from distributed.planning import verify
 
-    index = positive_int(args.number, "--number") - 1
+    index = number_of(args) - 1
     layers = None if args.verify_layers is None else positive_int(args.verify_layers, "--verify-layers")
-    steps = positive_int(args.steps, "--steps")
+    steps = steps_of(args)
     plans, trainer, data = examined
+    plans.check(index)
     if trainer is None:
         trainer, data = _trial(plans, steps, layers)
     found = verify(plans, trainer, data, index, steps, layers)
@@ -283,18 +312,25 @@ def _verify(examined: _Examined, args: argparse.Namespace) -> None:
     print_table(HEADS, found.rows())
     if found.unmeasured:
         print(f"note: memory was not measured: {found.unmeasured}")
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 def _trial(plans: Plans, steps: int, layers: int | None) -> tuple[Trainer, Any]:
     """A trainer of a model with the numbers of `plans`, and random tokens for it."""
     from distributed.operations.planning.numbers_trial import decoder_of, tokens_of, training_step
+    from distributed.operations.planning.shorter_model import check_number_of_blocks
+    from distributed.operations.planning.trial_limits import check_host_memory
     from distributed.planner.estimates.numbers import ModelNumbers
     from distributed.trainer import Trainer
 
     numbers = plans.space.sizes
     assert isinstance(numbers, ModelNumbers)
     if layers is not None:
-        numbers = replace(numbers, layers=min(layers, numbers.layers), stated=None)
+        check_number_of_blocks(layers, numbers.layers)
+        numbers = replace(numbers, layers=layers, stated=None)
+    # The model, and the copy of it that is trained, in float32.
+    check_host_memory(2 * 4 * numbers.counted, f"{numbers.counted:,} parameters and a copy of them")
     fields = {name: value for layer in plans.base for name, value in layer.values.items()}
     trainer = Trainer(decoder_of(numbers), fields, training_step=training_step)
     return trainer, tokens_of(numbers, steps)

@@ -228,8 +228,17 @@ def _dataset(data: Any, argument: str) -> Any:
             " stack several of them. Give the DataLoader itself, or a list of single samples as tuples",
             argument,
         )
-    # A mapping of columns has a length too, but of columns.
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, str)):
+    if isinstance(data, Mapping):  # it has a length too, but of columns
+        raise UserError(
+            "not a readable data source: a mapping is indexed by names of columns, and samples are rows",
+            field=argument,
+            got=f"{type(data).__name__} with {', '.join(map(repr, list(data)[:4]))}",
+            allowed="a Dataset whose samples are mappings",
+            remedy="Give a Dataset with `__len__`, the number of rows, and `__getitem__`, which returns"
+            " {name: column[index] for each column}; datasets.Dataset.from_dict(columns).with_format('torch')"
+            " is one",
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str):
         return data
     raise UserError(
         "not a readable data source",

@@ -113,7 +113,10 @@ def test_a_script_is_planned_tried_and_trained(
         (["--hardware", "H1000", *NUMBERS], "hardware: no hardware profile has this name"),
         (["--history", "nowhere"], "--history: no run has left a record here"),
         ([*NUMBERS, "--number", "0"], "--number: must be a positive integer"),
-        ([*NUMBERS, "--number", "11", "-o", "x.yaml"], "number: there is no plan with this number. Got 11"),
+        (
+            [*NUMBERS, "--devices", "1", "--plans", "99", "--number", "11", "-o", "x.yaml"],
+            "number: there is no plan with this number. Got 11",
+        ),
         ([*NUMBERS, "--axes", "datas"], "axes: the mesh has no such axis"),
     ],
 )

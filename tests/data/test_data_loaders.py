@@ -246,6 +246,34 @@ def test_data_that_cannot_be_read(data: Any, message: str) -> None:
     assert caught.value.field == "val_loader"
 
 
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """What the remedy of a mapping of columns describes."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def test_the_remedy_of_a_mapping_of_columns_is_readable() -> None:
+    columns = {"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)}
+    with pytest.raises(UserError, match="not a readable data source: a mapping") as caught:
+        Source.of(columns, "train_loader")
+    assert caught.value.got == "dict with 'input_ids', 'labels'"
+    assert "a Dataset with `__len__`" in str(caught.value.remedy)
+    datasets = pytest.importorskip("datasets")
+    for rows in (Rows(columns), datasets.Dataset.from_dict(columns).with_format("torch")):
+        (window,) = Feed(train(rows), 4).windows(0)
+        batch, chosen = window.micro_batches[0].batch, sample_order(4, 0, 0)
+        assert {name: column.tolist() for name, column in batch.items()} == {
+            name: column[chosen].tolist() for name, column in columns.items()
+        }
+
+
 # -- workers ---------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from distributed.interfaces.launcher import RankCommand
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.operations.planning.calibrate_rank import RESULT
-from distributed.operations.planning.other_load import ProcessorTime
+from distributed.operations.planning.other_load import BUSY, ProcessorTime
 from distributed.planner.estimates.hardware import HardwareProfile, parse_profile
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
@@ -37,8 +37,6 @@ __all__ = ["DURATION", "calibrate", "default_ranks", "write_profile"]
 
 DURATION = 0.02
 """Seconds of each point of a curve."""
-_BUSY = 0.1
-"""Share of the processors in use by others from which on a warning is printed."""
 _LOOK = 0.5
 """Seconds for which others are watched before anything is measured."""
 
@@ -115,7 +113,7 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
 
 def _warn_of_others(share: float, when: str, report: Callable[[str], object]) -> None:
     """Warn if other processes use this machine, which makes everything that is measured slower."""
-    if share > _BUSY:
+    if share > BUSY:
         report(
             f"warning: other processes used {share:.0%} of the processors {when}; the profile is that of a"
             " busy machine, and predictions from it are too slow. Measure again when nothing else runs"

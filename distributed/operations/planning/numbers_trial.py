@@ -11,25 +11,38 @@ from distributed.errors import UserError
 from distributed.operations.planning.decoder import Decoder, next_token_loss
 from distributed.planner.estimates.numbers import ModelNumbers
 
-__all__ = ["decoder_of", "tokens_of", "training_step"]
+__all__ = ["check_form", "decoder_of", "tokens_of", "training_step"]
 
 training_step = next_token_loss
+
+
+def check_form(family: str, experts: int) -> None:
+    """Check that there is a model of such numbers here.
+
+    Args:
+        family: as in `ModelNumbers`.
+        experts: of each block.
+
+    Raises:
+        UserError: they are of a mixture of experts, or not in the form of Llama.
+    """
+    if experts > 1 or family != "llama":
+        raise UserError(
+            "a plan from these numbers is verified on a model of your own",
+            field="--verify",
+            got=f"family {family}, {experts} experts",
+            allowed="family llama without experts",
+            remedy="Plan from a script with the model: --script FILE --verify",
+        )
 
 
 def decoder_of(numbers: ModelNumbers) -> nn.Module:
     """A model with these sizes.
 
     Raises:
-        UserError: the numbers are of a mixture of experts, or not in the form of Llama.
+        UserError: as `check_form`.
     """
-    if numbers.experts > 1 or numbers.family != "llama":
-        raise UserError(
-            "a plan from these numbers is verified on a model of your own",
-            field="--verify",
-            got=f"family {numbers.family}, {numbers.experts} experts",
-            allowed="family llama without experts",
-            remedy="Plan from a script with the model: --script FILE --verify",
-        )
+    check_form(numbers.family, numbers.experts)
     return Decoder(
         layers=numbers.layers,
         hidden=numbers.hidden,

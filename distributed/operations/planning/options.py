@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 
 from distributed.config import DistributedConfig
@@ -13,7 +14,7 @@ from distributed.planner.estimates.candidates import SearchSpace, groups
 from distributed.planner.estimates.hardware import HardwareProfile
 from distributed.planner.estimates.model_facts import Cut, ModelFacts
 
-__all__ = ["PlanOptions", "left_out", "limited", "recording_seconds"]
+__all__ = ["PlanOptions", "left_out", "limited", "note_on_batch", "recording_seconds"]
 
 _ALL = (*AXES, "expert")
 
@@ -32,15 +33,16 @@ class PlanOptions:
         hardware: name of a shipped profile, path of a file, or a profile; None for this machine's.
         num_devices: number of devices, each with one rank; None for those of the configuration or of a node.
         num_plans: number of plans to list.
-        codecs: gradient codecs to try.
-        axes: axes of the mesh along which a plan may have several ranks; None for those that are worth it.
+        codecs: gradient codecs to try; a string is one of them.
+        axes: axes of the mesh along which a plan may have several ranks; a string is one of them, None stands
+            for those that are worth it.
     """
 
     hardware: str | Path | HardwareProfile | None = None
     num_devices: int | None = None
     num_plans: int = 10
-    codecs: Collection[str] = ()
-    axes: Collection[str] | None = None
+    codecs: str | Collection[str] = ()
+    axes: str | Collection[str] | None = None
 
     def devices_of(self, config: DistributedConfig, profile: HardwareProfile) -> int:
         """Number of devices: as given, else the configuration's ranks, else those of a node.
@@ -65,14 +67,21 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for field in ("num_devices", "num_plans"):
             value = getattr(self, field)
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise UserError(
-                    "it has to be a positive number",
+                    "it has to be a positive integer",
                     field=field,
                     got=value,
-                    allowed="1 or more",
+                    allowed="1, 2, 3, ...",
                     remedy="Correct it",
                 )
+            object.__setattr__(self, field, int(value))
+        for field in ("axes", "codecs"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, _names(field, value))
         for axis in self.axes or ():
             if axis not in _ALL:
                 raise UserError(
@@ -82,6 +91,39 @@ class PlanOptions:
                     allowed=", ".join(_ALL),
                     remedy="Choose some of these, or leave it out",
                 )
+
+
+def _names(field: str, given: str | Collection[str]) -> tuple[str, ...]:
+    """`given`, of which a string is one name.
+
+    Raises:
+        UserError: a name is given twice, or there is none where one is needed.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if field == "axes" and not names:
+        raise UserError(
+            "no axis is named",
+            field=field,
+            got=given,
+            allowed=", ".join(_ALL),
+            remedy="Choose some of these, or leave it out",
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                "a name is given twice", field=field, got=name, allowed="each once", remedy="Leave one out"
+            )
+    return names
+
+
+def note_on_batch(config: DistributedConfig) -> tuple[str, ...]:
+    """What becomes of ``batch_size=auto`` in a plan."""
+    if config.batch_size != "auto":
+        return ()
+    return (
+        "batch_size=auto: every plan has a micro-batch of its own, which is predicted to fit; a run with its"
+        " file keeps this size and tries no other",
+    )
 
 
 def limited(space: SearchSpace, axes: Collection[str] | None) -> SearchSpace:

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["ProcessorTime"]
+__all__ = ["BUSY", "ProcessorTime"]
+
+BUSY = 0.1
+"""Share of the processors in use by others from which on measured times are doubtful."""
 
 _NOT_COUNTED = ("guest", "guest_nice")
 """Times of the kernel that are part of others."""
@@ -19,7 +22,8 @@ class ProcessorTime(NamedTuple):
     Attributes:
         total: those that have passed.
         idle: those in which nothing ran.
-        own: those that this process and its children that have ended have used.
+        own: those that this process and all processes below it have used: children, and ranks that a child
+            has started.
     """
 
     total: float
@@ -31,10 +35,11 @@ class ProcessorTime(NamedTuple):
         """The counters of the kernel."""
         times = psutil.cpu_times()._asdict()
         own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        living = sum(map(_used, psutil.Process().children(recursive=True)))
         return cls(
             total=sum(seconds for name, seconds in times.items() if name not in _NOT_COUNTED),
             idle=times["idle"] + times.get("iowait", 0.0),
-            own=sum(usage.ru_utime + usage.ru_stime for usage in own),
+            own=living + sum(usage.ru_utime + usage.ru_stime for usage in own),
         )
 
     def others_until(self, later: ProcessorTime) -> float:
@@ -45,3 +50,12 @@ class ProcessorTime(NamedTuple):
             return 0.0
         busy = total - (later.idle - self.idle)
         return max(0.0, busy - (later.own - self.own)) / total
+
+
+def _used(process: psutil.Process) -> float:
+    """Seconds that `process` and those of its children that have ended have used."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:  # it has ended meanwhile
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)

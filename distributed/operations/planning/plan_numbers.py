@@ -10,7 +10,7 @@ from distributed.config import DistributedConfig, Layer, load_layers
 from distributed.errors import UserError, did_you_mean
 from distributed.operations.planning.default_hardware import profile_of
 from distributed.operations.planning.machine_match import announce_difference
-from distributed.operations.planning.options import PlanOptions, limited
+from distributed.operations.planning.options import PlanOptions, limited, note_on_batch
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.planner.estimates.configuration import check_places, refusal_of
 from distributed.planner.estimates.memory_by_numbers import SPREAD
@@ -55,7 +55,20 @@ def plan_numbers(
         lambda split: refusal_of(split, catalog, profile.device, layers, kept),
     )
     subject = f"a transformer with {numbers.parameters:,.0f} parameters"
-    return Plans(subject, space, profile, table, layers, kept, layers, SPREAD, whence)
+    notes = _assumptions(numbers, given, config) + note_on_batch(config)
+    return Plans(subject, space, profile, table, layers, kept, layers, SPREAD, whence, notes)
+
+
+def _assumptions(
+    numbers: ModelNumbers, given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig
+) -> tuple[str, ...]:
+    """Each size that was not given, with the value that is planned for."""
+    names = [*numbers.assumed]
+    if isinstance(given, Mapping):
+        known = {*given, *(("global_batch",) if config.global_batch_size is not None else ())}
+        names += [name for name in ("sequence", "global_batch", "family") if name not in known]
+    values = ", ".join(f"{name}={getattr(numbers, name)}" for name in names)
+    return (f"not given and assumed: {values}",) if names else ()
 
 
 def _numbers(given: Mapping[str, Any] | ModelNumbers, config: DistributedConfig) -> ModelNumbers:

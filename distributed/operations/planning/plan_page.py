@@ -13,6 +13,7 @@ from distributed.operations.planning.plan_text import (
     part_rows,
     rows_of,
     settings_of,
+    uncertainty,
 )
 from distributed.operations.planning.plans import Plans
 from distributed.operations.planning.quantities import memory_text, seconds_text
@@ -44,6 +45,9 @@ def _page(plans: Plans) -> str:
     panels, best = _panels(plans), plans[0]
     title = f"Plans for {plans.subject}"
     time, memory = part_rows(plans)
+    uncertain = uncertainty(plans)
+    table = html.table(HEADS, list(rows_of(plans)), numbers=(0, 5, 7, 8, 9), best=0)
+    below = [html.note(uncertain)] if uncertain else []
     body = [
         Html(f"<h1>{escape(title)}</h1>\n"),
         html.paragraph(f"{headline(plans)}."),
@@ -55,7 +59,7 @@ def _page(plans: Plans) -> str:
                 (f"of {memory_text(plans.profile.memory)} a device", memory_text(best.memory.total)),
             ]
         ),
-        html.section("Plans", html.table(HEADS, list(rows_of(plans)), numbers=(0, 5, 7, 8, 9), best=0)),
+        html.section("Plans", table, *below),
         html.section("Where time and memory go", html.plots(panels)),
         html.section(
             "The fastest plan by part",

@@ -16,7 +16,13 @@ from distributed.interfaces.task import Task
 from distributed.operations.planning.default_hardware import profile_of
 from distributed.operations.planning.machine_match import announce_difference
 from distributed.operations.planning.micro_batch_effects import OTHER, effect_of_size
-from distributed.operations.planning.options import PlanOptions, left_out, limited, recording_seconds
+from distributed.operations.planning.options import (
+    PlanOptions,
+    left_out,
+    limited,
+    note_on_batch,
+    recording_seconds,
+)
 from distributed.operations.planning.plans import Plans, names_in
 from distributed.operations.planning.stage_check import StageCheck
 from distributed.operations.planning.task_facts import TaskFacts
@@ -90,6 +96,7 @@ def plan_task(
     )
     effect = effect_of_size(task, model, known.samples())
     space, notes = _same_micro_batches(space, effect, config, facts)
+    notes += note_on_batch(config)
     stages = StageCheck(task, model, known.samples())
     if profile.device != "cpu" and not framework.num_gpus():
         notes += (_WITHOUT_GPU,)
@@ -119,6 +126,7 @@ def plan_task(
         whence,
         notes,
         predictions.device.spread_bytes,
+        known.weights(config),
     )
 
 

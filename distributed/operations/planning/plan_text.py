@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
+from distributed.errors import listed
 from distributed.operations.planning.plans import Plans
 from distributed.operations.planning.quantities import memory_text, seconds_text
 from distributed.planner.estimates.ledger import MemoryParts
 from distributed.planner.estimates.search import Ranked
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["HEADS", "headline", "part_rows", "rows_of", "settings_of"]
+__all__ = ["HEADS", "headline", "part_rows", "rows_of", "settings_of", "uncertainty"]
 
 HEADS = ["#", "backend", "ranks", "micro-batch", "settings", "step", "interval", "MFU", "memory", "of device"]
 
@@ -20,7 +21,7 @@ def headline(plans: Plans) -> str:
     """What was planned, in a line."""
     space, profile = plans.space, plans.profile
     return (
-        f"{plans.subject}; {space.world_size} x {profile.name}, {space.precision}, {space.optimizer},"
+        f"{plans.subject}; {space.world_size} x {profile.name}, {plans.precision}, {space.optimizer},"
         f" global batch {space.sizes.global_batch}"
     )
 
@@ -47,6 +48,17 @@ def _row(index: int, row: Ranked, plans: Plans) -> list[str]:
         memory_text(row.memory.total),
         f"{row.memory.total / profile.memory:.0%}",
     ]
+
+
+def uncertainty(plans: Plans) -> str | None:
+    """Which plans may need more memory than there is; None without."""
+    numbers = plans.uncertain
+    if not numbers:
+        return None
+    return (
+        "the upper end of the interval of memory is above the device's for"
+        f" plan{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+    )
 
 
 def settings_of(row: Ranked) -> str:

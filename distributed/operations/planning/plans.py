@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from distributed.registry.catalog import get_catalog
 from distributed.system.private_files import write_private
 
 __all__ = ["Plans", "names_in"]
+
+_MEMORY_LINE = re.compile(r"^  memory_bytes: \d+$", re.MULTILINE)
 
 
 def names_in(layers: Sequence[Layer]) -> set[str]:
@@ -43,6 +46,7 @@ class Plans:
         whence: where the profile is from.
         notes: what else decided which plans there are.
         memory_spread_bytes: what is added to the half-width of `memory_spread`.
+        weights: precision of the model's parameters, such as ``fp64``, if it is not ``fp32``.
     """
 
     subject: str
@@ -56,6 +60,21 @@ class Plans:
     whence: str = ""
     notes: tuple[str, ...] = ()
     memory_spread_bytes: int = 0
+    weights: str = ""
+
+    @property
+    def precision(self) -> str:
+        """Of the computation, and of the parameters if these are not float32."""
+        if not self.weights:
+            return self.space.precision
+        autocast = "" if self.space.precision == "fp32" else f"{self.space.precision}, "
+        return f"{autocast}{self.weights} parameters"
+
+    @property
+    def uncertain(self) -> list[int]:
+        """Numbers of the plans that may not fit: the upper end of their memory is above the device's."""
+        limit = self.profile.memory
+        return [number for number, row in enumerate(self.rows, 1) if self.intervals(row)["memory"][1] > limit]
 
     @property
     def rows(self) -> Sequence[Ranked]:
@@ -68,11 +87,11 @@ class Plans:
     def __len__(self) -> int:
         return len(self.table.plans)
 
-    def fields(self, index: int = 0) -> dict[str, Any]:
-        """Configuration fields of a plan, with dotted names, its predictions included.
+    def check(self, index: int) -> None:
+        """Check that there is a plan with this index.
 
         Raises:
-            UserError: there is no such plan.
+            UserError: there is none.
         """
         if not 0 <= index < len(self):
             raise UserError(
@@ -82,6 +101,14 @@ class Plans:
                 allowed=f"1 to {len(self)}",
                 remedy="Choose a row of the table",
             )
+
+    def fields(self, index: int = 0) -> dict[str, Any]:
+        """Configuration fields of a plan, with dotted names, its predictions included.
+
+        Raises:
+            UserError: there is no such plan.
+        """
+        self.check(index)
         row, profile, given = self[index], self.profile, load_layers(self.base)
         fields = plan_fields(
             row.split, given, self.kept, get_catalog(), profile.device, profile.devices_of_host
@@ -101,11 +128,14 @@ class Plans:
         import yaml
 
         fields, row = self.fields(index), self[index]
+        # The field is compared with what an allocator counts, the table's figure with the memory of a device.
+        tensors = f"  # tensors alone; {row.memory.total} with framework and fragmentation, as in the table"
         head = (
             f"# Plan {index + 1} of {len(self)} for {self.subject} on {self.space.world_size} x"
             f" {self.profile.name}:\n# {describe(row.split)}\n"
         )
-        return head + yaml.safe_dump(nested(json.loads(json.dumps(fields, default=str))), sort_keys=False)
+        body = yaml.safe_dump(nested(json.loads(json.dumps(fields, default=str))), sort_keys=False)
+        return head + _MEMORY_LINE.sub(rf"\g<0>{tensors}", body)
 
     def save(self, path: str | Path, index: int = 0) -> None:
         """Write `yaml`, whole or not at all, readable by this user only.
@@ -132,7 +162,7 @@ class Plans:
         model = row.mfu * row.time.total
         return {
             "time": (low, high),
-            "mfu": (model / high, model / low),
+            "mfu": (model / high, min(model / low, max(1.0, row.mfu))),
             "memory": (max(0.0, memory / spread - more), memory * spread + more),
         }
 
@@ -154,7 +184,9 @@ class Plans:
             "model": self.subject,
             "hardware": self.profile.name,
             "devices": self.space.world_size,
+            "precision": self.precision,
             "notes": list(self.notes),
+            "uncertain_memory": self.uncertain,
             "plans": plans,
             "reasons": dict(self.table.reasons().most_common()),
             "rejected": [asdict(entry) for entry in self.table.rejected],

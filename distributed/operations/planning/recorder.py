@@ -105,7 +105,8 @@ class Recorder:
                 field="batch_size",
                 got=" and ".join(map(str, _SAMPLES)),
                 allowed="the same operations for any number of samples",
-                remedy="Give the numbers of the model to `facts_from_numbers` instead of the object",
+                remedy="Plan from the numbers of the model instead: `plan --parameters`, or `--layers` and"
+                " `--hidden`, and a mapping of them for `distributed.plan`",
             )
         sizes = tuple(_line(a, b) for a, b in zip(small.sizes, large.sizes, strict=True))
         collectives = tuple(
@@ -380,5 +381,6 @@ def explained() -> Iterator[None]:
             field="model",
             got=str(error).splitlines()[0][:120] or type(error).__name__,
             allowed="operations whose shapes follow from the shapes of the batch",
-            remedy="Give the numbers of the model to `facts_from_numbers` instead of the object",
+            remedy="Plan from the numbers of the model instead: `plan --parameters`, or `--layers` and"
+            " `--hidden`, and a mapping of them for `distributed.plan`",
         ) from error

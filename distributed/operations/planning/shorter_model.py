@@ -12,7 +12,7 @@ from torch import nn
 from distributed.errors import UserError
 from distributed.training.blocks import find_blocks
 
-__all__ = ["keep_blocks", "shortened"]
+__all__ = ["check_number_of_blocks", "keep_blocks", "lists_of_blocks", "shortened"]
 
 
 def shortened(model: Any, optimizer: Any, number: int, names: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -54,21 +54,7 @@ def keep_blocks(model: nn.Module, number: int, names: Sequence[str] = ()) -> Non
     Raises:
         UserError: the blocks are in no list, or there are fewer of them.
     """
-    blocks = set(find_blocks(model, names))
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and blocks & set(module.children())
-    ]
-    most = max((len(blocks & set(module.children())) for module in lists), default=0)
-    if not 1 <= number <= most:
-        raise UserError(
-            "the model cannot be shortened to so many layers",
-            field="--verify-layers",
-            got=number,
-            allowed=f"1 to {most}" if most else "a model whose blocks are in a ModuleList or Sequential",
-            remedy="Choose a number in this range, or leave it out",
-        )
+    lists, blocks = lists_of_blocks(model, number, names)
     for module in lists:
         kept, count = [], 0
         for child in module.children():
@@ -81,3 +67,45 @@ def keep_blocks(model: nn.Module, number: int, names: Sequence[str] = ()) -> Non
     config: Any = getattr(model, "config", None)
     if getattr(config, "num_hidden_layers", None) is not None:
         config.num_hidden_layers = number
+
+
+def lists_of_blocks(
+    model: nn.Module, number: int, names: Sequence[str] = ()
+) -> tuple[list[nn.ModuleList | nn.Sequential], set[nn.Module]]:
+    """The lists whose blocks `keep_blocks` leaves out, and all blocks.
+
+    Raises:
+        UserError: as `keep_blocks`.
+    """
+    blocks = set(find_blocks(model, names))
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and blocks & set(module.children())
+    ]
+    check_number_of_blocks(number, max((len(blocks & set(module.children())) for module in lists), default=0))
+    return lists, blocks
+
+
+def check_number_of_blocks(number: int, most: int) -> None:
+    """Check that `number` of `most` blocks can be kept.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    if most == 0:
+        raise UserError(
+            "the model cannot be shortened: 0 blocks were found, which are modules of one class with modules"
+            " inside them, side by side in a ModuleList or Sequential",
+            field="--verify-layers",
+            got=number,
+            remedy="Leave it out, or name the class of the blocks (block_classes)",
+        )
+    if not 1 <= number <= most:
+        raise UserError(
+            f"the model cannot be shortened to so many layers; {most} blocks were found",
+            field="--verify-layers",
+            got=number,
+            allowed=f"1 to {most}",
+            remedy="Choose a number in this range, or leave it out",
+        )

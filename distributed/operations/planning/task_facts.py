@@ -25,6 +25,7 @@ from distributed.training.seeding import isolated_rng
 __all__ = ["SAMPLES", "TaskFacts"]
 
 _NAMES: dict[Any, str] = {built: name for name, built in OPTIMIZERS.items()}
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SETTINGS = ("momentum", "weight_decay", "amsgrad", "nesterov", "maximize", "foreach", "fused")
 """Settings of an optimizer that change its state or its temporary memory."""
 SAMPLES = 2
@@ -97,6 +98,12 @@ class TaskFacts:
     def model(self, config: DistributedConfig) -> nn.Module:
         """The model of the task; that of a factory is built without data."""
         return self._built(config.seed)
+
+    def weights(self, config: DistributedConfig) -> str:
+        """Precision of the parameters, such as ``fp64`` or ``bf16 and fp32``; empty if all are ``fp32``."""
+        dtypes = {p.dtype for p in self.model(config).parameters() if p.is_floating_point()}
+        names = sorted(_PRECISIONS.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+        return "" if names == ["fp32"] else " and ".join(names)
 
     def optimizer(self, config: DistributedConfig) -> tuple[str, dict[str, Any]]:
         """Name of the optimizer of the task, and those of its settings that change its memory.

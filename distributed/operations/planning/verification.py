@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from distributed.errors import UserError
 from distributed.interfaces.history import History
 from distributed.operations.planning.plan_history import error_text, quantity
 from distributed.operations.planning.quantities import seconds_text
 from distributed.planner.estimates.comparison import Comparison, compare
 from distributed.planner.estimates.search import Ranked
 
-__all__ = ["HEADS", "Verification", "run_fields"]
+__all__ = ["HEADS", "Verification", "check_steps", "run_fields"]
 
 HEADS = ["", "predicted", "measured", "error"]
 
@@ -26,6 +27,22 @@ _PHASES = {
     "optimizer": ("time_optimizer",),
 }
 """Part of a predicted step -> shares of a log record. Stages of a pipeline wait in forward and backward."""
+
+
+def check_steps(steps: int) -> None:
+    """Check that steps are left to be timed.
+
+    Raises:
+        UserError: there are none.
+    """
+    if steps < 3:
+        raise UserError(
+            "the first two steps are not timed",
+            field="--steps",
+            got=steps,
+            allowed="3 or more",
+            remedy="Train more steps",
+        )
 
 
 def run_fields(steps: int) -> dict[str, Any]:
@@ -56,6 +73,7 @@ class Verification:
         peak: bytes of the rank that needed most in a second trial, on CPU; None where it was not measured.
         hidden: whether it was not because a rank needed more before its first step.
         unmeasured: another reason why it was not on CPU, as a clause; empty without.
+        notes: why the trial may be slower than the prediction.
     """
 
     row: Ranked
@@ -63,6 +81,7 @@ class Verification:
     peak: int | None = None
     hidden: bool = False
     unmeasured: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def comparisons(self) -> list[Comparison]:

@@ -159,7 +159,8 @@ def merge(
             field="batch_size",
             got=" and ".join(map(str, samples)),
             allowed="the same operations for any number of samples",
-            remedy="Give the numbers of the model to `facts_from_numbers` instead of the object",
+            remedy="Plan from the numbers of the model instead: `plan --parameters`, or `--layers` and"
+            " `--hidden`, and a mapping of them for `distributed.plan`",
         )
     groups: list[tuple[Counter[Any], Counter[Any]]] = [(Counter(), Counter()) for _ in range(num_blocks)]
     for one, other in zip(small, large, strict=True):

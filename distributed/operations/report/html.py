@@ -35,6 +35,8 @@ _HEAD = """<!doctype html>
 
 _SHORT = 24
 """Characters of a cell that stay on one line."""
+_MANY = 8
+"""Columns up to which a table has wide margins between them."""
 _TAG = re.compile("<[^>]*>")
 
 
@@ -141,9 +143,9 @@ def table(
         + "</tr>\n"
         for number, row in enumerate(rows)
     )
-    return Html(
-        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
-    )
+    dense = " dense" if len(heads) > _MANY else ""
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return Html(f'<div class="table{dense}">{inner}</div>\n')
 
 
 def _cell(text: str, kind: str) -> str:

@@ -20,9 +20,11 @@ from distributed.planner.pipeline import ZERO_BUBBLE, plain_shape
 
 __all__ = [
     "Group",
+    "NO_MICRO_BATCH",
     "SearchSpace",
     "distinct_backends",
     "groups",
+    "indivisible_batch",
     "leaves",
     "micro_batches",
     "refusal",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 _AXES = ("pipeline", "data", "shard", "context", "tensor")
+
+NO_MICRO_BATCH = "no micro-batch of the size that is asked for divides the share of a rank"
+"""The reason of splits whose share of the global batch is no multiple of a given micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,13 @@ def refusal(space: SearchSpace, group: Group) -> str | None:
     if dims.pipeline > sizes.layers:
         return f"there are more pipeline ranks than layers={sizes.layers}"
     if sizes.global_batch % dims.data_parallel_size:
-        return f"ranks with different samples do not divide global_batch={sizes.global_batch}"
+        return indivisible_batch(sizes.global_batch)
     return None
+
+
+def indivisible_batch(global_batch: int) -> str:
+    """The reason of a split whose ranks with different samples do not divide the global batch."""
+    return f"ranks with different samples do not divide global_batch={global_batch}"
 
 
 def micro_batches(space: SearchSpace, group: Group) -> tuple[int, ...]:

@@ -251,6 +251,10 @@ def model_numbers(
             allowed=", ".join(FAMILIES),
             remedy="Choose the nearest, or plan from the model object",
         )
+    names = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"]
+    names += ["head_size"] if heads is None else []  # that of given heads follows from the width
+    names += ["experts_per_token"] if experts > 1 else []
+    assumed = tuple(name for name in names if given[name] is None)
     if vocabulary is None:
         vocabulary = _BYTES if parameters is not None and parameters < _SMALL else _VOCABULARY
     top = experts_per_token if experts_per_token is not None else min(2, experts)
@@ -277,8 +281,6 @@ def model_numbers(
         depth, width = _fitted(parameters, layers, hidden, heads, shaped)
     numbers = shaped(depth, width)
     _check_shape(numbers)
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn")
-    assumed = tuple(name for name in names if given[name] is None)
     if parameters is None:
         return replace(numbers, assumed=assumed)
     if layers is not None and hidden is not None and abs(numbers.counted / parameters - 1) > _AGREE:

@@ -66,7 +66,8 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
 
 
 def _check_above_zero(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
         raise UserError(
             "it has to be a positive number",
             field=name,
@@ -123,6 +124,7 @@ def choose_parallelism_strategy(
     _check_above_zero("model_size", model_size)
     _check_whole("num_gpus", num_gpus)
     _check_above_zero("memory_per_gpu", memory_per_gpu)
+    num_gpus = int(num_gpus)
     profile = load_profile(hardware).model_copy(update={"memory": _in_units(memory_per_gpu)})
     numbers = model_numbers(parameters=_in_units(model_size), global_batch=_SAMPLES_PER_RANK * num_gpus)
     space = SearchSpace(numbers, num_gpus, distinct_backends(get_catalog().backends.values()))
@@ -132,7 +134,7 @@ def choose_parallelism_strategy(
         if table is not None and table.plans:
             fastest[strategy] = table.plans[0].time.total
     if not fastest:
-        raise does_not_fit(space, predictions_from(profile), profile, Table())
+        raise does_not_fit(space, predictions_from(profile), profile, Table(), "num_gpus")
     return sorted(fastest, key=lambda strategy: fastest[strategy])
 
 

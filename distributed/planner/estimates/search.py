@@ -15,9 +15,11 @@ from math import inf
 
 from distributed.errors import UserError
 from distributed.planner.estimates.candidates import (
+    NO_MICRO_BATCH,
     Group,
     SearchSpace,
     groups,
+    indivisible_batch,
     leaves,
     micro_batches,
     schedule_refusal,
@@ -28,7 +30,7 @@ from distributed.planner.estimates.predictions import Predictions
 from distributed.planner.estimates.split import Split, describe
 from distributed.planner.estimates.time import TimeParts
 
-__all__ = ["Ranked", "Rejected", "Table", "search"]
+__all__ = ["Ranked", "Rejected", "Table", "nothing_trains", "search"]
 
 _SLOWER = "slower than the listed plans"
 _TOO_LARGE = "a rank needs more memory than the device has"
@@ -180,16 +182,14 @@ class _Search:
             else:
                 self.reject(str(group), reason)
         if not found:
-            raise _nothing_divides(self.space, self.table)
+            raise nothing_trains(self.space, self.table)
         return sorted(found, key=lambda entry: entry[:2])
 
     def visit(self, group: Group) -> None:
         """Predict every candidate of a group."""
         sizes = micro_batches(self.space, group)
         if not sizes:
-            self.reject(
-                str(group), "no micro-batch of the size that is asked for divides the share of a rank", 1
-            )
+            self.reject(str(group), NO_MICRO_BATCH, 1)
             return
         for leaf, reason in leaves(self.space, group):
             if reason is not None:
@@ -246,22 +246,31 @@ def _check_precision(space: SearchSpace) -> None:
         )
 
 
-def _nothing_divides(space: SearchSpace, table: Table) -> UserError:
+def nothing_trains(space: SearchSpace, table: Table) -> UserError:
+    """The error of a search without a split that can train, whose rejected candidates are in `table`.
+
+    If some were rejected for the global batch, it names the nearest that all ranks divide: other reasons,
+    such as that a sequence cannot be divided, belong to splits that are tried only because these are few.
+    """
     batch, ranks = space.sizes.global_batch, space.world_size
-    reason = table.reasons().most_common(1)[0][0] if table.rejected else "no split has what was asked for"
-    if "global_batch" not in reason:
+    each = (space.micro_batch or 1) * (space.num_micro_batches or 1)
+    of_batch = {indivisible_batch(batch), *((NO_MICRO_BATCH,) if each > 1 else ())}
+    if any(entry.reason in of_batch for entry in table.rejected):
+        unit = ranks * each
+        low = batch - batch % unit
+        nearest = f"{low} or {low + unit}" if low else str(unit)
         return UserError(
-            f"no way to divide {ranks} ranks trains this model; most often, {reason}",
-            field="num_devices",
-            got=ranks,
-            remedy="Choose another number of ranks, more backends, or fewer fields that a plan has to have",
+            f"{ranks} ranks with different samples do not divide it, and no other split trains this model",
+            field="global_batch_size",
+            got=batch,
+            allowed=f"{nearest}, which every number of ranks with different samples divides",
+            remedy="Choose one of these, another number of ranks, or more backends",
         )
-    low = batch - batch % ranks
-    nearest = f"{low} or {low + ranks}" if low else str(ranks)
+    reason, count = (table.reasons().most_common(1) or [("no split has what was asked for", 0)])[0]
+    often = f" ({count:,} splits)" if count else ""
     return UserError(
-        f"no way to divide {ranks} ranks trains this model; most often, {reason}",
-        field="global_batch",
-        got=batch,
-        allowed=f"{nearest}, which every number of ranks with different samples divides",
-        remedy="Choose one of these, another number of ranks, or more backends",
+        f"no way to divide {ranks} ranks trains this model; most often{often}, {reason}",
+        field="num_devices",
+        got=ranks,
+        remedy="Choose another number of ranks, more backends, or fewer fields that a plan has to have",
     )

@@ -19,7 +19,7 @@ from distributed.planner.estimates.from_numbers import FromNumbers
 from distributed.planner.estimates.hardware import HardwareProfile, load_profile
 from distributed.planner.estimates.numbers import ModelNumbers
 from distributed.planner.estimates.predictions import Predictions
-from distributed.planner.estimates.search import Table, search
+from distributed.planner.estimates.search import Table, nothing_trains, search
 from distributed.planner.estimates.split import Split
 from distributed.registry.catalog import get_catalog
 
@@ -136,30 +136,28 @@ def smallest_cluster(
 
 
 def does_not_fit(
-    space: SearchSpace, predictions_of: PredictionsOf, profile: HardwareProfile, table: Table
+    space: SearchSpace,
+    predictions_of: PredictionsOf,
+    profile: HardwareProfile,
+    table: Table,
+    field: str = "num_devices",
 ) -> UserError:
     """The error of a model that is larger than the cluster, with the smallest cluster that fits; or of one
-    that no backend trains."""
+    that no backend trains.
+
+    Args:
+        field: the caller's name of the number of devices.
+    """
     least = least_memory(space, predictions_of(space))
     if least <= profile.memory or least == float("inf"):
-        return _refused(table)
+        return nothing_trains(space, table)
     enough = smallest_cluster(space, predictions_of, profile)
     where = f"{enough} devices of this kind" if enough else "no cluster of up to 65,536 devices"
     return UserError(
         f"the model does not fit: the split with the least memory takes {least / 1e9:.1f} GB on a"
         f" rank, {(least - profile.memory) / 1e9:.1f} GB more than a device has",
-        field="num_devices",
+        field=field,
         got=space.world_size,
         allowed=f"{where} (powers of two)",
-        remedy="Use more or larger devices, or offload the optimizer (offload=(False, True))",
-    )
-
-
-def _refused(table: Table) -> UserError:
-    reason, count = (table.reasons().most_common(1) or [("there is none with what was asked for", 0)])[0]
-    return UserError(
-        "no split can be trained",
-        field="num_devices",
-        got=f"most often ({count} splits): {reason}",
-        remedy="Change the field that the reason names, or leave more of the split to the search",
+        remedy="Use more devices, or devices with more memory",
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,31 @@ def test_own_processor_time_is_counted() -> None:
         pass
     assert later.total > start.total
     assert later.idle >= start.idle
+
+
+_WORK = """
+import sys, time
+while time.process_time() < 0.3: pass
+print("worked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.starts_processes
+def test_processor_time_of_ranks_that_live_is_counted() -> None:
+    """A process below a child, as a rank is that the starter of this process has forked."""
+    start = ProcessorTime.now()
+    shell = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, _WORK]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        own = time.process_time()
+        assert child.stdout.readline() == "worked\n"
+        own = time.process_time() - own
+        alive = ProcessorTime.now().own - start.own
+        child.stdin.close()
+    assert alive - own > 0.25
+    assert ProcessorTime.now().own - start.own >= alive - 0.02, "it is not lost when the process ends"
 
 
 @pytest.mark.parametrize(("share", "warnings"), [(0.05, 0), (0.9, 4)])

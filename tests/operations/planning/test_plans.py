@@ -41,6 +41,11 @@ def chain() -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(16, 4))
 
 
+def mlp() -> nn.Module:
+    """No list of blocks, so that no pipeline can divide it; its widths are not divisible by 3 either."""
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
 def vectors(number: int = 64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(number, 16, generator=generator)
@@ -264,12 +269,40 @@ class Chooses(nn.Module):
             lambda: distributed.plan({**SIZES, "global_batch": 7}, num_devices=6, backend="deepspeed"),
             "global_batch.*Got 7.*6 or 12",
         ),
+        (
+            lambda: distributed.plan(mlp(), vectors(), num_devices=3, global_batch_size=64),
+            "global_batch_size: 3 ranks with different samples do not divide it.*Got 64.*63 or 66",
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_a_remedy(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(UserError, match=f"^{text}") as caught:
         call()
     assert caught.value.remedy or caught.value.allowed
+
+
+def test_a_refusal_of_every_split_has_its_reason_in_the_message() -> None:
+    """A batch of vectors cannot be cut along a sequence: what is refused is the number of devices."""
+    text = r"num_devices: .*most often \(14 splits\), the loss is a mean over samples.*Got 2\."
+    with pytest.raises(UserError, match=text) as caught:
+        distributed.plan(chain(), vectors(), num_devices=2, axes=["context"], hardware="CPU")
+    assert caught.value.got == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: distributed.plan(Chooses(), vectors(), num_devices=2, hardware="CPU"),
+        lambda: distributed.plan({"parameters": 1e12, "global_batch": 8}, hardware="H100", num_devices=8),
+        lambda: distributed.choose_parallelism_strategy(70e9, 2, 80e9),
+    ],
+)
+def test_remedies_name_what_the_caller_can_give(call: Callable[[], Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.remedy
+    for inner in ("facts_from_numbers", "offload=("):
+        assert inner not in caught.value.remedy
 
 
 def test_a_model_object_larger_than_the_cluster_names_one_that_is_enough() -> None:

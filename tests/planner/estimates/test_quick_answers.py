@@ -55,7 +55,7 @@ def test_units_may_be_billions_and_gigabytes() -> None:
 
 
 def test_a_model_that_fits_nowhere_names_a_cluster() -> None:
-    with pytest.raises(UserError, match="devices of this kind"):
+    with pytest.raises(UserError, match=r"^num_gpus: the model does not fit.*devices of this kind"):
         choose_parallelism_strategy(70e9, 2, 80e9)
 
 
@@ -95,3 +95,22 @@ def test_what_is_no_number_of_devices_is_refused() -> None:
         scaling_efficiency(100.0, 14.0, 8.5)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="params_b: it has to be a positive number"):
         estimate_memory("7b")  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_number() -> None:
+    wrong = (
+        lambda: estimate_memory(True),
+        lambda: choose_parallelism_strategy(True, 8, 80),
+        lambda: choose_parallelism_strategy(7, True, 80),
+        lambda: choose_parallelism_strategy(7, 8, True),
+        lambda: scaling_efficiency(True, 1.0, 8),
+        lambda: scaling_efficiency(1.0, True, 8),
+        lambda: scaling_efficiency(1.0, 1.0, True),
+    )
+    for call in wrong:
+        with pytest.raises(UserError, match=r"it has to be a positive number. Got True"):
+            call()
+
+
+def test_a_number_of_devices_may_be_a_float_of_a_whole_number() -> None:
+    assert choose_parallelism_strategy(7, 8.0, 80) == choose_parallelism_strategy(7, 8, 80)  # type: ignore[arg-type]

@@ -238,8 +238,16 @@ def test_a_batch_that_nothing_divides_is_refused() -> None:
     numbers = model_numbers(layers=3, hidden=192, heads=3, vocabulary=1000, sequence=125, global_batch=3)
     with pytest.raises(UserError) as caught:
         plan_table(numbers, "A100", 7)
-    assert caught.value.field == "global_batch"
+    assert (caught.value.field, caught.value.got) == ("global_batch_size", 3)
     assert "7" in str(caught.value.allowed)
+
+
+def test_a_given_micro_batch_is_in_the_batches_that_are_named() -> None:
+    """Micro-batches of 4 samples on 2 ranks make multiples of 8."""
+    numbers = model_numbers(layers=3, hidden=192, heads=3, vocabulary=1001, sequence=125, global_batch=19)
+    with pytest.raises(UserError, match=r"global_batch_size: .*Got 19\. Allowed: 16 or 24") as caught:
+        plan_table(numbers, "A100", 2, micro_batch=4)
+    assert "2 ranks" in caught.value.message
 
 
 def test_a_precision_that_no_backend_has_is_refused() -> None:
