@@ -160,5 +160,9 @@ def without_values(model: Any, device: str = "meta", memo: dict[int, Any] | None
     except Exception:  # noqa: BLE001 - copying calls code of the user's modules
         return model
     if memo is not None:
+        # deepcopy keeps alive what it has copied, under the address of its memo, where another object may lie
+        # once this one is gone.
+        kept = found.pop(id(found), [])
         memo.update(found)
+        memo.setdefault(id(memo), []).extend(kept)
     return copied

@@ -297,7 +297,7 @@ def _capacity(plan: RunPlan, message: str, room: int) -> int:
     if total is not None:
         # Other processes may have a part of it.
         most = total if free is None or own is None else min(total, free + own)
-        return int(UNTRIED * most)
+        return int(UNTRIED["cuda"] * most)
     # The process that predicts sees no GPU, and one that has none yet makes no context here.
     known = torch.cuda.is_initialized()
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if known else 1 << 62
@@ -308,7 +308,7 @@ def _room_of_rank(plan: RunPlan) -> int:
     the same way, has imported the same, and holds no values yet. The caller's process has less in it."""
     if plan.mode != "spawn" or plan.device != "cpu":
         return 1 << 62
-    return int(UNTRIED * host_memory(plan.local_size).nbytes)
+    return int(UNTRIED["cpu"] * host_memory(plan.local_size).nbytes)
 
 
 def _bytes_in(message: str, size: re.Pattern[str]) -> int | None:

@@ -151,8 +151,8 @@ def test_the_error_of_ranks_has_the_size_that_they_chose() -> None:
     with PrivateFolder() as folder, pytest.raises(WorkerError) as raised:
         run.probe(plan, task, choose_and_fail, Path(folder))
     error = raised.value
-    assert [*error.chosen_batch] == [2, 8]  # type: ignore[misc]
-    assert plan_that_ran(plan, error, None).batch.batch_size == 8
+    assert [*error.chosen_batch] == [2, 4]  # type: ignore[misc]
+    assert plan_that_ran(plan, error, None).batch.batch_size == 4
     assert plan_that_ran(plan, failed_rank(), None) is plan
     error.chosen_batch = (1, 4)  # of an elastic run with one rank left
     fewer = plan_that_ran(plan, error, None)
@@ -223,7 +223,7 @@ def test_ranks_with_unequal_memory_choose_the_same_size() -> None:
     task = task_of(wide_model(), train_data=data)
     with PrivateFolder() as folder:
         found = run.probe(plan, task, sizes_of_ranks, Path(folder))
-    assert found == {"together": [8, 8], "alone": [32, 8]}
+    assert found == {"together": [4, 4], "alone": [32, 8]}
 
 
 # -- ranks that choose by prediction -----------------------------------------------------

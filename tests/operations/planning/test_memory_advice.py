@@ -87,8 +87,9 @@ def test_the_proposed_changes_fit_where_the_run_did_not() -> None:
     assert {"parameters", "gradients", "activations"} <= set(re.findall("[a-z]{3,}", predicted[1]))
     assert int(predicted[2]) > 340
     changes = suggested(message)
-    assert changes[0] == {"batch_size": 16, "gradient_accumulation_steps": 2}
-    assert {"activation_checkpointing": "full"} in changes
+    # Half of the limit: 16 samples might fit, and an allocator that keeps freed memory might not let them.
+    assert changes[0] == {"batch_size": 8, "gradient_accumulation_steps": 4}
+    assert any(change.get("activation_checkpointing") == "full" for change in changes)
     assert "mixed_precision" not in message  # it changes the training, and others fit
     for change in changes[:2]:
         run(Deep(table=1 << 18), 2, LimitedData(64, limits), max_steps=1, **change)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from distributed.operations.planning.apart import without_values
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.private_copies import LARGE, private_copies
 from distributed.planner.estimates.model_facts import Kind, ModelFacts
@@ -162,3 +163,13 @@ def test_facts_with_a_teacher_are_those_of_its_values() -> None:
         found.append((facts.first, most_alive(facts)))
     assert found[0] == found[1]
     assert found[0][1] >= 3 * WIDTH * 4
+
+
+def test_a_memo_has_no_address_of_an_object_that_is_gone() -> None:
+    """`copy.deepcopy` keeps its list of what it has copied under the address of its memo. The attributes of a
+    loss may lie there later, and were taken for the list."""
+    model, memo = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), dict[int, Any]()
+    without_values(model, memo=memo)
+    kept = memo.pop(id(memo))
+    assert kept
+    assert not [value for value in memo.values() if type(value) is list and value]
