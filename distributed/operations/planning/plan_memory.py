@@ -18,9 +18,9 @@ from distributed.planner.estimates.split_of_plan import split_of
 __all__ = ["UNTRIED", "PlanMemory", "held_on_host", "in_units"]
 
 UNTRIED = {"cpu": 0.5, "cuda": 0.85}
-"""Device -> share of the memory there is that is used where no step is tried: what the allocator loses between
-tensors is not predicted. Memory that glibc has freed stays in its heap: peaks of three runs on CPUs were 1.8 to
-2.2 times what was predicted, and 1.2 to 1.4 times with a mapping for each tensor (docs/memory.md)."""
+"""Device -> share of the memory there is that is used where no step is tried: what the allocator loses
+between tensors is not predicted. Memory that glibc has freed stays in its heap: peaks of three runs on CPUs
+were 1.8 to 2.2 times what was predicted, and 1.2 to 1.4 times with a mapping for each tensor."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
