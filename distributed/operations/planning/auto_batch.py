@@ -27,9 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distributed.checkpoint.checkpointer import PortableCheckpointer
-from distributed.checkpoint.object_store import located
-from distributed.checkpoint.reader import PortableReader
 from distributed.communication.task_file import measure_task
 from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend
@@ -41,6 +38,7 @@ from distributed.launch.rank_process import RankPayload
 from distributed.operations.planning.apart import call_apart, first_of
 from distributed.operations.planning.micro_batch_effects import compares_samples
 from distributed.operations.planning.plan_memory import UNTRIED, PlanMemory, held_on_host, in_units
+from distributed.operations.planning.saved_batch import as_saved, same_share, saved_size
 from distributed.planner.auto_batch import most_divided, with_micro_batch
 from distributed.resilience.failure_reports import note_chosen_batch
 from distributed.resilience.memory_failures import lacks_memory
@@ -117,10 +115,10 @@ def choose_before_run(
     _check_module(plan, task)
     if plan.mode == "join" or plan.num_nodes > 1:
         return plan
-    if earlier is not None and (size := _same_share(plan, earlier)) is not None:
+    if earlier is not None and (size := same_share(plan, earlier)) is not None:
         return _kept(plan, size, f"batch_size=auto: {size}, as in the fit before")
-    if (size := _saved_size(plan)) is not None:
-        return _kept(plan, size, _as_saved(size))
+    if (size := saved_size(plan)) is not None:
+        return _kept(plan, size, as_saved(size))
     task = first_of(task, plan.batch.global_batch_size)
     if plan.mode == "in-process":
         _check_travels(plan, task)
@@ -294,9 +292,9 @@ def _least_room(plan: RunPlan, task: Task, backend: Backend) -> Room:
 
 
 def _saved_or_predicted(plan: RunPlan, task: Task, room: Room) -> _Choice:
-    saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else _saved_size(plan)
+    saved = None if plan.mode == "spawn" and plan.num_nodes == 1 else saved_size(plan)
     if saved is not None:
-        return _Choice(saved, _as_saved(saved), True, compares_samples=False)
+        return _Choice(saved, as_saved(saved), True, compares_samples=False)
     predicted = _predicted(plan, task, in_rank=True)
     choice = _choice_for(plan, predicted.needs, room)
     return choice._replace(compares_samples=predicted.compares_samples)
@@ -409,37 +407,3 @@ def _room(plan: RunPlan, task: Task, device: str) -> Room:
         return Room(torch.cuda.mem_get_info(device)[0], f"the free memory of {device}")
     room = host_memory(plan.local_size)
     return Room(room.nbytes + held_on_host(task), room.limit)
-
-
-# -- what a checkpoint says ----------------------------------------------------------
-
-
-def _as_saved(size: int) -> str:
-    return f"batch_size=auto: {size}, as in the checkpoint"
-
-
-def _saved_size(plan: RunPlan) -> int | None:
-    """The size with which the checkpoint that the run resumes was trained, if its ranks had the same share
-    of the same global batch: resuming repeats the same bits."""
-    config = plan.config
-    source = config.checkpoint_dir if config.resume_from_checkpoint is True else config.resume_from_checkpoint
-    if not source:
-        return None
-    directory = located(str(source))[1]
-    for path in (directory, *PortableCheckpointer(directory, keep_last=None).candidates()):
-        try:
-            reader = PortableReader(path)
-        except UserError:
-            continue  # a directory of checkpoints, or a damaged one
-        reader.close()
-        return _same_share(plan, reader.extra.get("batch") or {})
-    return None
-
-
-def _same_share(plan: RunPlan, saved: Mapping[str, int]) -> int | None:
-    """The saved size, if `plan` divides the same global batch into as many slices."""
-    size, slices = saved.get("batch_size", 0), saved.get("data_parallel_size", 0)
-    whole = size * slices * saved.get("gradient_accumulation_steps", 0)
-    batch = plan.batch
-    same = (whole, slices) == (batch.global_batch_size, batch.data_parallel_size)
-    return size if same and size in plan.micro_batches else None

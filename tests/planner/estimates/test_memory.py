@@ -1,8 +1,7 @@
-"""Predictions of memory: sums that are done by hand, errors, and what must hold for all models."""
+"""Predictions of memory: sums that are done by hand, and errors."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,174 +12,35 @@ from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.planner.estimates import memory, pipeline_window
 from distributed.planner.estimates.device_memory import CUDA, EXACT, MAPPED_CPU, DeviceMemory
 from distributed.planner.estimates.layout import Layout
-from distributed.planner.estimates.layouts import layout_of, predicted_backends
+from distributed.planner.estimates.layouts import layout_of
 from distributed.planner.estimates.memory import MemoryParts, offloaded_memory, predict_memory
 from distributed.planner.estimates.model_facts import (
-    BlockFacts,
-    BucketFacts,
     Cut,
-    Event,
-    ExchangeFacts,
     FactsSource,
-    Kind,
     ModelFacts,
-    OptimizerFacts,
-    ParameterFacts,
-    Size,
-    Timeline,
 )
 from distributed.planner.estimates.split import Split
 from distributed.planner.stage_order import LOOPED
+from tests.planner.estimates.hand_facts import (
+    CARRYING,
+    GLOO,
+    LARGE,
+    SAVING,
+    SEGMENTS,
+    SHARED,
+    SLICED,
+    TWO,
+    TWO_ADAM,
+    chain,
+    coded,
+    in_halves,
+    looped,
+    meshed,
+    piped,
+    split,
+    stages,
+)
 from tests.planner.estimates.memory_mutants import MUTANTS, ORDERS
-
-GLOO = DeviceMemory(copies_in_collectives=True)
-SEGMENTS = DeviceMemory(segment=1000)
-PLAIN = OptimizerFacts(state=0.0, workspace=0.0, per_parameter=0)
-ADAM = OptimizerFacts(state=2.0, workspace=2.0, per_parameter=0)
-CARRYING = replace(ADAM, carried=1.0)
-
-
-def chain(
-    rows: list[int], saved: list[int], optimizer: OptimizerFacts = PLAIN, workspace: int = 0
-) -> ModelFacts:
-    """Blocks in a row, each with one weight of so many rows of 4 bytes, whose forward saves so many bytes of
-    each sample, and whose backward makes the gradient of the weight and then drops what was saved."""
-    sizes, first, later = [], [], []
-    gradients = {}
-    for block, nbytes in enumerate(saved, 1):
-        sizes.append(Size(0, nbytes))
-        first.append(Event(Kind.ENTER_FORWARD, block))
-        first.append(Event(Kind.ALLOCATE, len(sizes) - 1))
-        sizes.append(Size(workspace))
-        first += [Event(Kind.ALLOCATE, len(sizes) - 1), Event(Kind.FREE, len(sizes) - 1)]
-        first.append(Event(Kind.LEAVE_FORWARD, block))
-    first.append(Event(Kind.BACKWARD, 0))
-    later = list(first)
-    for block in range(len(rows), 0, -1):
-        sizes.append(Size(4 * rows[block - 1]))
-        new, old = len(sizes) - 1, 2 * (block - 1)
-        gradients[block - 1] = new
-        begin = [Event(Kind.ENTER_BACKWARD, block), Event(Kind.ALLOCATE, new)]
-        end = [Event(Kind.GRADIENT, block - 1), Event(Kind.FREE, old), Event(Kind.LEAVE_BACKWARD, block)]
-        first += [*begin, *end]
-        later += [*begin, Event(Kind.FREE, new), *end]
-    parameters = tuple(ParameterFacts(f"w{i}", (n, 1), 4, True, i + 1) for i, n in enumerate(rows))
-    nothing = Size(0)
-    blocks = (
-        BlockFacts("", 0, 0, 0, nothing, nothing, nothing, nothing),
-        *(
-            BlockFacts(f"block{i}", n, 0, 0, nothing, Size(0, saved[i]), nothing, Size(workspace))
-            for i, n in enumerate(rows)
-        ),
-    )
-    lines = Timeline(tuple(sizes), tuple(first), gradients), Timeline(tuple(sizes), tuple(later))
-    return ModelFacts("Chain", parameters, blocks, (), *lines, None, None, optimizer)
-
-
-def split(backend: str, ranks: int = 1, **given: Any) -> Split:
-    axis = "shard" if backend == "fsdp" else "data"
-    return Split(ParallelDims(**{axis: ranks}), backend, micro_batch=3, **given)
-
-
-TWO = chain([100, 100], [10, 10])
-TWO_ADAM = chain([100, 100], [10, 10], ADAM)
-
-SHARED = replace(TWO, cut=Cut(tensor=2))
-SLICED = replace(TWO, cut=Cut(context=2))
-# Two weights of more elements than ZeRO 3 keeps gathered.
-LARGE, SAVING = (chain([100_001] * 2, [saved] * 2) for saved in (10, 10**6))
-
-
-def stages(sends_output: bool = False, sends_gradient: bool = False) -> FactsSource:
-    """Two stages of one block: 3 samples are 15 bytes between them. The output is what the block saves; the
-    gradient of the input is a tensor of 21 bytes."""
-
-    def facts(cut: Cut) -> ModelFacts:
-        one = chain([100], [10])
-        sent = (0 if sends_output and not cut.stage else None, None)
-        lines = [replace(line, sent=sent) for line in (one.first, one.later)]
-        if sends_gradient and cut.stage:
-            lines = [_with_gradient(line) for line in lines]
-        received = (Size(0, 5 * cut.stage), Size(0, 5 * (1 - cut.stage)))
-        return replace(one, first=lines[0], later=lines[1], cut=cut, received=received)
-
-    return facts
-
-
-def coded(sent: int, result: int, early: bool = False) -> FactsSource:
-    """A codec that keeps 100 bytes of each weight, sends its gradient in a tensor of `sent` bytes, and makes
-    one of `result` bytes of what arrives."""
-
-    def facts(cut: Cut) -> ModelFacts:
-        begun = (Event(Kind.ALLOCATE, 1), Event(Kind.COLLECTIVE, 1000))
-        finished = Event(Kind.FREE, 1), Event(Kind.ALLOCATE, 2)
-        bucket = BucketFacts((100, sent, result), 1, begun, finished, (Event(Kind.FREE, 2),))
-        return replace(TWO, cut=cut, exchange=ExchangeFacts(((1,), (0,)), (bucket, bucket), early))
-
-    return facts
-
-
-def looped(sends_output: bool = False) -> FactsSource:
-    """Four stages of one block on two ranks: each rank has the weights of two, and computes one at a time."""
-
-    def facts(cut: Cut) -> ModelFacts:
-        one, own = chain([100], [10]), cut.stage // 2
-        sent = (0 if sends_output and cut.stage < 3 else None, None)
-        lines = [_of_parameter(replace(line, sent=sent), own) for line in (one.first, one.later)]
-        received = (Size(0, 5 * (cut.stage > 0)), Size(0, 5 * (cut.stage < 3)))
-        return replace(TWO, first=lines[0], later=lines[1], cut=cut, received=received)
-
-    return facts
-
-
-def _of_parameter(line: Timeline, number: int) -> Timeline:
-    tensors = (Kind.ALLOCATE, Kind.FREE, Kind.BACKWARD)
-    events = [
-        Event(k, n if k in tensors else number if k == Kind.GRADIENT else number + 1) for k, n in line.events
-    ]
-    return replace(line, events=tuple(events), gradients=dict.fromkeys([number], *line.gradients.values()))
-
-
-def _with_gradient(line: Timeline) -> Timeline:
-    number = len(line.sizes)
-    events = (*line.events[:-1], Event(Kind.ALLOCATE, number), line.events[-1])
-    return replace(line, sizes=(*line.sizes, Size(0, 7)), events=events, sent=(None, number))
-
-
-def in_halves(schedule: str, sends: bool = False) -> FactsSource:
-    """Four stages of one block on two ranks. The gradient of the input, 21 bytes, comes first; it leaves 12
-    bytes of each sample until the gradient of the weight is computed, after which what the block saved is
-    free."""
-    folded = schedule == "zbv"
-
-    def facts(cut: Cut) -> ModelFacts:
-        one, own = chain([100], [10]), int(cut.stage >= 2)
-        forward = one.first.events[: one.first.events.index((Kind.BACKWARD, 0)) + 1]
-        new, input_gradient, kept = 2, 3, 4
-        inputs = [Event(Kind.ALLOCATE, input_gradient), Event(Kind.ALLOCATE, kept)] if cut.stage else []
-        weights = [Event(Kind.WEIGHTS, 0), Event(Kind.ALLOCATE, new)]
-        end = [Event(Kind.FREE, 0), *([Event(Kind.FREE, kept)] if cut.stage else [])]
-        sizes = (*one.first.sizes[:2], Size(400), Size(0, 7), Size(0, 12))
-        sent = (0 if sends and cut.stage < 3 else None, input_gradient if cut.stage else None)
-        events = (*forward, *inputs, *weights, Event(Kind.GRADIENT, own))
-        first = Timeline(sizes, (*events, *end), {own: new}, sent=sent)
-        later = Timeline(sizes, (*events, Event(Kind.FREE, new), *end), sent=sent)
-        received = (Size(0, 5 * (cut.stage > 0)), Size(0, 5 * (cut.stage < 3)))
-        halves = {"first_halves": first, "later_halves": later}
-        return replace(TWO, first=first, later=later, cut=cut, received=received, **halves)
-
-    assert folded or schedule == "interleaved-zero-bubble"
-    return facts
-
-
-def piped(schedule: str, number: int = 4) -> Split:
-    dims = ParallelDims(pipeline=2)
-    return Split(dims, "pytorch-ddp", micro_batch=3, num_micro_batches=number, schedule=schedule)
-
-
-def meshed(backend: str, **axes: int) -> Split:
-    return Split(ParallelDims(**axes), backend, micro_batch=3)
-
 
 # A weight and a gradient are 400 bytes, what a block saves of 3 samples 30.
 BY_HAND = [
@@ -404,65 +264,6 @@ def test_what_is_not_predicted_is_refused(given: Split, field: str, allowed: str
     assert caught.value.allowed == allowed
 
 
-def random_chain(draw: random.Random, unit: int = 1) -> ModelFacts:
-    """A chain of blocks; the rows of each weight are a multiple of `unit`."""
-    number = draw.randint(1, 6)
-    rows = [unit * draw.randint(1, 50) for _ in range(number)]
-    saved = [draw.randint(0, 4000) for _ in range(number)]
-    return chain(rows, saved, draw.choice((PLAIN, ADAM)), draw.randint(0, 1000))
-
-
-def random_split(draw: random.Random) -> Split:
-    backend = draw.choice(predicted_backends())
-    ranks = 1 if backend == "serial" else draw.choice((2, 3, 4, 8))
-    stage = draw.choice((0, 1, 2, 3)) if backend == "deepspeed" else 0
-    return split(backend, ranks, zero_stage=stage, num_micro_batches=draw.choice((1, 2, 5)))
-
-
-def test_more_memory_never_rejects_a_plan_that_fits() -> None:
-    draw = random.Random(0)
-    for _ in range(300):
-        parts = predict_memory(random_chain(draw), random_split(draw), draw.choice((EXACT, CUDA, GLOO)))
-        small = draw.randint(0, 2 * parts.total)
-        assert parts.fits(small + draw.randint(0, 10_000)) or not parts.fits(small)
-
-
-@pytest.mark.parametrize(("backend", "stage"), [("fsdp", 0), ("deepspeed", 1), ("deepspeed", 2)])
-def test_more_ranks_never_raise_the_memory_of_a_shard(backend: str, stage: int) -> None:
-    """Where the number of ranks divides the rows, so that no shard is padded."""
-    draw = random.Random(stage)
-    for _ in range(100):
-        facts = random_chain(draw, unit=64)
-        micro = draw.choice((1, 3))
-        totals = [
-            predict_memory(facts, split(backend, n, zero_stage=stage, num_micro_batches=micro), GLOO).total
-            for n in (2, 4, 8, 16, 32)
-        ]
-        assert totals == sorted(totals, reverse=True)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_more_ranks_of_zero_never_raise_memory_of_large_weights(stage: int) -> None:
-    """Weights of more elements than ZeRO 3 keeps gathered, which the number of ranks divides."""
-    facts = chain([102_400, 204_800], [100, 3000], ADAM)
-    totals = [
-        predict_memory(facts, split("deepspeed", n, zero_stage=stage), GLOO).total for n in (2, 4, 8, 16)
-    ]
-    assert totals == sorted(totals, reverse=True)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_more_micro_batches_under_way_need_no_less(schedule: str) -> None:
-    given = piped(schedule)
-    totals = [
-        predict_memory(stages(True, True), replace(given, num_micro_batches=n)).total
-        for n in (2, 3, 4, 8, 16)
-    ]
-    assert totals == sorted(totals)
-    one_by_one = predict_memory(stages(), piped("1f1b")).total
-    assert one_by_one <= predict_memory(stages(), piped("gpipe")).total
-
-
 def test_facts_of_another_part_are_refused() -> None:
     with pytest.raises(UserError, match="another part of the model") as caught:
         predict_memory(TWO, meshed("pytorch-ddp", tensor=2))
@@ -495,19 +296,3 @@ def test_padding_is_counted() -> None:
     """Three rows on four ranks: each rank has a shard of one row, and gathers four."""
     facts = chain([3], [0])
     assert predict_memory(facts, split("fsdp", 4)).total > predict_memory(facts, split("fsdp", 3)).total
-
-
-def test_a_larger_micro_batch_needs_no_less() -> None:
-    draw = random.Random(1)
-    for _ in range(100):
-        facts, given = random_chain(draw), random_split(draw)
-        larger = Split(**{**vars(given), "micro_batch": given.micro_batch + draw.randint(1, 5)})
-        assert predict_memory(facts, larger).total >= predict_memory(facts, given).total
-
-
-def test_the_peak_does_not_depend_on_how_many_micro_batches_follow_the_third() -> None:
-    draw = random.Random(2)
-    for _ in range(100):
-        facts, given = random_chain(draw), random_split(draw)
-        three, many = (Split(**{**vars(given), "num_micro_batches": n}) for n in (3, 64))
-        assert predict_memory(facts, three) == predict_memory(facts, many)
