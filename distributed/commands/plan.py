@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distributed.commands.corrections import refuse_unknown, script_words
 from distributed.commands.flags import add_config_flags, collect_layers
 from distributed.commands.parser import PROG, positive_int
-from distributed.commands.plan_checks import check_flags, number_of, steps_of
+from distributed.commands.plan_checks import NUMBER, check_flags, number_of, steps_of
 from distributed.commands.script import bundled_script, execute, find_script
 from distributed.commands.tables import print_json, print_table
 from distributed.config import DistributedConfig, Layer, load_layers
@@ -44,7 +44,6 @@ _NUMBERS = {
     "experts_per_token": "Experts that compute a token.",
     "family": "Form of a block: llama or gpt. Default: llama.",
 }
-_NUMBER = "number:"
 _SHOWN = 8
 """Most reasons that are printed without --rejected."""
 
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers = parser.add_argument_group("numbers of a transformer", "Instead of a script.")
     for name, text in _NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
-        numbers.add_argument(flag, dest=_NUMBER + name, metavar="N", help=text)
+        numbers.add_argument(flag, dest=NUMBER + name, metavar="N", help=text)
     parser.set_defaults(passes_arguments_on=True)
     add_config_flags(parser)
 
@@ -190,7 +189,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _numbers(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, _NUMBER + name) for name in _NUMBERS}
+    given = {name: getattr(args, NUMBER + name) for name in _NUMBERS}
     return {name: _number(name, text) for name, text in given.items() if text is not None}
 
 

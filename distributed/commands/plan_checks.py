@@ -11,7 +11,21 @@ from distributed.errors import UserError
 
 __all__ = ["check_flags", "number_of", "steps_of"]
 
+NUMBER = "number:"
+"""Begins the names of arguments that are numbers of a transformer."""
 _STEPS = "10"
+_OF_A_PLAN = [
+    "output",
+    "html",
+    "number",
+    "verify",
+    "rejected",
+    "script",
+    "hardware",
+    "devices",
+    "axes",
+    "codecs",
+]
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -49,14 +63,14 @@ def _check_history(args: argparse.Namespace) -> None:
     """Check that nothing is asked of a plan where none is made."""
     if args.history is None:
         return
-    names = ("output", "html", "number", "verify", "rejected", "script", "hardware", "devices", "axes")
-    for name in names:
+    for name in (*_OF_A_PLAN, *(name for name in vars(args) if name.startswith(NUMBER))):
         value = getattr(args, name)
         if value:
+            flag = name.removeprefix(NUMBER).replace("_", "-")
             raise UserError(
                 "nothing is planned with --history",
-                field=f"--{name}",
-                got=value,
+                field=f"--{flag}",
+                got=None if value is True else value,
                 allowed="without --history",
                 remedy="Leave one of them out",
             )

@@ -232,8 +232,8 @@ def _dataset(data: Any, argument: str) -> Any:
         raise UserError(
             "not a readable data source: a mapping is indexed by names of columns, and samples are rows",
             field=argument,
-            got=f"{type(data).__name__} with {', '.join(map(repr, list(data)[:4]))}",
-            allowed="a Dataset whose samples are mappings",
+            got=f"{type(data).__name__} with {', '.join(map(repr, list(data)[:4])) or 'no names'}",
+            allowed="a Dataset whose samples are mappings; of a mapping of datasets, one of them",
             remedy="Give a Dataset with `__len__`, the number of rows, and `__getitem__`, which returns"
             " {name: column[index] for each column}; datasets.Dataset.from_dict(columns).with_format('torch')"
             " is one",

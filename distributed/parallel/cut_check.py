@@ -114,13 +114,22 @@ class CutCheck:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Convolutions of GPUs round to 10 bits by default, which would hide what is compared."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    """Convolutions of GPUs round to 10 bits by default, and matrix products on request, which would hide what
+    is compared."""
+    # torch before 2.9 has other names, and later ones raise an error where both are mixed.
+    backends: Any = torch.backends
+    is_new = hasattr(backends.cudnn, "conv")
+    name, exact = ("fp32_precision", "ieee") if is_new else ("allow_tf32", False)
+    convolutions = (backends.cudnn.conv, backends.cudnn.rnn) if is_new else (backends.cudnn,)
+    places = (*convolutions, backends.cuda.matmul)
+    before = [getattr(place, name) for place in places]
+    for place in places:
+        setattr(place, name, exact)
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 def _floats(outputs: Any) -> list[Tensor]:

@@ -129,7 +129,7 @@ class MeshBackend(MeshState):
         expert_layers.divide_experts(layers, self.mesh.experts, self.original)
         if self.world.rank == 0:
             expert_layers.report(layers, model, size)
-        self._compare(check, size)
+        self._compare(check, size, model)
 
     def _cut_layers(self, model: nn.Module) -> None:
         assert self.mesh is not None
@@ -144,12 +144,12 @@ class MeshBackend(MeshState):
         names, found = cut_model(model, self._axis, given, self.config.backend, pairs, self.original)
         if self.world.rank == 0:
             report(model, names, found)
-        if check is not None:
-            model.to(self.world.device)  # where the parts are already
-        self._compare(check, self._axis.size)
+        self._compare(check, self._axis.size, model)
 
-    def _compare(self, check: CutCheck | None, size: int) -> None:
+    def _compare(self, check: CutCheck | None, size: int, model: nn.Module) -> None:
         """Compare the cut model with the whole one where all ranks can; else report that. Collective."""
+        if check is not None:
+            model.to(self.world.device)  # where its parts are already
         if self.all_reduce([float(check is None)])[0] == 0.0:
             assert check is not None
             check.compare(size, lambda times: self.all_reduce([times])[0] / self.world.size)

@@ -70,7 +70,7 @@ def forward_of(
     if slices is None:
         return partial(_call, task, model, batch, device), batch
     own = slices.cut(batch)
-    return partial(_call_over, slices, task, model, own), own
+    return partial(_call_over, slices, task, model, own, device), own
 
 
 def first_samples(source: Source, number: int, repeated: bool = False) -> Any:
@@ -104,9 +104,9 @@ def _call(task: Task, model: nn.Module, batch: Any, device: str | None = None) -
     return model(*batch[:-1])
 
 
-def _call_over(slices: ContextAxis, task: Task, model: nn.Module, batch: Any) -> Any:
+def _call_over(slices: ContextAxis, task: Task, model: nn.Module, batch: Any, device: str | None) -> Any:
     with slices.over_slices(training=False):
-        return _call(task, model, batch)
+        return _call(task, model, batch, device)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def check_exchanges(dims: ParallelDims, device: str, transport: str) -> None:
         UserError: the ranks compute on GPUs and communicate over gloo. It adds up gradients of GPUs, but has
             no messages between them, and torch's functional collectives over it end the process.
     """
-    axis = next((axis for axis in MODEL_AXES if dims.size(axis) > 1), None)
+    axis = next((axis for axis in (*MODEL_AXES, "expert") if dims.size(axis) > 1), None)
     if axis is not None and device != "cpu" and transport == "gloo":
         raise UserError(
             f"ranks along the axis {axis} exchange tensors in forward and backward, and gloo cannot do so"

@@ -49,7 +49,7 @@ class Check:
         requires: modules without which the rows are skipped.
         seconds: time limit on a GPU.
         dry: part of a dry run, too.
-        alone: reports times, so that no other check may run beside it.
+        alone: reports times or needs the whole GPU, so that no other check may run beside it.
     """
 
     name: str

@@ -115,7 +115,7 @@ def explained_error(setting: Settings) -> Iterator[Measured]:
     gc.collect()  # the tensors of the step that failed
     torch.cuda.empty_cache()
     missing = [what for what, pattern in _SAID.items() if not re.search(pattern, text)]
-    smaller = re.search(r"batch_size[=:] ?(\d+)", text)
+    smaller = re.search(r"\(1\) --set batch_size=(\d+)", text)
     if smaller is None:
         missing.append("a smaller micro-batch")
     else:

@@ -80,7 +80,10 @@ def _results(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> list[str]
     where = f"{gpus}; {', '.join(f'{name} {facts[key]}' for name, key in versions.items())}."
     head = ["| row | status | value | limit | unit | seconds | detail |", "|---|---|---|---|---|---|---|"]
     body = ["| " + " | ".join(cell.replace("|", "/") for cell in _cells(row)) + " |" for row in rows]
-    return [where, "", *head, *body, "", f"{totals(rows)}.\n"]
+    known = {row["name"] for row in rows}
+    missing = [f"`{row.name}`" for _, row in rows_of(CHECKS) if row.name not in known]
+    others = f" Not run: {', '.join(missing)}." if missing else ""
+    return [where, "", *head, *body, "", f"{totals(rows)}.{others}\n"]
 
 
 def _meanings() -> list[str]:

@@ -183,14 +183,14 @@ def run_all(checks: list[Check], setting: Settings, results: Results, budget: fl
             run_checks([check], setting, results, min(check.seconds, left))
         results.write()
 
-    together = [check for check in checks if not check.alone]
     if jobs > 1:
-        together.sort(key=lambda check: -check.seconds)  # the longest first, so that none is left over
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, together))
+        # The longest first, so that none is left over.
+        together = sorted((check for check in checks if not check.alone), key=lambda check: -check.seconds)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(run, together))
+        checks = [check for check in checks if check.alone]
     for check in checks:
-        if check.alone:
-            run(check)
+        run(check)
 
 
 def _facts() -> dict[str, Any]:

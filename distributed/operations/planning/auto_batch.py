@@ -246,7 +246,8 @@ def choose_in_ranks(plan: RunPlan, task: Task, backend: Backend, has_fitted: boo
     if not plan.micro_batches:
         return plan
     room = _least_room(plan, task, backend)
-    room = room._replace(nbytes=int(room.nbytes * UNTRIED[plan.device]))
+    share = UNTRIED[plan.device]
+    room = Room(int(room.nbytes * share), f"{share:.0%} of {room.limit}")
     choice = _from_rank_zero(plan, backend, partial(_saved_or_predicted, plan, task, room))
     if not choice.predicted and not has_fitted:
         raise UserError(

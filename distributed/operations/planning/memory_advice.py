@@ -35,11 +35,11 @@ _MARGIN = 0.9
 was reached is not known: less would hardly help, because predictions are a few percent off."""
 _SMALL = 0.5
 """Share of the memory there is below which a prediction does not explain a killed rank."""
-_SIZE = r"([\d.]+) (GiB|MiB|KiB)"
+_SIZE = r"([\d.]+) (GiB|MiB|KiB|bytes)"
 _CAPACITY = re.compile(f"total capacity of {_SIZE}")
 _FREE, _OWN = re.compile(f"of which {_SIZE} is free"), re.compile(f"this process has {_SIZE} memory in use")
 """In torch's error of a full GPU (c10/cuda/CUDACachingAllocator.cpp)."""
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 _KILLED = (
     "The kernel ends processes in this way for lack of memory, which is the usual reason (check: `dmesg |"
     " grep -i 'killed process'`, or oom_kill in memory.events of the container)."
@@ -210,7 +210,7 @@ def _answer(failed: _Failed, changes: list[_Change], task: Task) -> dict[str, An
             " the signal, or memory outside of the model such as that of the data, is more likely."
         )
         return {"text": text}
-    most = min(failed.capacity, int(parts.total * _MARGIN))
+    most = min(int(failed.capacity * UNTRIED[plan.device]), int(parts.total * _MARGIN))
     title = f"Smallest changes predicted to need at most {in_units(most)}"
     return {"text": f"{_described(parts)} " + _listed(title, _fitting(plan, allowed, memory, most))}
 
@@ -296,8 +296,7 @@ def _capacity(plan: RunPlan, message: str, room: int) -> int:
     total, free, own = (_bytes_in(message, size) for size in (_CAPACITY, _FREE, _OWN))
     if total is not None:
         # Other processes may have a part of it.
-        most = total if free is None or own is None else min(total, free + own)
-        return int(UNTRIED["cuda"] * most)
+        return total if free is None or own is None else min(total, free + own)
     # The process that predicts sees no GPU, and one that has none yet makes no context here.
     known = torch.cuda.is_initialized()
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if known else 1 << 62
@@ -308,7 +307,7 @@ def _room_of_rank(plan: RunPlan) -> int:
     the same way, has imported the same, and holds no values yet. The caller's process has less in it."""
     if plan.mode != "spawn" or plan.device != "cpu":
         return 1 << 62
-    return int(UNTRIED["cpu"] * host_memory(plan.local_size).nbytes)
+    return host_memory(plan.local_size).nbytes
 
 
 def _bytes_in(message: str, size: re.Pattern[str]) -> int | None:

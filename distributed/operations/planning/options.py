@@ -17,6 +17,7 @@ from distributed.planner.estimates.model_facts import Cut, ModelFacts
 __all__ = ["PlanOptions", "left_out", "limited", "note_on_batch", "recording_seconds"]
 
 _ALL = (*AXES, "expert")
+_NAMED = ", ".join(_ALL)
 
 _SECONDS_PER_EVENT = 5.5e-3
 """To record an event of a timeline at both numbers of samples, with and without recomputation; measured on a
@@ -88,7 +89,7 @@ class PlanOptions:
                     "the mesh has no such axis",
                     field="axes",
                     got=axis,
-                    allowed=", ".join(_ALL),
+                    allowed=_NAMED,
                     remedy="Choose some of these, or leave it out",
                 )
 
@@ -99,13 +100,13 @@ def _names(field: str, given: str | Collection[str]) -> tuple[str, ...]:
     Raises:
         UserError: a name is given twice, or there is none where one is needed.
     """
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if given and isinstance(given, str) else tuple(given)
     if field == "axes" and not names:
         raise UserError(
             "no axis is named",
             field=field,
             got=given,
-            allowed=", ".join(_ALL),
+            allowed=_NAMED,
             remedy="Choose some of these, or leave it out",
         )
     for name in names:

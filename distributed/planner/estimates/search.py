@@ -246,6 +246,23 @@ def _check_precision(space: SearchSpace) -> None:
         )
 
 
+def _indivisible(batch: int, ranks: int, each: int, others: str) -> UserError:
+    """The error of a global batch of which ranks cannot have equal shares, each of a multiple of `each`."""
+    unit = ranks * each
+    low = batch - batch % unit
+    nearest = f"{low} or {low + unit}" if low else str(unit)
+    whom = f"{ranks} ranks with different samples" if ranks > 1 else "one rank"
+    micro = f" that are multiples of {each} samples" if each > 1 else ""
+    return UserError(
+        f"{whom} cannot have equal shares of it{micro}{others}",
+        field="global_batch_size",
+        got=batch,
+        allowed=f"{nearest}, which every number of ranks with different samples divides",
+        remedy="Choose one of these, another number of ranks, or more backends"
+        + ("; or leave batch_size and gradient_accumulation_steps out" if each > 1 else ""),
+    )
+
+
 def nothing_trains(space: SearchSpace, table: Table) -> UserError:
     """The error of a search without a split that can train, whose rejected candidates are in `table`.
 
@@ -254,20 +271,14 @@ def nothing_trains(space: SearchSpace, table: Table) -> UserError:
     """
     batch, ranks = space.sizes.global_batch, space.world_size
     each = (space.micro_batch or 1) * (space.num_micro_batches or 1)
+    reasons = table.reasons()
     of_batch = {indivisible_batch(batch), *((NO_MICRO_BATCH,) if each > 1 else ())}
-    if any(entry.reason in of_batch for entry in table.rejected):
-        unit = ranks * each
-        low = batch - batch % unit
-        nearest = f"{low} or {low + unit}" if low else str(unit)
-        return UserError(
-            f"{ranks} ranks with different samples do not divide it, and no other split trains this model",
-            field="global_batch_size",
-            got=batch,
-            allowed=f"{nearest}, which every number of ranks with different samples divides",
-            remedy="Choose one of these, another number of ranks, or more backends",
-        )
+    if of_batch & reasons.keys():
+        other = next((reason for reason, _ in reasons.most_common() if reason not in of_batch), None)
+        others = f"; of the other splits, {other}" if other is not None else ""
+        return _indivisible(batch, ranks, each, others)
     reason, count = (table.reasons().most_common(1) or [("no split has what was asked for", 0)])[0]
-    often = f" ({count:,} splits)" if count else ""
+    often = f" ({count:,} split{'s' if count > 1 else ''})" if count else ""
     return UserError(
         f"no way to divide {ranks} ranks trains this model; most often{often}, {reason}",
         field="num_devices",

@@ -403,14 +403,16 @@ def test_the_capacity_of_a_gpu_is_read_from_the_error_or_from_the_device(
     config = load(overrides={"backend": "serial", "device": "cpu"})
     plan = replace(resolve(config, get_catalog(), Facts(), Resources()), device="cuda")
     full = "CUDA out of memory. GPU 0 has a total capacity of 79.25 GiB of which 1.00 GiB is free"
-    assert memory_advice._capacity(plan, full, 0) == int(0.85 * int(79.25 * (1 << 30)))
+    assert memory_advice._capacity(plan, full, 0) == int(79.25 * (1 << 30))
     # Torch 2.11 on an H200 whose memory another process has a part of.
     shared = (
         "GPU 0 has a total capacity of 139.80 GiB of which 2.27 GiB is free. Including non-PyTorch memory,"
         " this process has 56.71 GiB memory in use. Process 571 has 80.81 GiB memory in use."
     )
     found = memory_advice._capacity(plan, shared, 0)
-    assert found == pytest.approx(0.85 * (2.27 + 56.71) * (1 << 30), abs=2)
+    assert found == pytest.approx((2.27 + 56.71) * (1 << 30), abs=2)
+    nothing = memory_advice._capacity(plan, shared.replace("2.27 GiB", "0 bytes"), 0)
+    assert nothing == pytest.approx(56.71 * (1 << 30), abs=2)
     assert memory_advice._capacity(plan, "out of memory", 0) == 1 << 62
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
