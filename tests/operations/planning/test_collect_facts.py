@@ -332,7 +332,7 @@ def test_values_that_decide_are_an_error(way: str) -> None:
     with pytest.raises(UserError, match="depends on values") as caught:
         facts_of(DependsOnValues(way))
     assert caught.value.field == "model"
-    assert "facts_from_numbers" in caught.value.remedy
+    assert "`plan --parameters`" in caught.value.remedy
 
 
 class DependsOnSamples(nn.Module):
