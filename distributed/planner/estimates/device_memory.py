@@ -64,7 +64,7 @@ more than by 1 %."""
 _WORKSPACES = 2 * 32 * 2**20
 """The workspace of cuBLAS for the thread of forward and for that of backward, on GPUs of compute capability 9
 (aten/src/ATen/cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``). Older ones have a quarter of it, and
-predictions for them are 48 MiB too high. Predictions from numbers count it among what libraries take."""
+predictions for them are 48 MiB too high."""
 
 CUDA = DeviceMemory(granule=512, workspace_bytes=_WORKSPACES, spread=0.05)
 """Blocks of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``). What it

@@ -80,7 +80,7 @@ def rank_memory(
         parameters=round(parameters),
         gradients=round(gradients),
         optimizer=round(optimizer),
-        activations=round(activations),
+        activations=round(activations) + device.workspace_bytes,
         framework=device.framework_bytes + round(staging),
     )
     return parts.with_reserved(device.reserved)

@@ -41,9 +41,9 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
     """Gigabytes (1e9 bytes) that training takes on one device with AdamW.
 
     Weights, gradients, both moments and the temporary memory of an update on a GPU are float32, which makes
-    20 bytes a parameter. To it come what the allocator reserves, a fifth, and a gigabyte of libraries. If
-    activations are more than an update needs, they are those of one sample of 2048 tokens in a transformer of
-    common proportions.
+    20 bytes a parameter. To it come the workspaces of matrix products, 67 MB; of this, a fifth that the
+    allocator reserves; and a gigabyte of libraries. If activations are more than an update needs, they are
+    those of one sample of 2048 tokens in a transformer of common proportions.
 
     Args:
         params_b: number of parameters, in billions below 100,000.

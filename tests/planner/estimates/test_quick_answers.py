@@ -15,9 +15,9 @@ from distributed.planner.estimates.quick_answers import (
 
 
 def test_estimate_memory() -> None:
-    """Weights, gradients, two moments and the roots of one of them in the update: 20 bytes a parameter. A
-    fifth is reserved besides, and a gigabyte is the libraries'."""
-    assert estimate_memory(7) == pytest.approx(7 * 20 * 1.2 + 1)
+    """Weights, gradients, two moments and the roots of one of them in the update: 20 bytes a parameter. To
+    it come workspaces of 64 MiB; a fifth is reserved besides, and a gigabyte is the libraries'."""
+    assert estimate_memory(7) == pytest.approx((7 * 20 + 64 * 2**20 / 1e9) * 1.2 + 1)
     assert estimate_memory(7, precision="bf16") == estimate_memory(7)
     assert estimate_memory(7, "fp32") == estimate_memory(7)
     sizes = [estimate_memory(size) for size in (0.1, 1, 7, 70)]
