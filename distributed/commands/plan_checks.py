@@ -9,7 +9,7 @@ from pathlib import Path
 from distributed.commands.parser import positive_int
 from distributed.errors import UserError
 
-__all__ = ["check_flags", "number_of", "steps_of"]
+__all__ = ["NUMBER", "check_flags", "number_of", "steps_of"]
 
 NUMBER = "number:"
 """Begins the names of arguments that are numbers of a transformer."""

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = [
     "ATTENTION",
+    "attention_flops",
     "Call",
     "Key",
     "calls_replaced",
@@ -29,13 +30,15 @@ Key = int | str
 """Position or name of an argument."""
 
 
-def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+def attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
     """Floating-point operations of attention. torch before 2.12 counts none whose keys have fewer heads."""
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 ATTENTION = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention"): _attention
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention"): attention_flops
     for kernel in ("flash", "efficient", "cudnn")
 }
 """Operation of GPUs -> its formula, as `FlopCounterMode` takes it."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distributed.errors import UserError
+from distributed.parallel.pipeline_trace import attention_flops
 from distributed.planner.estimates.size import Size
 from distributed.planner.estimates.work_facts import NARROW, BlockWork, Operations, matmul_kind
 
@@ -257,9 +258,7 @@ def flops_of(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
     backward = "backward" in name
     query, key, value = args[1:4] if backward else args[:3]
-    batch, heads, length, width = query.shape
-    scores = batch * heads * length * key.shape[-2]
-    return int(2 * scores * (width + value.shape[-1]) * (2 if backward else 1))
+    return attention_flops(query.shape, key.shape, value.shape) * (2 if backward else 1)
 
 
 def _tensors(value: Any) -> list[Tensor]:

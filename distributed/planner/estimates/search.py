@@ -277,7 +277,7 @@ def nothing_trains(space: SearchSpace, table: Table) -> UserError:
         other = next((reason for reason, _ in reasons.most_common() if reason not in of_batch), None)
         others = f"; of the other splits, {other}" if other is not None else ""
         return _indivisible(batch, ranks, each, others)
-    reason, count = (table.reasons().most_common(1) or [("no split has what was asked for", 0)])[0]
+    reason, count = (reasons.most_common(1) or [("no split has what was asked for", 0)])[0]
     often = f" ({count:,} split{'s' if count > 1 else ''})" if count else ""
     return UserError(
         f"no way to divide {ranks} ranks trains this model; most often{often}, {reason}",
