@@ -5,7 +5,9 @@ Public names are loaded when first used, so that ``import distributed`` imports 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from distributed._moved import install
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from distributed.interfaces.launcher import Launcher
     from distributed.interfaces.placement import World
     from distributed.interfaces.tracker import Tracker, TrackerSpec
+    from distributed.launch.model_file import async_checkpoint
+    from distributed.launch.own_engine import DeepSpeedDilatedAttentionEngine
     from distributed.launch.own_loop import cleanup_distributed, setup_distributed, setup_horovod
+    from distributed.launch.split_settings import split_settings
     from distributed.operations.bench.profile import profile_communication, profile_communication_overhead
     from distributed.operations.tuning.tuner import DistributedTuner
     from distributed.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelModel
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from distributed.planner.estimates.quick_answers import (
         choose_parallelism_strategy,
         estimate_memory,
+        predict_memory,
         scaling_efficiency,
     )
     from distributed.planning import plan
@@ -69,6 +75,7 @@ _NAMES = {
         "compress_gradient",
         "random_sparse",
     ),
+    "distributed.launch.model_file": ("async_checkpoint",),
     "distributed.config": ("DistributedConfig", "Section"),
     "distributed.errors": ("Preempted", "UserError", "WorkerError"),
     "distributed.interfaces.backend": ("Backend", "MicroBatch", "StepResult", "Window"),
@@ -78,12 +85,15 @@ _NAMES = {
     "distributed.interfaces.launcher": ("Launcher",),
     "distributed.interfaces.placement": ("World",),
     "distributed.interfaces.tracker": ("Tracker", "TrackerSpec"),
+    "distributed.launch.own_engine": ("DeepSpeedDilatedAttentionEngine",),
     "distributed.launch.own_loop": ("cleanup_distributed", "setup_distributed", "setup_horovod"),
+    "distributed.launch.split_settings": ("split_settings",),
     "distributed.operations.bench.profile": ("profile_communication", "profile_communication_overhead"),
     "distributed.operations.tuning.tuner": ("DistributedTuner",),
     "distributed.planner.estimates.quick_answers": (
         "choose_parallelism_strategy",
         "estimate_memory",
+        "predict_memory",
         "scaling_efficiency",
     ),
     "distributed.planning": ("plan",),
@@ -109,7 +119,42 @@ _NAMES = {
     "distributed.training.process_group_backend": ("ProcessGroupBackend",),
     "distributed.training.torch_backend": ("StepModule", "TorchBackend"),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_KERNELS = (
+    "BlockSparseRingDistributedDilatedAttention",
+    "DistributedImprovedMultiheadDilatedAttention",
+    "DistributedMultiheadDilatedAttention",
+    "DistributedSketchedModel",
+    "PipelineParallelSketchedModel",
+    "RingDistributedDilatedAttention",
+    "SKLinear",
+    "TensorParallelSKLinear",
+    "create_distributed_model",
+)
+_ELSEWHERE = {
+    "distributed_kernels": _KERNELS,
+    "distributed_plugins.manual_monitors": (
+        "DistributedMetricsCollector",
+        "PerformanceMonitor",
+        "monitor_memory",
+    ),
+}
+"""Public names of our other packages, which guides to distributed training use: found here as well."""
+
+_REPLACED = {
+    **dict.fromkeys(
+        ("allreduce_example", "allgather_example", "broadcast_example"),
+        "Call setup_distributed(), then torch.distributed.all_reduce, all_gather or broadcast",
+    ),
+    "create_dataloader": "Give Trainer.fit a torch DataLoader: it divides the samples between the ranks",
+    "train_distributed": "Trainer.fit starts the ranks and trains",
+    "profile_training_step": "Set profile.enabled=true: a trace and a table of each rank",
+    "gpipe_forward": "Set parallel.pipeline and parallel.schedule=gpipe, or call"
+    " MicrobatchPipelineTrainer(model, num_microbatches).forward_backward_pipeline() in one process",
+    "MixedPrecision": "FSDPTrainer(mixed_precision=) takes torch.distributed.fsdp.MixedPrecision",
+}
+"""Names of guides to distributed training that are no names of ours -> what to do instead."""
+
+_HOMES = {name: home for home, names in (*_NAMES.items(), *_ELSEWHERE.items()) for name in names}
 
 __all__ = [
     "AdvancedDistributedTrainer",
@@ -120,6 +165,7 @@ __all__ = [
     "Capabilities",
     "ColumnParallelLinear",
     "CustomCommunication",
+    "DeepSpeedDilatedAttentionEngine",
     "DeepSpeedTrainer",
     "DistributedConfig",
     "DistributedTrainer",
@@ -154,28 +200,46 @@ __all__ = [
     "WorkerError",
     "World",
     "__version__",
+    "async_checkpoint",
     "choose_parallelism_strategy",
     "cleanup_distributed",
     "compress_gradient",
     "estimate_memory",
     "hookimpl",
     "plan",
+    "predict_memory",
     "profile_communication",
     "profile_communication_overhead",
     "random_sparse",
     "scaling_efficiency",
     "setup_distributed",
     "setup_horovod",
+    "split_settings",
 ]
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'distributed' has no attribute {name!r}")
+        advice = _advice(name)
+        # `from distributed import name` would replace the text of an AttributeError by one of its own.
+        if advice and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(f"distributed has no {name}.{advice}", name="distributed")
+        raise AttributeError(f"module 'distributed' has no attribute {name!r}{advice and '.' + advice}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
+
+
+def _advice(name: str) -> str:
+    """Advice for a name that is none, after a space; empty for other attributes and modules."""
+    if name in _REPLACED:
+        return f" {_REPLACED[name]}."
+    if name.startswith("_") or find_spec(f"distributed.{name}") is not None:
+        return ""
+    from distributed.errors import did_you_mean
+
+    return did_you_mean(name, [*_HOMES, *_REPLACED])
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from distributed.config.script_overlay import active
 from distributed.errors import UserError, hide_own_frames, stopped_by
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.callback import Callback, listed
-from distributed.interfaces.framework import Framework
+from distributed.interfaces.framework import Framework, framework_of
 from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher
 from distributed.interfaces.placement import LauncherEnvironment
@@ -45,8 +45,8 @@ class Trainer:
     """Train a model by a `DistributedConfig`.
 
     Args:
-        model: a ``torch.nn.Module`` (a Keras model under ``tensorflow``), or a function without
-            arguments that builds one.
+        model: a ``torch.nn.Module`` (under ``tensorflow`` and ``horovod`` a Keras model), or a function
+            without arguments that builds one.
         config: a `DistributedConfig`, a mapping, or the path of a YAML file.
         optimizer: an optimizer, its class (called with the parameters and
             ``lr=learning_rate``), a function from the model to an optimizer, or a name; None
@@ -124,9 +124,14 @@ class Trainer:
     def _choose(self, config: DistributedConfig) -> tuple[BackendChoice, Framework]:
         """The backend of `config` and its framework, resolved once for each configuration."""
         if self._chosen is None or self._chosen[0] is not config:
-            choice = choose_backend(config, get_catalog())
+            choice = choose_backend(config, get_catalog(), self._framework_of_objects())
             self._chosen = (config, choice, load_target(choice.spec.objects)())
         return self._chosen[1:]
+
+    def _framework_of_objects(self) -> str | None:
+        """Framework of what was given; None where functions build all of it."""
+        given = (self._model, self.optimizer, self.loss_fn)
+        return next(filter(None, map(framework_of, given)), None)
 
     @property
     def model(self) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
+from distributed.config.fsdp1 import fields_of_fsdp1
 from distributed.config.load import check_agreement, top_fields
 from distributed.errors import UserError, hide_own_frames
+from distributed.interfaces.framework import framework_of
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
 from distributed.registry.catalog import Catalog, get_catalog
@@ -55,20 +57,35 @@ class FSDPTrainer(Trainer):
         model: as for `Trainer`, and so is everything that is not named here.
         sharding_strategy: a `ShardingStrategy`, torch's own, or its name. HYBRID_SHARD needs
             ``parallel.data``, the number of copies of the model.
+        mixed_precision: besides what the field takes, FSDP1's ``MixedPrecision``: its `param_dtype` is
+            `mixed_precision` (autocast; ``fsdp.param_dtype`` gathers in that dtype as well), and its
+            `reduce_dtype` is ``fsdp.reduce_dtype``.
+        device_id: of FSDP1; a rank has the device of its own, or the CPU.
+        use_orig_params: of FSDP1; True is what FSDP2 does.
 
     Raises:
-        UserError: an unknown strategy, fields that contradict it, or HYBRID_SHARD without ``parallel.data``.
+        UserError: an unknown strategy, fields that contradict it, HYBRID_SHARD without ``parallel.data``, a
+            dtype that is no precision, or ``use_orig_params=False``.
     """
 
     default_backend = "fsdp"
 
     @hide_own_frames
     def __init__(
-        self, model: Any, config: Any = None, *, sharding_strategy: Any = None, **given: Any
+        self,
+        model: Any,
+        config: Any = None,
+        *,
+        sharding_strategy: Any = None,
+        mixed_precision: Any = None,
+        device_id: Any = None,
+        use_orig_params: bool | None = None,
+        **given: Any,
     ) -> None:
         strategy = None if sharding_strategy is None else _strategy(sharding_strategy)
         fields = {} if strategy is None else _STRATEGIES[strategy]
-        super().__init__(model, config, **{**fields, **given})
+        others, self._left_out = fields_of_fsdp1(mixed_precision, device_id, use_orig_params)
+        super().__init__(model, config, **{**fields, **others, **given})
         if strategy is not None:
             check_agreement(self.config, fields, f"sharding_strategy={strategy.name}")
         copies = any(self.config.origin(name) != "default" for name in ("parallel.data", "fsdp.replicate"))
@@ -79,6 +96,10 @@ class FSDPTrainer(Trainer):
                 allowed="2 and more, such as the number of hosts; the ranks of a copy shard it",
                 remedy="Set it, or use FULL_SHARD",
             )
+
+    def _plan(self, config: DistributedConfig, catalog: Catalog, task: Task) -> RunPlan:
+        plan = super()._plan(config, catalog, task)
+        return replace(plan, notes=(*plan.notes, *self._left_out))
 
 
 def _strategy(given: Any) -> ShardingStrategy:
@@ -127,7 +148,7 @@ class HorovodTrainer(Trainer):
             given = {"tracking.progress": "off", **given}
         if compression is not None:
             given["horovod.compression"] = compression
-        if callable(config) or hasattr(config, "param_groups"):
+        if callable(config) or hasattr(config, "param_groups") or framework_of(config) is not None:
             if given.get("optimizer") is not None:
                 raise UserError(
                     "two optimizers are given, one by position and one by name",

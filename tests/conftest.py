@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,22 +16,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from distributed.launch.fork_server import ForkServer
 from distributed.launch.forked import ADDRESS
+from tests.support import tiers
 from tests.support.fast import Fast, NeedsMark
 from tests.support.forking_python import PRELOAD, write_forking_python
+from tests.support.needs import Needs
+from tests.support.recorded_times import LongestFirst, Recorder
+
+# Collecting makes a million objects that all stay: walking them takes longer than making them.
+gc.disable()
 
 MakeDistribution = Callable[..., Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--fast``."""
+    """Add the options of the suite."""
     parser.addoption("--fast", action="store_true", help="Leave out most tests that start processes.")
+    parser.addoption("--record-times", type=Path, metavar="FILE", help="Append the seconds of every test.")
+    tiers.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugins of the suite."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell script starts commands with & so; what the tests start, and interrupt, would ignore it, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(NeedsMark())
+    config.pluginmanager.register(tiers.Tiers(config))
+    config.pluginmanager.register(Needs())
     if config.getoption("--fast"):
         config.pluginmanager.register(Fast())
+    if hasattr(config, "workerinput"):
+        return
+    if config.pluginmanager.has_plugin("dsession"):
+        config.pluginmanager.register(LongestFirst())
+    if path := config.getoption("--record-times"):
+        config.pluginmanager.register(Recorder(path))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was collected from later garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

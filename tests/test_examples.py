@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -13,6 +12,7 @@ import pytest
 
 from distributed.cli import main
 from tests.support import commands
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.starts_processes
 
@@ -119,12 +119,9 @@ def test_raw_torchrun_per_rank(tmp_path: Path) -> None:
 
 
 def test_serve_digits_answers_over_http(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # Ray's workers have a low priority, and its proxy 5 seconds to start: too short on a busy machine.
     env = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-    out = run(tmp_path, str(EXAMPLES / "serve_digits.py"), "--port", str(port), **env)
+    out = run(tmp_path, str(EXAMPLES / "serve_digits.py"), "--port", str(free_port()), **env)
     assert figure(out, r"asked for a 6, answered 6 with chance (\S+)") > 0.5
 
 

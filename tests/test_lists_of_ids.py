@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.test_ids import main, renamed
+from tests.support.collected_ids import main, renamed
 
 MOVED = {
     "tests/a": "tests/b",

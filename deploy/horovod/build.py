@@ -1,6 +1,6 @@
 """Build Horovod 0.28.1 against the torch of this interpreter, and install it.
 
-    python deploy/horovod/build.py [--cache FOLDER]
+    python deploy/horovod/build.py [--cache FOLDER] [--check | --no-install]
 
 Its last release asks for C++14, which torch's headers no longer compile under; the change to
 C++17 was merged upstream (horovod#3998) and never released. The wheel is kept, one for each torch
@@ -10,7 +10,9 @@ and Python, so that only the first call takes minutes. docs/decisions/horovod.md
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,9 +28,13 @@ CXX14, CXX17 = "CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"
 # The folder's path is taken for a regular expression there: any "+" in it, as in torch's
 # "2.13.0+cpu", and the library lands under the whole path of the build folder.
 BY_PATTERN = 'string(REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?" "" SUB_FOLDER "${CMAKE_CURRENT_SOURCE_DIR}")'
+# Symbols for debuggers, which cost a fifth of the build and most of the wheel.
+DEBUG = '"-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO'
+NO_DEBUG = '"-O2 -g" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO'
 BY_PATH = 'file(RELATIVE_PATH SUB_FOLDER "${PROJECT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}")'
 CHANGES = (
     ("CMakeLists.txt", CXX14, CXX17),
+    ("CMakeLists.txt", DEBUG, NO_DEBUG),
     ("horovod/torch/CMakeLists.txt", CXX14, CXX17),
     ("cmake/Utilities.cmake", BY_PATTERN, BY_PATH),
 )
@@ -39,12 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Build unless the wheel is there, install it, and import it once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cache", type=Path, default=default_cache(), help="Where wheels are kept.")
-    cache: Path = parser.parse_args(arguments).cache
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="Only check that it is built or can be.")
+    only.add_argument("--no-install", action="store_true", help="Only build the wheel.")
+    given = parser.parse_args(arguments)
+    cache: Path = given.cache
     torch_version, cuda = torch_build()
     cuda_home, nccl_home = gpu_libraries() if cuda else (None, None)
     kind = "cuda" if cuda_home and nccl_home else "cpu"
     home = cache / f"{VERSION}-torch{torch_version}-{sys.implementation.cache_tag}-{kind}"
     wheel = next(home.glob("horovod-*.whl"), None)
+    if given.check:
+        if wheel is None:
+            check_tools(search_path())
+        return
     if wheel is None:
         gpu = {
             "HOROVOD_GPU_OPERATIONS": "NCCL",
@@ -52,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "HOROVOD_NCCL_HOME": str(nccl_home),
         }
         wheel = build(home, gpu if kind == "cuda" else {})
+    if given.no_install:
+        return
     pip("install", "--force-reinstall", "--no-deps", str(wheel))
     # Without its native part Horovod imports all the same, and only prints a warning.
     check = "import horovod.torch as hvd; hvd.is_initialized()"
@@ -70,12 +86,12 @@ def default_cache() -> Path:
 
 def torch_build() -> tuple[str, bool]:
     """(torch's version with its local label, whether it has CUDA)."""
-    code = "import torch; print(torch.__version__, torch.version.cuda)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
         fail("Horovod is built against torch, and torch is not installed here. Install it first.")
-    version, cuda = done.stdout.split()
-    return version, cuda != "None"
+    # Importing torch takes seconds.
+    version = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return version["__version__"], version["cuda"] is not None
 
 
 def gpu_libraries() -> tuple[Path | None, Path | None]:
@@ -91,15 +107,17 @@ def gpu_libraries() -> tuple[Path | None, Path | None]:
 
 def build(home: Path, gpu: Mapping[str, str]) -> Path:
     """The wheel, built in a temporary folder and moved to `home` when it is whole."""
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    path = search_path()
     check_tools(path)
+    # Under make, MAKEFLAGS has the variables and the job server of that make, which Horovod's cannot use.
+    given = "" if "MAKELEVEL" in os.environ else os.environ.get("MAKEFLAGS", "")
     env = {
         **os.environ,
         "PATH": path,
         "HOROVOD_CMAKE": str(shutil.which("cmake", path=path)),
         # Third-party folders of Horovod ask for a CMake older than what CMake 4 still speaks.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{min(8, len(os.sched_getaffinity(0)))}",
+        "MAKEFLAGS": given or f"-j{min(8, len(os.sched_getaffinity(0)))}",
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_MPI": "1",
@@ -126,6 +144,11 @@ def build(home: Path, gpu: Mapping[str, str]) -> Path:
     return home / built.name
 
 
+def search_path() -> str:
+    """PATH with the programs of this interpreter's environment before the others."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+
+
 def mend(source: Path) -> None:
     """Make of the release what builds: C++17 for C++14, as upstream did, and paths taken as paths."""
     for name, before, after in CHANGES:
@@ -136,20 +159,18 @@ def mend(source: Path) -> None:
 
 
 def check_tools(path: str) -> None:
-    """End with one paragraph when something that the build needs is missing."""
+    """End with one line when something that the build needs is missing."""
     missing = []
     if not any(shutil.which(name, path=path) for name in (os.environ.get("CXX", "g++"), "c++")):
-        missing.append("a C++ compiler (apt-get install g++, or set CXX)")
+        missing.append("a C++ compiler (as root: apt-get install g++; or set CXX)")
     if not shutil.which("cmake", path=path):
         missing.append("cmake (pip install cmake)")
-    find = f"import importlib.util as u; print(*[m for m in {BUILD_MODULES} if not u.find_spec(m)])"
-    modules = subprocess.run([sys.executable, "-c", find], capture_output=True, text=True, check=True)
-    if modules.stdout.strip():
-        missing.append(f"{modules.stdout.strip()} (pip install 'distributed-trainer[horovod]')")
+    if modules := [name for name in BUILD_MODULES if importlib.util.find_spec(name) is None]:
+        missing.append(f"{' '.join(modules)} (pip install 'distributed-trainer[horovod]')")
     if missing:
         fail(
-            f"Horovod {VERSION} is built from source, which needs {', and '.join(missing)}. Install that and"
-            " run this again; every other backend works without."
+            f"Horovod {VERSION} is built from source, which needs {', and '.join(missing)};"
+            " every other backend works without"
         )
 
 

@@ -354,7 +354,8 @@ class PortableReader(StateReader):
         ]
         wrong = sorted(wrong) or tiling_problems(entry for pieces in entries.values() for entry in pieces)
         if len(steps) > 1:
-            wrong.append(f"the ranks have records of other numbers of steps: {', '.join(map(str, steps))}")
+            numbers = ", ".join(sorted(map(str, steps)))
+            wrong.append(f"the ranks have records of other numbers of steps: {numbers}")
         if wrong:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise damaged(self.path, f"{wrong[0]}{more}")

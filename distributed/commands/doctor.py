@@ -63,6 +63,7 @@ def checks(allreduce: bool = True) -> list[Check]:
         installation.backends,
         machine.devices,
         machine.ports,
+        machine.name_server,
         machine.rendezvous,
         machine.shared_memory,
         machine.open_files,

@@ -20,6 +20,7 @@ unknown argument before `--` is an error.
 """
 
 
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Fields that starting ranks needs; without our Trainer, the others would be ignored.
 _RANK_FIELDS = {
     "backend",
@@ -66,7 +67,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         _begin_imports(layers, script)
     with command_line(ScriptRun(layers, args.dry_run)) as script_run:
-        execute(script, arguments)
+        try:
+            execute(script, arguments)
+        except Exception as error:
+            if script_run.num_fits == 0 and _expects_launcher(error):
+                error.add_note(
+                    "The script expects what a launcher sets for each rank. `--launch per-rank` starts the"
+                    " script itself on every rank, as torchrun does"
+                )
+            raise
     if script_run.num_fits == 0:
         raise UserError(
             f"{script.name} ended without calling `fit`, so nothing was trained",
@@ -75,6 +84,15 @@ def run(args: argparse.Namespace) -> int:
             " the script itself on every rank, as torchrun does",
         )
     return 0
+
+
+def _expects_launcher(error: Exception) -> bool:
+    """Return whether a script failed because it is no rank: torch names the variable that it misses, and a
+    look-up in ``os.environ`` raises a KeyError."""
+    if isinstance(error, KeyError):
+        return error.args[:1] in [(name,) for name in _OF_LAUNCHERS]
+    text = str(error)
+    return any(f"environment variable {name} expected" in text for name in _OF_LAUNCHERS)
 
 
 def _check_values(layers: Sequence[Layer]) -> None:

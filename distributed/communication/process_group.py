@@ -115,14 +115,19 @@ class GroupMixin:
     def teardown(self) -> None:
         """Leave the group, if `meet` made it."""
         if self._owns_group and dist.is_initialized():
-            # gloo's threads release their last work under the interpreter's lock: freeing the group meanwhile
-            # deadlocks, and a thread that acquires it while the interpreter shuts down aborts the process.
-            group = dist.group.WORLD
-            dist.destroy_process_group()
             self._owns_group = False
-            if self.world.size > 1:
-                time.sleep(_SETTLE)
-            del group
+            destroy_group()
+
+
+def destroy_group() -> None:
+    """Destroy the default process group, and wait until its threads have ended."""
+    # gloo's threads release their last work under the interpreter's lock: freeing the group meanwhile
+    # deadlocks, and a thread that acquires it while the interpreter shuts down aborts the process.
+    group, size = dist.group.WORLD, dist.get_world_size()
+    dist.destroy_process_group()
+    if size > 1:
+        time.sleep(_SETTLE)
+    del group
 
 
 def local_rank_of(plan: RunPlan) -> int:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import count
 
@@ -132,17 +133,34 @@ def open_store(joined: LauncherEnvironment | None, rank: int, size: int, timeout
     waiting = _Waiting(
         f"rank {rank} is waiting for an earlier run to release {place[0]}:{place[1]}", at_once=True
     )
+    line: socket.socket | None = None
     while True:
-        waited = waiting.seconds
-        if place not in _stores:
-            _stores[place] = _reach(*place, rank, size, max(timeout - timedelta(seconds=waited), _SOON))
-        store = dist.PrefixStore(prefix, _stores[place])
-        if not _is_of_earlier_run(store):
-            return store
-        del store, _stores[place]
-        if waited >= timeout.total_seconds():
-            raise _held(*place, rank)
-        waiting.pause()
+        left = timeout - timedelta(seconds=waiting.seconds)
+        with line or nullcontext():
+            if place not in _stores:
+                _stores[place] = _reach(*place, rank, size, max(left, _SOON))
+            store = dist.PrefixStore(prefix, _stores[place])
+            if not _is_of_earlier_run(store):
+                return store
+            del store, _stores[place]
+            if left <= timedelta():
+                raise _held(*place, rank)
+            if line is not None:
+                waiting.until_closed(line, left.total_seconds())
+        line = _line_to_server(*place)
+
+
+def _line_to_server(host: str, port: int) -> socket.socket | None:
+    """A connection whose end tells that the server there has ended; None if there is no server.
+
+    A store that is opened later has the same server, or the connection has ended. Looking at the store again
+    and again would need a client for each look, and torch asks the name server for the name of each client's
+    address: seconds where that answers late.
+    """
+    try:
+        return socket.create_connection((host, port), timeout=_REMIND)
+    except OSError:
+        return None
 
 
 def _is_of_earlier_run(store: dist.Store) -> bool:
@@ -219,11 +237,28 @@ class _Waiting:
 
     def pause(self) -> None:
         """Wait a moment before the next try."""
+        self._remind()
+        time.sleep(0.1)
+
+    def until_closed(self, line: socket.socket, timeout: float) -> None:
+        """Return when the other end of `line` is closed, or after `timeout` seconds."""
+        deadline = self.seconds + timeout
+        while (left := deadline - self.seconds) > 0:
+            self._remind()
+            line.settimeout(min(_REMIND, left))
+            try:
+                line.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                pass  # reset: the server ended before it accepted the connection
+            return
+
+    def _remind(self) -> None:
         waited = self.seconds
         if waited - self._printed >= _REMIND:
             print_line(f"{self.text} ({waited:.0f} s)", sys.stdout)
             self._printed = waited
-        time.sleep(0.1)
 
 
 def _unreachable(host: str, port: int, rank: int, error: Exception) -> UserError:

@@ -11,6 +11,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+from distributed.communication.objects_by_name import reduce_by_name
+from distributed.communication.torch_settings import apply_settings, caller_settings
+
 _LARGE = 1 << 16
 
 _HOOKS = {
@@ -24,7 +27,7 @@ _HOOKS = {
 
 def save_task(task: Any, path: str | os.PathLike[str]) -> None:
     """Pickle `task` in one graph: code from ``__main__`` by value, tensors and large NumPy
-    arrays as raw bytes that `load_task` maps. torch's default dtype goes with it.
+    arrays as raw bytes that `load_task` maps. torch's settings go with it.
 
     Raises:
         TypeError, pickle.PicklingError: the task holds an object that cannot be pickled.
@@ -60,17 +63,20 @@ class _Counter(io.RawIOBase):
 
 
 def _write(task: Any, file: Any) -> None:
-    torch.save((torch.get_default_dtype(), task), file, pickle_module=_Cloudpickle, pickle_protocol=5)
+    torch.save((caller_settings(), task), file, pickle_module=_Cloudpickle, pickle_protocol=5)
 
 
 def load_task(path: str | os.PathLike[str]) -> Any:
-    """Load a task, and set its default dtype. Tensors are private, copy-on-write views of the file: all
-    ranks of a host share one copy in memory until they write. The file may be deleted afterwards.
+    """Load a task, and set torch as its process had. Tensors are private, copy-on-write views of the file:
+    all ranks of a host share one copy in memory until they write. The file may be deleted afterwards.
 
     This runs the code of the task, which is the caller's own; never use it on a checkpoint.
+
+    Raises:
+        UserError: torch does not take a setting of that process here.
     """
-    dtype, task = torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
-    torch.set_default_dtype(dtype)
+    settings, task = torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
+    apply_settings(settings)
     _register_outputs()
     return task
 
@@ -91,7 +97,7 @@ def _is_large(array: Any) -> bool:
     return bool(array.nbytes >= _LARGE and array.flags.writeable)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         # A pickled NumPy array would be copied into the file, and from it into every rank.
         if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and _is_large(obj):
@@ -104,7 +110,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if hooks:
                 reduced: Any = obj.__reduce_ex__(self.proto)
                 return _with_hooks(reduced, hooks)
-        return super().reducer_override(obj)
+        named = reduce_by_name(obj)
+        return super().reducer_override(obj) if named is None else named
 
 
 def _with_hooks(reduced: tuple[Any, ...], hooks: dict[str, Any]) -> tuple[Any, ...]:
@@ -129,7 +136,7 @@ def _restore(obj: Any, state: tuple[Any, dict[str, Any]]) -> None:
 class _Cloudpickle:
     """The pickle module for `torch.save`."""
 
-    Pickler = _Pickler
+    Pickler = TaskPickler
     dump = staticmethod(cloudpickle.dump)
     loads = staticmethod(pickle.loads)
 

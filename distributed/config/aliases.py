@@ -5,7 +5,8 @@ A table first, then the nearest spelling: by its letters alone, ``lr`` is neares
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from distributed.errors import did_you_mean
 
@@ -43,6 +44,16 @@ FIELDS = {
     **{f"{name}_size": "parallel.tensor" for name in ("tensor_parallel", "tensor_model_parallel", "tp")},
     **{
         f"{name}_size": "parallel.pipeline" for name in ("pipeline_parallel", "pipeline_model_parallel", "pp")
+    },
+    **{
+        short: f"parallel.{axis}"
+        for axis, short in {
+            "data": "dp",
+            "tensor": "tp",
+            "pipeline": "pp",
+            "context": "cp",
+            "expert": "ep",
+        }.items()
     },
     "data_parallel_size": "parallel.data",
     **dict.fromkeys(("sequence_parallel", "use_sequence_parallel"), "parallel.context"),
@@ -109,6 +120,8 @@ FIELDS = {
 }
 """Name elsewhere -> our field, or several with the most likely first; ``=`` with the value to set."""
 
+_OFFLOAD = "cpu_offload"
+
 NOT_FIELDS = {
     "num_workers": "Set it in the DataLoader",
     "pin_memory": "Set it in the DataLoader",
@@ -119,6 +132,24 @@ NOT_FIELDS = {
     **dict.fromkeys(
         ("profile_communication", "profile_communication_overhead"),
         "Call distributed.profile_communication() on the ranks, or run `distributed.cli bench comm`",
+    ),
+    "device_id": "Leave it out: rank N of a host computes on its GPU N, or all on the CPU with device=cpu",
+    _OFFLOAD: "Set zero.offload_optimizer=cpu under deepspeed, at stage 3 zero.offload_parameters=cpu as"
+    " well; fsdp.cpu_offload=true under fsdp; optimizer_offload=true under other backends",
+    **dict.fromkeys(
+        (
+            "embed_dim",
+            "num_heads",
+            "num_layers",
+            "segment_lengths",
+            "dilation_rates",
+            "sparsity_ratio",
+            "vocab_size",
+            "max_seq_len",
+            "sketch_size",
+            "sketch_ratios",
+        ),
+        "It belongs to the model: give it to the class or function that builds the model",
     ),
     "use_orig_params": "Leave it out: parameters keep their names and shapes under fsdp",
     "use_gradient_checkpointing": "Set activation_checkpointing=full",
@@ -154,6 +185,19 @@ BACKENDS = {
 BACKEND_SECTIONS = ("fsdp", "horovod", "ray", "tensorflow")
 """Sections that a user may take for the switch that selects the backend."""
 
+_OFFLOADS = {
+    "deepspeed": "Set zero.offload_optimizer=cpu",
+    "fsdp": "Set fsdp.cpu_offload=true",
+    "tensorflow": "Leave it out: backend 'tensorflow' offloads nothing",
+    **dict.fromkeys(("pytorch-ddp", "horovod", "serial"), "Set optimizer_offload=true"),
+}
+"""Backend -> how it offloads."""
+_OFFLOADS_OF_ZERO = {
+    0: "Set zero_stage=1 or higher and zero.offload_optimizer=cpu: stage 0 offloads nothing",
+    3: "Set zero.offload_optimizer=cpu and zero.offload_parameters=cpu",
+}
+"""Stage of ZeRO -> how it offloads, where it differs from the others."""
+
 _TRANSPORTS = ("nccl", "gloo", "mpi")
 
 
@@ -172,14 +216,26 @@ def instead_of(name: str) -> str:
     return NOT_FIELDS.get(_plain(name), "")
 
 
-def guess_field(name: str, known: Iterable[str]) -> str:
-    """A sentence, after a space, about the field that `name` most likely means; empty without a guess."""
+def guess_field(name: str, known: Iterable[str], given: Mapping[str, Any] | None = None) -> str:
+    """A sentence, after a space, about the field that `name` most likely means; empty without a guess.
+
+    Args:
+        given: fields that were set beside it, the backend among them if it is known.
+    """
     fields = list(known)
-    instead = instead_of(name)
+    instead = _offloading(given or {}) if _plain(name).rpartition(".")[2] == _OFFLOAD else instead_of(name)
     if instead:
         return f" {instead}."
     meant = meant_fields(name, fields)
     return f" Did you mean {_either(meant)}?" if meant else did_you_mean(name, fields)
+
+
+def _offloading(given: Mapping[str, Any]) -> str:
+    """Sentence on how to offload under the backend that `given` sets, or under each."""
+    stage = given.get("zero_stage")
+    backend = given.get("backend") if stage is None else "deepspeed"  # which a stage moves the default to
+    found = _OFFLOADS.get(str(backend), NOT_FIELDS[_OFFLOAD])
+    return _OFFLOADS_OF_ZERO.get(stage, found) if isinstance(stage, int) else found
 
 
 def guess_backend(name: str, known: Iterable[str]) -> str:

@@ -82,10 +82,11 @@ class DistributedConfig(BaseModel):
         None, description="Rendezvous address for several nodes: host:port on node 0."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device type of the ranks.")
-    launch: Literal["auto", "join", "spawn", "per-rank"] = Field(
+    launch: Literal["auto", "join", "spawn", "per-rank", "threads"] = Field(
         "auto",
         description="join: use the ranks of a launcher; spawn: start ranks; auto: join if there is a"
-        " launcher, else spawn; per-rank: run the script on each rank.",
+        " launcher, else spawn; per-rank: run the script on each rank; threads: ranks are threads of this"
+        " process that take turns, for tests and for several ranks on one GPU.",
     )
     launch_start: Literal["auto", "warm", "fresh"] = Field(
         "auto",
@@ -306,7 +307,7 @@ class DistributedConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise user_error(error, type(self)) from None
+            raise user_error(error, type(self), values) from None
         refuse_redacted(values)
         self._origins = origins
 
@@ -377,6 +378,11 @@ class DistributedConfig(BaseModel):
     def is_elastic(self) -> bool:
         """Whether ranks restart, after a failure or for another host."""
         return bool(self.max_restarts or self.elastic.min_ranks or self.elastic.min_nodes)
+
+    @property
+    def times_phases(self) -> bool:
+        """Whether ranks report the time of their phases. Threads have none of their own: they take turns."""
+        return self.tracking.phase_timers and self.launch != "threads"
 
     @property
     def wants_tensorboard(self) -> bool:

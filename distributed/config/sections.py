@@ -112,6 +112,12 @@ class DataSection(Section):
         description="Compare dataset lengths and first samples between ranks: of map-style data if a launcher"
         " started the ranks, and of streams in each epoch.",
     )
+    prefetch_to_device: bool = Field(
+        True,
+        description="Read the next batch and begin to copy it to the GPU while the GPU computes a step: of"
+        " tensors, which are read into pinned memory, and of map-style data that a DataLoader's workers"
+        " read.",
+    )
 
 
 class CheckpointSection(Section):
@@ -235,6 +241,11 @@ class TrackingSection(Section):
         description="Folder for the run record, which `report` reads. None: `checkpoint_dir`, if it is a"
         " local path; otherwise no record is written.",
         json_schema_extra={"flag": "--record-dir", "path": True},
+    )
+    baseline_throughput: PositiveFloat | None = Field(
+        None,
+        description="Measured samples per second of one device. Trackers get the speed-up over it as"
+        " `speedup`.",
     )
     phase_timers: bool = Field(
         True, description="Log the fraction of time spent in each phase, and stragglers."

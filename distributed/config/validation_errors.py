@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -24,10 +25,16 @@ def field_names(model: type[BaseModel]) -> list[str]:
     return names
 
 
-def user_error(error: ValidationError, model: type[BaseModel]) -> UserError:
-    """The first finding as a paragraph, and how many more there are."""
+def user_error(
+    error: ValidationError, model: type[BaseModel], given: Mapping[str, Any] | None = None
+) -> UserError:
+    """The first finding as a paragraph, and how many more there are.
+
+    Args:
+        given: all values of `model`, which may tell what a wrong one means.
+    """
     details = error.errors(include_url=False)
-    first = _one(details[0], model)
+    first = _one(details[0], model, given)
     others = {_dotted(detail) for detail in details} - {_dotted(details[0])}
     if others:
         first.message += f" (also wrong: {', '.join(sorted(others))})"
@@ -60,11 +67,11 @@ def _is_internal(part: Any) -> bool:
     )
 
 
-def _one(detail: ErrorDetails, model: type[BaseModel]) -> UserError:
+def _one(detail: ErrorDetails, model: type[BaseModel], given: Mapping[str, Any] | None) -> UserError:
     name, kind = _dotted(detail), detail["type"]
     if kind == "extra_forbidden":
         return UserError(
-            f"unknown configuration field '{name}'.{guess_field(name, field_names(model))}",
+            f"unknown configuration field '{name}'.{guess_field(name, field_names(model), given)}",
             remedy="`python -m distributed.cli config fields` lists every field",
         )
     if kind == "value_error":

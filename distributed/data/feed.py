@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import accumulate, islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from distributed.data.error_notes import read
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import epoch_seed, split_window
+from distributed.data.rows import reader_of
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
 from distributed.data.stream import loses_samples
@@ -22,6 +23,9 @@ from distributed.interfaces.backend import MicroBatch, Window
 
 _AHEAD = 8192
 """Samples of a rank whose place in a `KeyedOrder` is computed at once."""
+
+_TOGETHER = 4096
+"""Samples whose indices are divided into windows at once."""
 
 _PLANNED = 2048
 """Samples of a rank whose indices are listed at once."""
@@ -45,6 +49,7 @@ class Feed:
         drop_last: overrides the source's own.
         per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
         evaluation: keep every sample and do not shuffle (C5).
+        pin: read in-memory tensors into pinned memory, whatever the loader's ``pin_memory``.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Feed:
         drop_last: bool | None = None,
         per_sample_rng: bool = False,
         evaluation: bool = False,
+        pin: bool = False,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.seed = rank, size, seed
@@ -72,6 +78,7 @@ class Feed:
         self._keyed: bool | None = None
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
+        self._pins = pin or bool(source.options.get("pin_memory"))
         self._loader: DataLoader[Any] | None = None
         self._end: int | None = None
         self._ahead, self._restored = _Ahead(iter(())), None
@@ -123,6 +130,13 @@ class Feed:
         if tensors is not None and not self._per_sample_rng and not isinstance(order, list):
             return self._indexed(tensors, order, start)
         return self._loaded(self._plan(order, start), epoch)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether a window can be read before it is needed: reading it draws no random numbers of this
+        process, and no state of a stream moves."""
+        in_memory = self.source.tensors is not None and not self._per_sample_rng
+        return self.source.is_map and (in_memory or bool(self.source.options.get("num_workers")))
 
     @property
     def state(self) -> Any:
@@ -264,6 +278,9 @@ class Feed:
         Without an order, indices are a slice.
         """
         windows = self._spans(len(self.source.dataset) if order is None else len(order), start)
+        if isinstance(order, torch.Tensor):
+            start = yield from self._dealt_together(order, start)
+            windows = self._spans(len(order), start)
         if not isinstance(order, KeyedOrder):
             for count, spans in windows:
                 found = ((slice(low, high), number) for low, high, number in spans)
@@ -275,18 +292,33 @@ class Feed:
             for count, spans in ahead:
                 yield count, [(next(pieces), number) for *_, number in spans]
 
+    def _dealt_together(
+        self, order: torch.Tensor, start: int
+    ) -> Generator[tuple[int, list[tuple[Any, int]]], None, int]:
+        """`_dealt` of full windows, several at once: one by one each costs a slice and its arithmetic.
+
+        Returns:
+            Where it ends.
+        """
+        size = self.global_batch_size
+        own = split_window(size, self.rank, self.size, self.batch_size)
+        while (num := min((len(order) - start) // size, max(_TOGETHER // size, 1))) > 0:
+            windows = order[start : start + num * size].view(num, size)
+            parts = [windows[:, low:high].unbind() for low, high in own]
+            numbers = [high - low for low, high in own]
+            for micro_batches in zip(*parts, strict=True):
+                start += size
+                yield size, list(zip(micro_batches, numbers, strict=True))
+        return start
+
     def _indexed(
         self, tensors: tuple[torch.Tensor, ...], order: torch.Tensor | KeyedOrder | None, start: int
     ) -> Iterator[Window]:
         """In-memory tensors are indexed a batch at a time: no per-sample fetch, no collate."""
-        pin = bool(self.source.options.get("pin_memory")) and torch.cuda.is_available()
+        pins = self._pins and torch.cuda.is_available()
+        readers = [reader_of(tensor, pins, ranges=order is None) for tensor in tensors]
         for count, micro_batches in self._dealt(order, start):
-            made = []
-            for where, number in micro_batches:
-                batch = [tensor[where] for tensor in tensors]
-                if pin:
-                    batch = [tensor.pin_memory() for tensor in batch]
-                made.append(MicroBatch(batch, number))
+            made = [MicroBatch([read(where) for read in readers], number) for where, number in micro_batches]
             yield Window(made, count)
 
     def _plan(

@@ -164,6 +164,14 @@ class Backend(ABC):
             windows: the run's first ones; read as many as needed, the same number on all ranks.
         """
 
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether `load_ahead` copies what `run_window` will use."""
+        return False
+
+    def load_ahead(self, window: Window) -> None:  # noqa: B027 - on a CPU there is nothing to copy
+        """Begin to copy a later window to the device. Only if `loads_ahead`."""
+
     @abstractmethod
     def run_window(self, window: Window) -> tuple[Any, Any]:
         """Forward and backward of one accumulation window.
@@ -313,6 +321,30 @@ class Backend(ABC):
             UserError: as `setup`.
         """
         return self.setup(plan)
+
+    def engine_outside_fit(
+        self, plan: RunPlan, model: Any, optimizer: Any, scheduler: Any
+    ) -> tuple[Any, Any, Any]:
+        """The framework's own engine around `model`, for a loop of the user's own. Collective.
+
+        Args:
+            plan: of the ranks that a launcher started, or of this process alone.
+            model: the user's.
+            optimizer: as for `Trainer`; None builds the config's.
+            scheduler: of the optimizer, or a function from the optimizer to one, or None.
+
+        Returns:
+            (engine, the optimizer that it steps, the scheduler).
+
+        Raises:
+            UserError: the backend has no such engine, or cannot train `model`.
+        """
+        raise UserError(
+            f"backend '{plan.spec.name}' has no engine for a loop of your own",
+            field="backend",
+            got=plan.spec.name,
+            remedy="Use Trainer.train_step, or setup_distributed",
+        )
 
     def average_outside_fit(self, value: float, name: str) -> float:
         """The mean of `value` over the ranks that a launcher started, in code around `fit`. Collective;

@@ -53,6 +53,9 @@ class Capabilities:
             `Backend.take_batch`, so that ``batch_size=auto`` may choose that size.
         low_communication: values of ``low_communication.mode`` besides ``none``; needs
             `BackendSpec.low_communication`.
+        threads: its ranks may be threads of one process, which take turns: they change no settings of the
+            process beyond those in `distributed.launch.thread_state`, and have no threads of their own that
+            wait for other ranks.
     """
 
     multi_process: bool = True
@@ -70,6 +73,7 @@ class Capabilities:
     exchanges: frozenset[str] = frozenset()
     auto_batch: bool = False
     low_communication: frozenset[str] = frozenset()
+    threads: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,11 @@ class BackendSpec:
         low_communication: the `target` under a ``low_communication.mode``, whose ranks train on their own.
         memory: ``package.module:Class`` of the `distributed.planner.estimates.layout.Layout` that predicts
             the memory of its ranks, without a framework; empty if it is not predicted.
+        collectives: ``package.module:Class`` of the `Collectives` of its ranks, through which a backend of
+            another framework trains that framework's models on them; empty if it offers none.
+        over_collectives: the `target` that trains this framework's models through the `Collectives` of
+            another backend; empty if there is none.
+        shares_devices: its ranks may have a device in common, over any of its `transports`.
         preload: modules that its ranks import while they run, besides `requires` and `target`: a fork
             server imports them before it forks.
     """
@@ -151,6 +160,9 @@ class BackendSpec:
     context_attention: str = ""
     low_communication: str = ""
     memory: str = ""
+    collectives: str = ""
+    over_collectives: str = ""
+    shares_devices: bool = False
     preload: tuple[str, ...] = ()
 
     @property

@@ -12,8 +12,8 @@ class LauncherEnvironment:
     """Rank and rendezvous of this process, from its launcher's environment.
 
     Attributes:
-        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray`` or ``spawn``
-            (our own).
+        launcher: ``torchrun``, ``deepspeed``, ``horovodrun``, ``mpirun``, ``srun``, ``ray``, or ``spawn`` or
+            ``threads`` (our own).
         master_addr: host of the rendezvous.
         master_port: port of the rendezvous.
     """

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["Place", "Tracker", "TrackerSpec"]
+__all__ = ["Place", "Tracker", "TrackerSpec", "with_common_names"]
+
+
+def with_common_names(metrics: Mapping[str, float], config: DistributedConfig) -> dict[str, float]:
+    """`metrics`, and the rate of a log step also as ``throughput``; with
+    ``tracking.baseline_throughput`` its ratio to that as ``speedup``."""
+    found, rate = dict(metrics), metrics.get("samples_per_second")
+    if rate is None:
+        return found
+    found["throughput"] = rate
+    baseline = config.tracking.baseline_throughput
+    return found if baseline is None else {**found, "speedup": rate / baseline}
 
 
 @dataclass(frozen=True)

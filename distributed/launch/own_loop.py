@@ -14,6 +14,7 @@ from distributed.interfaces.placement import LauncherEnvironment, World
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
+from distributed.system.addresses import free_port
 from distributed.system.devices import visible_gpus
 
 __all__ = ["check_place", "cleanup_distributed", "setup_distributed", "setup_horovod"]
@@ -36,7 +37,7 @@ def setup_distributed(
     Args:
         rank: this process's number; None takes it from the launcher (torchrun, srun, mpirun, horovodrun).
             Given without a launcher, as in a function of ``torch.multiprocessing.spawn``, the ranks meet at
-            MASTER_ADDR and MASTER_PORT (127.0.0.1 and 29500, if they are not set).
+            MASTER_ADDR and MASTER_PORT (127.0.0.1 and 29500, if not set; one rank takes a free port).
         world_size: number of ranks; None takes it from the launcher.
         backend: ``nccl``, ``gloo`` or ``mpi``; None is nccl on GPUs and gloo on CPUs.
         fields: of `DistributedConfig`, such as ``device="cpu"`` or ``collective_timeout=60``.
@@ -73,7 +74,9 @@ def cleanup_distributed() -> None:
         _joined = None
         atexit.unregister(cleanup_distributed)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        from distributed.communication.process_group import destroy_group
+
+        destroy_group()
     _forget_variables()
 
 
@@ -137,11 +140,12 @@ def _place(rank: int | None, world_size: int | None) -> LauncherEnvironment:
 
 def _as_launched(rank: int, world_size: int) -> LauncherEnvironment:
     """Set torchrun's variables, by which later calls of this process know its rank."""
+    port = free_port() if world_size == 1 else 29500  # one rank has no peers; another run may use 29500
     given = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", str(port)),
     }
     found = detect({**os.environ, **given})
     assert found is not None

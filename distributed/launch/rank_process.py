@@ -60,11 +60,14 @@ class RankPayload:
     probe: Callable[[RunPlan, Task, Backend, Path], dict[str, Any]] | None = None
 
 
-def run_here(job: RankPayload, result_dir: Path | None = None) -> Any:
+def run_here(
+    job: RankPayload, result_dir: Path | None = None, monitor: Callable[[RunPlan], Any] = MonitoredRank
+) -> Any:
     """Run one rank: set up the backend, train and return the loop; None after a probe.
 
     Args:
         result_dir: folder for the final state and ``result.json``; None writes neither. A probe needs it.
+        monitor: makes what observes the rank.
     """
     from distributed.registry.catalog import get_catalog
 
@@ -75,7 +78,7 @@ def run_here(job: RankPayload, result_dir: Path | None = None) -> Any:
     plan = job.plan
     forget_chosen_batch()
     backend = get_catalog().load_backend(plan.spec)
-    board, observed = None, MonitoredRank(plan)
+    board, observed = None, monitor(plan)
     try:
         backend.setup(plan)
         observed.joined(backend)

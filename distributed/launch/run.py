@@ -16,6 +16,8 @@ import torch
 
 from distributed.communication.rendezvous import Rendezvous
 from distributed.communication.task_file import measure_task, save_task
+from distributed.communication.torch_settings import check_modes
+from distributed.communication.unpicklable import find_unpicklable
 from distributed.config import DistributedConfig
 from distributed.config.load import override
 from distributed.errors import UserError
@@ -105,13 +107,15 @@ def run(
         UserError: a mistake that only a rank could see.
         WorkerError: a rank failed.
     """
+    check_modes()
+    if plan.mode == "spawn":
+        plan = _profiled(plan)
     job = RankPayload(plan, task, dict(tracker_contexts), choose)
     if plan.mode != "spawn":
         with isolated_rng() if plan.mode == "in-process" else nullcontext():
             loop = run_here(job)
             left = loop.leftover_state()
         return RunResult(loop.history, loop.progress, run_state=left, loop=loop)
-    _warn_of_profiler()
     start_sweep()
     with needs_room("the files of the run", gettempdir()):
         folder = PrivateFolder()
@@ -189,12 +193,16 @@ def run_script(config: DistributedConfig, script: str, args: Sequence[str]) -> i
     return 0
 
 
-def _warn_of_profiler() -> None:
-    if torch.autograd._profiler_enabled():
-        logger.warning(
-            "torch.profiler records in this process, and the ranks train in processes of their own, so its"
-            " table will be empty. Training continues. Set profile.enabled=true to profile a rank"
-        )
+def _profiled(plan: RunPlan) -> RunPlan:
+    """`plan`, with a profile of each rank if torch.profiler records in this process."""
+    if not torch.autograd._profiler_enabled():
+        return plan
+    logger.warning(
+        "torch.profiler records in this process, and the ranks train in processes of their own: each writes a"
+        " trace and a table of a few steps to %s (profile.enabled, profile.steps)",
+        plan.config.profile.output_dir,
+    )
+    return replace(plan, config=override(plan.config, {"profile.enabled": True}, "torch.profiler around fit"))
 
 
 def _save(job: RankPayload, path: Path) -> None:
@@ -211,10 +219,22 @@ def _save(job: RankPayload, path: Path) -> None:
         raise UserError(
             f"cannot pickle the Trainer's arguments for the ranks: {type(error).__name__}: {error}",
             field="model, loaders, loss_fn, callbacks",
+            got=_unpicklable(job.task),
             remedy="Give a function that builds the model instead of a model that cannot be pickled, such as"
-            " one with parametrizations; open files, locks and connections inside the dataset; or start the"
-            " script with torchrun, which pickles nothing",
+            " one with parametrizations; open files, locks and connections where they are used, on the ranks;"
+            " or start the script with torchrun, which pickles nothing",
         ) from error
+
+
+def _unpicklable(task: Any) -> str | None:
+    """The part of `task` that cannot be pickled, as the caller would name it."""
+    arguments = {"train_data": "train_loader", "val_data": "val_loader"}
+    for name, value in vars(task).items():
+        found = find_unpicklable(value, arguments.get(name, name))
+        if found is not None:
+            place, part = found
+            return f"{place}, a {type(part).__module__}.{type(part).__qualname__}"
+    return None
 
 
 def _save_path(folder: Path) -> None:

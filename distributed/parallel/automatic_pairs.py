@@ -67,7 +67,8 @@ class _Trace(TorchDispatchMode):
             if mixed or makers & (self._elsewhere | readers) or (makers | readers) & found.keys():
                 continue
             found |= dict.fromkeys(makers, "colwise") | dict.fromkeys(readers, "rowwise")
-        return found
+        # The order of a set depends on the hash seed of the process.
+        return {name: found[name] for name in self._reads if name in found}
 
     def _connected(self, first: str) -> tuple[set[str], set[str]]:
         """All layers whose outputs are read together with those of `first`, and all that read them."""

@@ -6,8 +6,7 @@ its structure shows: it would train something else without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distributed.checkpoint.dtensor import whole
+from distributed.communication.torch_settings import without_tf32
 from distributed.errors import UserError
 from distributed.parallel.sample_batch import undisturbed
 
@@ -108,28 +108,8 @@ class CutCheck:
         return times_rounding(self.before, after, self._room)
 
     def _outputs(self, forward: Callable[[], Any]) -> list[Tensor]:
-        with undisturbed(self._model), _without_tf32():
+        with undisturbed(self._model), without_tf32():
             return _floats(forward())
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Convolutions of GPUs round to 10 bits by default, and matrix products on request, which would hide what
-    is compared."""
-    # torch before 2.9 has other names, and later ones raise an error where both are mixed.
-    backends: Any = torch.backends
-    is_new = hasattr(backends.cudnn, "conv")
-    name, exact = ("fp32_precision", "ieee") if is_new else ("allow_tf32", False)
-    convolutions = (backends.cudnn.conv, backends.cudnn.rnn) if is_new else (backends.cudnn,)
-    places = (*convolutions, backends.cuda.matmul)
-    before = [getattr(place, name) for place in places]
-    for place in places:
-        setattr(place, name, exact)
-    try:
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            setattr(place, name, value)
 
 
 def _floats(outputs: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ plain tensor with this rank's part. `Trainer` cuts whole models by itself (``par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -288,8 +289,9 @@ def build_layer(layer: Mapping[str, Any] | nn.Module, field: str) -> nn.Module:
     """A layer from its arguments.
 
     Args:
-        layer: a module, which is taken as it is; or the arguments of `torch.nn.Linear`, or of the class under
-            ``layer``. ``tensor_parallel`` is for the caller.
+        layer: a module, which is taken as it is; or the arguments of the class under ``layer``, without which
+            it is `torch.nn.Linear`, or with ``sketch_size`` `distributed_kernels.SKLinear`.
+            ``tensor_parallel`` is for the caller.
         field: where it stands, for messages.
 
     Raises:
@@ -297,21 +299,23 @@ def build_layer(layer: Mapping[str, Any] | nn.Module, field: str) -> nn.Module:
     """
     if isinstance(layer, nn.Module):
         return layer
-    kind: Any = layer.get("layer", nn.Linear)
+    kind: Any = layer.get("layer") or _kind(layer)
     given = {name: value for name, value in layer.items() if name not in ("layer", "tensor_parallel")}
     try:
         built: nn.Module = kind(**given)
     except TypeError as error:
-        sketched = kind is nn.Linear and "sketch_size" in given
         raise UserError(
             f"{getattr(kind, '__name__', kind)} cannot be built with these arguments: {error}",
             field=field,
             got=", ".join(given),
-            remedy="Add 'layer': distributed_kernels.SKLinear for a sketched layer, or leave sketch_size out"
-            if sketched
-            else "Pass in_features and out_features, or the layer itself",
+            remedy="Pass in_features and out_features, or the layer itself",
         ) from None
     return built
+
+
+def _kind(layer: Mapping[str, Any]) -> Any:
+    """The kernels are another library, which the core does not import."""
+    return import_module("distributed_kernels").SKLinear if "sketch_size" in layer else nn.Linear
 
 
 def _cut(model: nn.Module, group: Any, plan: Mapping[str, str]) -> TensorAxis:

@@ -34,6 +34,7 @@ from distributed.parallel.sample_batch import forward_of, is_short
 from distributed.parallel.tensor_layers import TensorAxis
 from distributed.parallel.tensor_model import check_optimizer, cut_model, report
 from distributed.system.output import print_line
+from distributed.training.gradient_scaling import group_by_dtype
 
 if TYPE_CHECKING:
     from distributed.parallel.pipeline import Pipeline
@@ -299,6 +300,11 @@ class MeshBackend(MeshState):
             self._sum_partial(self._axis)
         return seen if self._reports else (0.0, 0)
 
+    @property
+    def loads_ahead(self) -> bool:
+        # Pieces of a micro-batch and slices of its sequences are made of it on the host.
+        return super().loads_ahead and self.pipeline is None and self._context is None
+
     def add_shared(self, pipeline: Pipeline) -> None:
         """Add up the gradients of parameters that several stages use. Collective."""
         pipeline.tensors.add_shared(lambda name, parameter: parameter.grad is not None)
@@ -369,14 +375,19 @@ class MeshBackend(MeshState):
         if self.mesh is None:
             return super().gradient_norm()
         # An element that several ranks hold counts on each by its share: the ranks add up to the norm.
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        square: Tensor | None = None
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:
                 by_copies.setdefault(self._copies[parameter], []).append(local_part(parameter.grad))
         for copies, parts in by_copies.items():
-            for norm in torch._foreach_norm(parts):
-                square += norm.to(square).square() / copies
+            for alike in group_by_dtype(parts):
+                norms = torch.stack(torch._foreach_norm(alike)).to(self.world.device, torch.float64)
+                addend = norms.square().sum()
+                addend = addend if copies == 1 else addend / copies
+                square = addend if square is None else square + addend
+        if square is None:
+            square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         dist.all_reduce(square)
         return square.sqrt()
 

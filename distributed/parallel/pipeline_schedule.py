@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -79,6 +80,11 @@ class _Stage(PipelineStage):
         with _bare_errors():
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        # torch 2.11 compares what the last stage returns with `_LOSS`, too, but its dtype is the loss's.
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]  # torch 2.13 has none
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
         self._note_peer(operations, RECEIVE_ACTIVATION, fwd_chunk_id, self.stage_index - 1)
@@ -101,7 +107,9 @@ class _Stage(PipelineStage):
 
     def _note_peer(self, operations: Sequence[Any], action: str, micro_batch: int, stage: int) -> None:
         if operations:
-            self.note(action, micro_batch, stage, self._resolve_peer_global_rank(stage))
+            peer = self.stage_index_to_group_rank[stage]
+            peer = dist.get_global_rank(self.group, peer) if self.group else peer
+            self.note(action, micro_batch, stage, peer)
 
 
 class Schedule:

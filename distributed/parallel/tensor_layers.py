@@ -34,6 +34,8 @@ __all__ = ["DIVIDED", "WORDS", "Cut", "TensorAxis", "apply_word", "check_word"]
 
 _SEQUENCE_DIM = -2
 """Of activations (batch, length, width)."""
+_WHOLE_INPUT = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_loss_parallel")
+"""Words of layers whose input is whole on every rank."""
 
 Forward = Callable[..., Tensor]
 
@@ -101,6 +103,8 @@ def apply_word(cut: Cut, axis: TensorAxis, original: OriginalModel) -> None:
         word = cut.word + "_sequence" * cut.sequence + (f":{cut.parts}" if cut.parts > 1 else "")
         try:
             with original.watched(cut.module):
+                if cut.word in _WHOLE_INPUT and not cut.sequence:
+                    cut.module.register_forward_pre_hook(partial(_check_whole, cut.name, axis))
                 own(word)._apply(cut.module, axis.mesh)
         except ValueError as error:
             raise UserError(
@@ -110,6 +114,11 @@ def apply_word(cut: Cut, axis: TensorAxis, original: OriginalModel) -> None:
             ) from error
         return
     WORDS[cut.word](cut, axis)
+
+
+def _check_whole(name: str, axis: TensorAxis, module: nn.Module, args: tuple[Any, ...]) -> None:
+    if axis.check is not None:
+        axis.check(name, args[0])
 
 
 def _cut_linear_rows(cut: Cut, axis: TensorAxis, forward: Forward) -> None:

@@ -32,15 +32,20 @@ class BackendChoice:
     notes: tuple[str, ...] = ()
 
 
-def choose_backend(config: DistributedConfig, catalog: Catalog) -> BackendChoice:
+def choose_backend(
+    config: DistributedConfig, catalog: Catalog, framework: str | None = None
+) -> BackendChoice:
     """Choose the backend that `config` asks for.
+
+    Args:
+        framework: that of the objects to train; None if it is not known.
 
     Raises:
         UserError: an unknown backend, one whose requirements are missing, or an impossible inner; or no
             backend offers the ZeRO that is asked for.
     """
     config, notes = move_to_zero(config, catalog)
-    return BackendChoice(config, chosen_backend(config, catalog), notes)
+    return BackendChoice(config, chosen_backend(config, catalog, framework), notes)
 
 
 def move_to_zero(config: DistributedConfig, catalog: Catalog) -> tuple[DistributedConfig, tuple[str, ...]]:
@@ -76,8 +81,11 @@ def _offers(capabilities: Capabilities, stage: int | None) -> bool:
     return bool(capabilities.zero_stages) if stage is None else stage in capabilities.zero_stages
 
 
-def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
+def chosen_backend(config: DistributedConfig, catalog: Catalog, framework: str | None = None) -> BackendSpec:
     """The spec of the config's backend; for one that only starts ranks, made one with its inner.
+
+    Args:
+        framework: as for `choose_backend`.
 
     Raises:
         UserError: an unknown backend, one whose requirements are missing, or an impossible inner.
@@ -85,7 +93,7 @@ def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
     spec = catalog.backend(config.backend)
     require(spec.requires, f"backend '{spec.name}'", spec.install_hint)
     if spec.inner is None:
-        return spec
+        return _for_framework(spec, framework, catalog)
     inner = catalog.backend(value_of(config, spec.inner), spec.inner)
     if inner.inner is not None or inner.framework != spec.framework:
         fits = (s for s in catalog.backends.values() if s.inner is None and s.framework == spec.framework)
@@ -107,6 +115,36 @@ def chosen_backend(config: DistributedConfig, catalog: Catalog) -> BackendSpec:
         remote=spec.remote,
         cluster_address=spec.cluster_address,
         runs=inner.name,
+    )
+
+
+def _for_framework(spec: BackendSpec, framework: str | None, catalog: Catalog) -> BackendSpec:
+    """`spec`; for another framework than its own, the backend of that framework on the ranks of `spec`, if
+    there is one."""
+    if framework in (None, spec.framework) or not spec.collectives:
+        return spec
+    able = [s for s in catalog.backends.values() if s.framework == framework and s.over_collectives]
+    if len(able) != 1:
+        return spec  # whose framework refuses the objects
+    engine = able[0]
+    require(engine.requires, f"backend '{spec.name}' with this model", engine.install_hint)
+    return replace(
+        engine,
+        name=spec.name,
+        target=engine.over_collectives,
+        summary=spec.summary,
+        requires=tuple(dict.fromkeys((*engine.requires, *spec.requires))),
+        install_hint=spec.install_hint,
+        launcher=spec.launcher,
+        codec=spec.codec,
+        num_replicas=None,
+        collectives=spec.collectives,
+        # Arrays are summed in host memory.
+        transports=(spec.transports[0],) * 2,
+        deploy_form=spec.deploy_form,
+        blocking_modules=tuple(dict.fromkeys((*spec.blocking_modules, *engine.blocking_modules))),
+        preload=(*engine.preload, spec.collectives.partition(":")[0]),
+        runs=engine.name,
     )
 
 

@@ -64,7 +64,8 @@ def _choose_device(
     one_visible_each = joined is not None and resources.num_gpus == 1
     if resources.num_gpus < here and not one_visible_each:
         if _may_share(config, spec, resources):
-            notes.append(f"{here} ranks share {resources.num_gpus} GPU(s) over gloo")
+            transport = _choose_transport(config, spec, "cuda")
+            notes.append(f"{here} ranks share {resources.num_gpus} GPU(s) over {transport}")
             return "cuda"
         raise UserError(
             f"{here} ranks {where} need {here} GPUs and {resources.num_gpus} are visible",
@@ -79,10 +80,10 @@ def _choose_device(
 
 
 def _may_share(config: DistributedConfig, spec: BackendSpec, resources: Resources) -> bool:
-    """Whether several ranks may compute on one GPU: NCCL refuses that, gloo does not. Both fields have to
-    be explicit, so that a mistaken number of ranks stays an error."""
+    """Whether several ranks may compute on one GPU: NCCL refuses that, gloo and threads do not. It has to be
+    asked for, so that a mistaken number of ranks stays an error."""
     asked = config.device == "cuda" and config.communication_backend == "gloo"
-    return asked and resources.num_gpus > 0 and not spec.remote
+    return (asked or spec.shares_devices) and resources.num_gpus > 0 and not spec.remote
 
 
 def _count_devices(

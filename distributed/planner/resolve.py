@@ -34,6 +34,7 @@ from distributed.planner.mesh import check_axes, check_exchanges, data_parallel_
 from distributed.planner.pipeline import pipeline_shape
 from distributed.planner.placement import place_ranks
 from distributed.planner.planned import with_own_predictions
+from distributed.planner.thread_ranks import as_threads
 from distributed.planner.warnings import core_notes, lever_notes, sample_notes
 from distributed.registry.catalog import Catalog
 
@@ -57,7 +58,7 @@ def resolve(
             lacking capability, too few GPUs, an impossible batch.
     """
     choice = choice or choose_backend(config, catalog)
-    spec = choice.spec
+    spec = as_threads(choice.config, choice.spec, catalog)
     config, joined = as_host(choice.config, joined)
     check_axes(config, spec, catalog)
     placement = place_ranks(config, spec, resources, joined)

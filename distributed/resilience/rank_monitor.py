@@ -72,6 +72,8 @@ class _Track:
     seconds: float = 0.0
     looked: float = 0.0
     share: float = 0.0
+    queued: float = 0.0
+    queued_share: float = 0.0
 
 
 class RankMonitor:
@@ -143,11 +145,12 @@ class RankMonitor:
             # A first step, or a compilation, takes longer than the later ones.
             track.phase = entry.phase if entry.step > 1 else ""
             track.marks, track.since = entry.marks, entry.since
-        process = processes.process_info(pid)
+        process, queued = processes.process_info(pid), processes.queued_seconds(pid)
         if track.looked:
-            elapsed = self._time.between(track.looked, now)
-            track.share = (process.seconds - track.seconds) / max(elapsed, 1e-3)
-        track.seconds, track.looked = process.seconds, now
+            elapsed = max(self._time.between(track.looked, now), 1e-3)
+            track.share = (process.seconds - track.seconds) / elapsed
+            track.queued_share = (queued - track.queued) / elapsed
+        track.seconds, track.queued, track.looked = process.seconds, queued, now
         return self._time.between(entry.since if entry else now - process.age, now)
 
     def _limit(self, phase: str) -> float | None:
@@ -174,7 +177,8 @@ class RankMonitor:
         age = self._time.between(entry.since if entry else now - process.age, now)
         track = self._tracks.get(rank, _Track())
         loads = any(frame.file.startswith("<frozen importlib") for frame in stack)
-        busy = track.share > _BUSY or loads or process.state == "R"
+        starves = _starts(entry) and (track.queued_share > _BUSY or processes.is_runnable(pid))
+        busy = track.share > _BUSY or starves or loads or process.state == "R"
         blocking = self.limits.blocking_modules
         return RankSnapshot(
             rank, self.host, pid, entry, age, process.state, busy, stack, workers, blocking_modules=blocking
@@ -275,6 +279,12 @@ def _counts(entry: Entry | None) -> bool:
     return entry is not None and entry.status == RUNNING and entry.phase != "idle"
 
 
+def _starts(entry: Entry | None) -> bool:
+    """Return true until a rank has ended its first step. Before that, threads other than that of the loop do
+    much of the work, and wait for a core on a crowded host."""
+    return entry is None or entry.step <= 1
+
+
 def _named(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis) -> RankSnapshot:
     """The rank that a report names: the culprit, or without one the rank that has waited longest."""
     if diagnosis.culprits:
@@ -285,10 +295,10 @@ def _named(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis) -> RankSnapshot:
 def _is_stuck(ranks: Sequence[RankSnapshot], diagnosis: Diagnosis, num_nodes: int) -> bool:
     """Whether the run cannot continue by itself. Not so if a rank computes and no other waits for it, if
     all ranks wait in one place and may wait for another host, which reports its own, or while a rank
-    loads or compiles."""
+    loads or compiles. All ranks that start in one place wait for the slowest, whichever it is."""
     culprit = _named(ranks, diagnosis)
-    if diagnosis.kind == "alone" or culprit.entry is None or culprit.entry.step <= 1:
-        return not culprit.busy
+    if diagnosis.kind == "alone" or _starts(culprit.entry):
+        return not any(snapshot.busy for snapshot in ([culprit] if diagnosis.culprits else ranks))
     return diagnosis.kind != "together" or num_nodes == 1
 
 

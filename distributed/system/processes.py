@@ -47,6 +47,20 @@ def process_info(pid: int) -> Process:
     return Process(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK, age)
 
 
+def queued_seconds(pid: int) -> float:
+    """Seconds that the threads of a process could have run and had no core; 0 if the kernel does not count
+    them. The kernel adds those of a thread when it next gets one; threads that have ended do not count."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    counts = [_read(str(task)).split() for task in tasks]
+    return sum(int(count[1]) for count in counts if len(count) > 1) / 1e9
+
+
+def is_runnable(pid: int) -> bool:
+    """Return true if a thread of a process runs, or could if it had a core."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return any(_read(str(task)).rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
+
+
 def children(pid: int) -> Iterator[int]:
     """Pids of the child processes, among them DataLoader workers."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):

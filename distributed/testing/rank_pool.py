@@ -67,7 +67,7 @@ class RankPool(Launcher):
         self._pools: dict[_Key, _Ranks] = {}
 
     def run(self, plan: RunPlan, command: RankCommand) -> None:
-        key = (plan.spec.launcher, plan.spec.framework, plan.world_size, plan.num_replicas, _group_kind(plan))
+        key = (plan.spec.launcher, _process_kind(plan), plan.world_size, plan.num_replicas, _group_kind(plan))
         self._end(idle for idle, ranks in self._pools.items() if idle != key and ranks.idle_seconds > _IDLE)
         ranks = self._pools.get(key)
         if ranks is not None and not ranks.is_alive:
@@ -227,6 +227,13 @@ class _Ranks:
     def close(self) -> None:
         """Wait for the launcher, which ends with its ranks."""
         self._stack.close()
+
+
+def _process_kind(plan: RunPlan) -> str:
+    """Key of the processes that a pool reuses: the framework, and where TensorFlow trains on the ranks of
+    another backend that too, because it cannot have ranks of its own once it has started."""
+    spec = plan.spec
+    return f"{spec.framework} on {spec.name}" if spec.target == spec.over_collectives else spec.framework
 
 
 def _group_kind(plan: RunPlan) -> str:

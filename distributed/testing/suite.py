@@ -83,6 +83,8 @@ class Suite:
         backend: the name it is registered under.
         sizes: numbers of ranks to try; 1 alone for a backend that is one process.
         options: configuration that every trainer of these tests gets, e.g. ``{"zero_stage": 2}``.
+        framework: of the models that are trained, where the backend trains those of another one, too, by
+            its `BackendSpec.collectives`; None for the backend's own.
         workbench: the framework's part of the tests; None finds it by the backend's `framework`.
         lengths: lengths of validation sets to try. A backend that is slow to start may try fewer: from 13 on
             they repeat what 3 ranks and batches of 2 can be left with.
@@ -96,6 +98,7 @@ class Suite:
     backend: str = ""
     sizes: tuple[int, ...] = (1, 2, 3)
     options: Mapping[str, Any] = MappingProxyType({})
+    framework: str | None = None
     workbench: type[Workbench] | None = None
     lengths: range = range(1, 51)
     by_name: bool = True
@@ -114,7 +117,8 @@ class Suite:
     @property
     def spec(self) -> BackendSpec:
         """Spec of the backend under `options`; for a backend that only starts ranks, that of the ranks."""
-        return chosen_backend(load(overrides={"backend": self.backend, **self.options}), get_catalog())
+        config = load(overrides={"backend": self.backend, **self.options})
+        return chosen_backend(config, get_catalog(), self.framework)
 
     @property
     def capabilities(self) -> Capabilities:

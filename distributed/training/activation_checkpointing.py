@@ -34,6 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from distributed.errors import UserError
+from distributed.training.blocks import flat_parts
 from distributed.training.lever import Forwards
 
 __all__ = ["FIELD", "Recomputed", "recompute"]
@@ -63,7 +64,7 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
 
     Args:
         model: that holds the blocks.
-        blocks: none of them inside another.
+        blocks: none of them inside another; without any, the parts of flat Sequentials (`flat_parts`).
         mode: ``full``: store the inputs of a block alone; ``selective``: also the results of matrix
             multiplications and of attention; ``offload``: store the inputs in host memory.
 
@@ -73,6 +74,8 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
     Raises:
         UserError: there are no blocks, or BatchNorm in one would see every batch twice.
     """
+    parts = {} if blocks else flat_parts(model)
+    blocks = blocks or [part for found in parts.values() for part in found]
     if not blocks:
         raise UserError(
             f"found no blocks in {type(model).__name__} whose activations could be recomputed",
@@ -87,7 +90,12 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> Recom
             got=mode,
             allowed="none with BatchNorm inside the blocks",
         )
-    return Recomputed(blocks, mode, _caching(model, blocks))
+    forwards: list[tuple[nn.Module, Any]] = [
+        (sequence, _Chain([_Forward(part, mode) for part in found])) for sequence, found in parts.items()
+    ]
+    if not parts:
+        forwards = [(block, _Forward(block, mode)) for block in blocks]
+    return Recomputed(forwards, mode, _caching(model, blocks))
 
 
 def _caching(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -107,16 +115,17 @@ class Recomputed(Forwards):
     """Blocks whose forward was replaced by one that stores little.
 
     Args:
-        blocks: whose activations are recomputed.
+        forwards: the blocks, or the modules that hold them, and their new forwards.
         mode: see `recompute`.
         caching: modules that are called with ``use_cache=False`` unless the caller gives another value. Their
             configuration is left as it is: callbacks may save it.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], mode: str, caching: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, forwards: Sequence[tuple[nn.Module, Any]], mode: str, caching: Sequence[nn.Module] = ()
+    ) -> None:
         self._mode = mode
-        replaced: list[tuple[nn.Module, Any]] = [(block, _Forward(block, mode)) for block in blocks]
-        super().__init__([*replaced, *((module, _Uncached(module)) for module in caching)])
+        super().__init__([*forwards, *((module, _Uncached(module)) for module in caching)])
 
     def explained(self) -> AbstractContextManager[None]:
         return _explained(self._mode)
@@ -186,6 +195,18 @@ class _Forward:
                 allowed="none, for blocks with such buffers",
                 remedy="Leave it out, or name other blocks (block_classes)",
             )
+
+
+class _Chain:
+    """Forward of a Sequential whose parts are recomputed, one after the other."""
+
+    def __init__(self, parts: Sequence[_Forward]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Any) -> Any:
+        for part in self._parts:
+            x = part(x)
+        return x
 
 
 class _Call:

@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from distributed.communication.equal_values import differences
+from distributed.communication.torch_settings import read_settings
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, SharedSettings
 from distributed.training.objective import Objective
 from distributed.training.optimizers import hyperparameters
 
-__all__ = ["Settings", "check_same_model"]
+__all__ = ["Settings", "check_same_model", "check_same_torch"]
 
 _Values = tuple[list[dict[str, Any]], list[bool], list[bool], str]
 
@@ -109,15 +110,40 @@ def check_same_model(backend: Backend, model: nn.Module) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: f"{tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors}
+    for name, values in _differing(backend, own):
+        raise UserError(
+            f"the ranks built different models: '{name}' is {values}",
+            field="model",
+            got=type(model).__name__,
+            remedy="Build the same model on all ranks; let nothing in it depend on the rank",
+        )
+
+
+def check_same_torch(backend: Backend) -> None:
+    """Compare the settings of torch that change values. Collective.
+
+    Raises:
+        UserError: they differ; names the first difference.
+    """
+    if backend.world.size == 1:
+        return
+    own = {name: str(value) for name, value in read_settings().items()}
+    for name, values in _differing(backend, own):
+        raise UserError(
+            f"the ranks compute differently: it is {values}",
+            field=name,
+            remedy="Set it on all ranks, or on none",
+        )
+
+
+def _differing(backend: Backend, own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the first name at which a rank differs from rank 0, and both values in words. Collective."""
     for rank, first, other in differences(backend, own):
         name = _difference(first, other)
         if name is not None:
-            raise UserError(
-                f"the ranks built different models: '{name}' is {other.get(name, 'absent')} on rank {rank}"
-                f" and {first.get(name, 'absent')} on rank 0",
-                field="model",
-                got=type(model).__name__,
-                remedy="Build the same model on all ranks; let nothing in it depend on the rank",
+            yield (
+                name,
+                f"{other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0",
             )
 
 

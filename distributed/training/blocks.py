@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -9,11 +10,13 @@ from torch import nn
 
 from distributed.errors import UserError
 
-__all__ = ["can_stand_alone", "divisible", "find_blocks", "named_blocks", "outermost"]
+__all__ = ["can_stand_alone", "divisible", "find_blocks", "flat_parts", "named_blocks", "outermost"]
 
 # Their forward reads the parameters of modules inside them without calling these.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_FEWEST_LAYERS = 4
+"""Least number of a Sequential that is divided: two parts of two layers."""
 
 
 def find_blocks(model: nn.Module, names: Collection[str], field: str = "block_classes") -> list[nn.Module]:
@@ -56,6 +59,29 @@ def _repeated(model: nn.Module) -> set[nn.Module]:
             made = [child for child in parent if any(True for _ in child.children())]
             counts = Counter(type(child) for child in made)
             found |= {child for child in made if counts[type(child)] > 1}
+    return found
+
+
+def flat_parts(model: nn.Module) -> dict[nn.Sequential, list[nn.Sequential]]:
+    """Divide the layers of each outermost Sequential of a model without blocks, into about as many parts as a
+    part has layers. A part is a Sequential that the model does not hold.
+
+    Returns:
+        Sequential of the model -> its parts, in their order; empty without one of four layers or more.
+    """
+    plain = [
+        module
+        for module in divisible(model)
+        if isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and len(module) >= _FEWEST_LAYERS
+    ]
+    found: dict[nn.Sequential, list[nn.Sequential]] = {}
+    for sequence in plain:
+        if not any(sequence in outer.modules() for outer in found):
+            layers, size = list(sequence), math.isqrt(len(sequence) - 1) + 1
+            starts = range(0, len(layers), size)
+            found[sequence] = [nn.Sequential(*layers[start : start + size]) for start in starts]
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributed.errors import UserError
@@ -59,7 +58,10 @@ class CallbackRunner:
             before = enter("callback")
             for callback in found:
                 self._called = callback
-                with self._guard(callback):
+                if self._guarded is None or callback.all_ranks:
+                    getattr(callback, event)(self.context, *args)
+                    continue
+                with self._guarded.unchanged_by(callback):
                     getattr(callback, event)(self.context, *args)
             self._called = None
             enter(before)
@@ -79,11 +81,6 @@ class CallbackRunner:
                 allowed="all_ranks = True",
                 remedy="Set all_ranks = True in its class, and write files if context.world.rank == 0",
             )
-
-    def _guard(self, callback: Callback) -> AbstractContextManager[None]:
-        if self._guarded is None or callback.all_ranks:
-            return nullcontext()
-        return self._guarded.unchanged_by(callback)
 
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""

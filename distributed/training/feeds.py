@@ -43,4 +43,5 @@ def _make_feed(
         drop_last=config.data.drop_last,
         per_sample_rng=config.data.per_sample_rng,
         evaluation=evaluation,
+        pin=config.data.prefetch_to_device and world.device.startswith("cuda"),
     )

@@ -77,15 +77,17 @@ class GradientUse:
             UserError: the ranks used different parameters, and may not; no weight has changed yet.
         """
         seen, self._seen = self._seen, []
-        used = torch.tensor([any(marks) for marks in zip(*seen, strict=True)], dtype=torch.uint8)
+        used = [any(marks) for marks in zip(*seen, strict=True)]
         if self._sum is not None:
             equal = self._are_equal(self._sum, self._work)
             self._sum = self._work = None
             if not equal and not self._may_differ:
                 raise self._difference(seen)
             if not equal:
-                dist.all_reduce(used, dist.ReduceOp.MAX, group=self._peers)
-        return [name for name, mark in zip(self._names, used.tolist(), strict=True) if not mark]
+                together = torch.tensor(used, dtype=torch.uint8)
+                dist.all_reduce(together, dist.ReduceOp.MAX, group=self._peers)
+                used = together.tolist()
+        return [name for name, mark in zip(self._names, used, strict=True) if not mark]
 
     def _reduce(self, seen: list[bytes]) -> tuple[torch.Tensor, Any]:
         digest = zlib.crc32(b"|".join(seen))
@@ -95,7 +97,8 @@ class GradientUse:
     @staticmethod
     def _are_equal(both: torch.Tensor, work: Any) -> bool:
         work.wait()
-        return int(both[0]) == -int(both[1])
+        largest, negated = both.tolist()
+        return bool(largest == -negated)
 
     def _difference(self, seen: list[bytes]) -> UserError:
         all_ranks = self._backend.gather_objects(seen)

@@ -57,6 +57,7 @@ from distributed.training.feeds import train_feed, val_feeds
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 from distributed.training.mixins.tracking import TrackingMixin
 from distributed.training.optimizers import hyperparameters, take_hyperparameters
+from distributed.training.read_ahead import ReadAhead
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
@@ -176,6 +177,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         max_norm, every = config.gradient_clipping, config.log_every_n_steps
         checks = config.on_nan == "stop" and (check_losses or self.world.device == "cpu")
         groups, enter = self.optimizer.param_groups, timers.enter
+        load = windows.load if isinstance(windows, ReadAhead) else None
         mark = perf_counter()
         for window in windows:
             timers.add("data", perf_counter() - mark)
@@ -188,6 +190,11 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             norm, skipped = backend.optimizer_step(max_norm, logged)
             rate = groups[0]["lr"]
             self._advance(window.num_samples, skipped)
+            if load is not None:  # before anything waits for the device
+                mark = perf_counter()
+                enter("data")
+                load()
+                timers.add("data", perf_counter() - mark)
             yield StepRecord(progress.step, loss, count, window.num_samples, rate, norm, skipped, logged)
             mark = perf_counter()
             enter("data", progress.step + 1)
@@ -224,7 +231,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.backend.set_training(True)
         self.records.begin_epoch()
         self.timers.enter("data", progress.step + 1, progress.epoch)
-        for record in self.steps(self.feed.windows(progress.epoch, progress.samples)):
+        windows = self.feed.windows(progress.epoch, progress.samples)
+        if self.backend.loads_ahead and self.feed.can_read_ahead:
+            windows = ReadAhead(windows, self.backend)
+        for record in self.steps(windows):
             self._after_step(record)
             if progress.step == self.goal.step or self.history.stop_reason:
                 complete = self.feed.ended(progress.samples)

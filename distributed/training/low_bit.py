@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distributed.communication.torch_settings import apply_settings, read_settings
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.training.lever import Lever
@@ -45,11 +46,11 @@ class TF32(Lever):
     """float32 matrix products by the TF32 units of a GPU, while a run lasts."""
 
     def __init__(self) -> None:
-        self._before = torch.get_float32_matmul_precision()
+        self._before = read_settings()
         torch.set_float32_matmul_precision("high")
 
     def undo(self) -> None:
-        torch.set_float32_matmul_precision(self._before)
+        apply_settings(self._before)
 
 
 class Float8(Lever):

@@ -100,6 +100,8 @@ class Objective:
         loss_fn = _placed(loss_fn, device)
         self._sum_loss, self._ignore_index, self._class_weights = _as_sum(loss_fn)
         self._loss_fn, self._training_step = loss_fn, training_step
+        self._mean_loss: Callable[..., Any] = loss_fn or F.cross_entropy
+        self._form: tuple[Any, ...] | None = None
         self._validation_step = validation_step
         classifies = self._sum_loss is not None and training_step is None
         self._logits = classifies and _is_cross_entropy(loss_fn)
@@ -171,8 +173,8 @@ class Objective:
         target = batch[-1]
         if not isinstance(target, Tensor) or target.is_floating_point() or target.device.type != "cpu":
             return None
-        if self._class_weights is None and target.dim() == 1 and target.numel() <= _SHORT:
-            return target.numel() - target.tolist().count(self._ignore_index)
+        if self._class_weights is None and target.numel() <= _SHORT:
+            return target.numel() - target.flatten().tolist().count(self._ignore_index)
         if self._class_weights is None and self._ignore_index < 0 and int(target.min()) >= 0:
             return target.numel()
         kept = target != self._ignore_index
@@ -188,14 +190,26 @@ class Objective:
             UserError: it is a mean over something else than the `num_samples` samples.
         """
         inputs, target = split_batch(batch)
-        output = logits_of(model(*inputs))
+        output = model(*inputs)
+        if type(output) is not Tensor or type(target) is not Tensor:
+            return self._checked_mean(logits_of(output), target, num_samples)
+        # What is checked depends on these alone, and they are mostly those of the micro-batch before.
+        form = output.shape, target.shape, target.dtype, num_samples
+        if form == self._form:
+            fast: Tensor = self._mean_loss(output, target)
+            return fast
+        mean = self._checked_mean(output, target, num_samples)
+        self._form = form if output.dim() <= 2 else None
+        return mean
+
+    def _checked_mean(self, output: Any, target: Any, num_samples: int) -> Tensor:
         if self._sum_loss is not None:
             output, target = self._aligned(output, target)
         else:
             if self._elementwise and mixes_samples(output, target):
                 refuse_pairs(output.shape, target.shape)
             check_rows(target, num_samples, self._loss_fn)
-        result: Tensor = (self._loss_fn or F.cross_entropy)(output, target)
+        result: Tensor = self._mean_loss(output, target)
         return _plain(result)
 
     @notes_batch

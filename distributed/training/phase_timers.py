@@ -93,10 +93,11 @@ def _work(seconds: Mapping[str, float], phases: Sequence[str]) -> float:
 
 
 def _sentence(rank: int, per_rank: Sequence[Mapping[str, float]], phases: Sequence[str]) -> str:
-    """Blame the phase in which `rank` is furthest beyond the median."""
-    usual = {phase: median_low(seconds.get(phase, 0.0) for seconds in per_rank) for phase in phases}
-    phase = max(phases, key=lambda name: per_rank[rank].get(name, 0.0) - usual[name])
-    own, median = per_rank[rank].get(phase, 0.0), usual[phase]
+    """Blame the phase in which `rank` is furthest beyond the rank whose work up to there is the median."""
+    ordered = sorted(per_rank, key=lambda seconds: _work(seconds, phases))
+    usual = ordered[(len(ordered) - 1) // 2]
+    phase = max(phases, key=lambda name: per_rank[rank].get(name, 0.0) - usual.get(name, 0.0))
+    own, median = per_rank[rank].get(phase, 0.0), usual.get(phase, 0.0)
     if own > 10 * median:  # a percentage of almost zero is noise
         return f"rank {rank} spends {own * 1e3:.0f} ms in {phase}, the median rank {median * 1e3:.0f} ms"
     return f"rank {rank} spends {(own / median - 1) * 100:.0f} % more time in {phase} than the median rank"
@@ -124,13 +125,14 @@ def memory_metrics(device: str) -> dict[str, float]:
     if device.startswith("cuda"):
         import torch
 
-        counters = torch.cuda.memory_stats(device)
-        for name, counter in (
-            ("memory_allocated_mb", "allocated_bytes.all.current"),
-            ("memory_reserved_mb", "reserved_bytes.all.current"),
-            ("memory_peak_mb", "allocated_bytes.all.peak"),
+        # `memory_stats` would name, sort and copy all of some hundred counters.
+        counters = torch.cuda.memory_stats_as_nested_dict(device)
+        for name, kind, value in (
+            ("memory_allocated_mb", "allocated_bytes", "current"),
+            ("memory_reserved_mb", "reserved_bytes", "current"),
+            ("memory_peak_mb", "allocated_bytes", "peak"),
         ):
-            metrics[name] = counters.get(counter, 0) / MIB
+            metrics[name] = counters[kind]["all"][value] / MIB if counters else 0.0
     return metrics
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from distributed.training.mixins.accumulation import NO_CONTEXT
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,7 +42,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self._autocast is None:
-            return nullcontext()
+            return NO_CONTEXT
         device_type, dtype = self._autocast
         return torch.autocast(device_type, dtype=dtype)
 
@@ -57,7 +59,18 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return False
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused step is called in any case, and decides on the device.
+            before = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            return self.scaler.get_scale() < before
+        # Torch reads the decision from the device; a comparison of scales would read it two times more.
+        taken: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            handle.remove()
         self.scaler.update()
-        return self.scaler.get_scale() < before
+        return not taken

@@ -18,11 +18,13 @@ from distributed.data.order import mix
 def isolated_rng() -> Iterator[None]:
     """Leave the caller's random streams and determinism as they were."""
     state, strict = capture_rng(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
         restore_rng(state)
-        torch.use_deterministic_algorithms(strict)
+        _set_kernels(strict, warn_only, benchmark)
 
 
 @contextmanager
@@ -50,5 +52,9 @@ def seed_streams(seed: int, deterministic: bool) -> None:
         numpy.random.seed(seed % 2**32)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        _set_kernels(deterministic=True, warn_only=False, benchmark=False)
+
+
+def _set_kernels(deterministic: bool, warn_only: bool, benchmark: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = benchmark

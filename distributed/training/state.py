@@ -7,26 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
-
 from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.data import Feed
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.task import Progress
 from distributed.training.callback_runner import CallbackRunner
+from distributed.training.loss_sum import as_floats
 from distributed.training.schedule import Schedule
 
 BEFORE_ORDERS = {"name": "randperm"}
 """The order of a run whose checkpoints name none."""
-
-
-def as_floats(values: list[Any]) -> list[float]:
-    """Tensors and numbers as numbers, with one transfer from the device."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return [float(value) for value in values]
-    found = iter(torch.stack([t.double() for t in tensors]).tolist())
-    return [next(found) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 
 def mean(total: float, count: float) -> float:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed.training.loss_sum import LossSum
 from distributed.training.objective import Objective
 
 __all__ = ["StepModule"]
+
+_ROUNDING = 1e-12
 
 
 class StepModule(nn.Module):
@@ -48,12 +51,14 @@ class StepModule(nn.Module):
             known: how many samples or tokens count, where that is known before.
 
         Returns:
-            The sum is a number if the loss is on the CPU.
+            Where the count is known, the sum is a number if the loss is on the CPU, otherwise a `LossSum`.
         """
+        total: Any
         if known is not None:
             mean = self.objective.mean(self.model, batch, num_samples)
-            loss = mean if known * scale == 1.0 else mean * (known * scale)
-            total = (mean.item() if mean.is_cpu else mean.detach()) * known
+            weight = known * scale  # of a whole batch, 1 up to the rounding of 1 / known
+            loss = mean if abs(weight - 1.0) < _ROUNDING else mean * weight
+            total = mean.item() * known if mean.is_cpu else LossSum((mean.detach(), known))
             count: Any = known
         else:
             total, count = self.objective(self.model, batch, num_samples)

@@ -13,9 +13,10 @@ from distributed.errors import UserError, WorkerError
 from distributed.interfaces.backend import Backend, SharedSettings
 from distributed.interfaces.history import History
 from distributed.resilience.divergence import checksum, explain_divergence
+from distributed.training.loss_sum import as_floats
 from distributed.training.phase_timers import PHASES, find_straggler, gpu_utilisation, memory_metrics
 from distributed.training.reduced_interval import TIMED, ReducedInterval
-from distributed.training.state import TrainState, as_floats, mean
+from distributed.training.state import TrainState, mean
 
 logger = logging.getLogger("distributed")
 
@@ -30,7 +31,8 @@ class StepRecord(NamedTuple):
 
     Attributes:
         step: its number in the whole run, from 1.
-        loss_sum: sum of the losses of this rank's samples, possibly still on the device.
+        loss_sum: sum of the losses of this rank's samples: a number, or a tensor or `LossSum` that may still
+            be on the device.
         count: how many samples (or unmasked tokens) that is.
         num_samples: samples of the global batch, over all ranks.
         learning_rate: that the step used.
@@ -207,7 +209,7 @@ class StepRecords:
         utilisation = gpu_utilisation(device)
         if utilisation is not None:
             record["gpu_utilisation"] = utilisation
-        if self.config.tracking.phase_timers:
+        if self.config.times_phases:
             record |= _phase_shares(reduced.phases[0], seconds)
             if self.backend.world.size > 1:
                 record |= _communication_figures(reduced.phases[0], len(rates))

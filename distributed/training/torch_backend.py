@@ -22,8 +22,8 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import BatchPlan, RunPlan
 from distributed.interfaces.task import Task
 from distributed.planner.auto_batch import most_divided
-from distributed.training.agreement import Settings, check_same_model
-from distributed.training.batch_transfer import move
+from distributed.training.agreement import Settings, check_same_model, check_same_torch
+from distributed.training.batch_transfer import Transfers
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
@@ -34,7 +34,7 @@ from distributed.training.gradient_scaling import (
     on_host,
     scale_factor,
 )
-from distributed.training.mixins.accumulation import AccumulationMixin
+from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
@@ -89,6 +89,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._count: Any = None
         self._num_samples = 0
         self._modes = ModuleModes()
+        self._transfers: Transfers | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
@@ -163,6 +164,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         check_materialized(built, self.config.backend, self.world.size)
         check_whole(built)
         check_slices_of_one(built, self.config, self.world.size)
+        check_same_torch(self)
         check_same_model(self, built)
         batch, parts, is_chosen = self._checked_batch, self.cut_into, self.config.chooses_batch
         check_micro_batches(built, self.config.backend, self.world.size, batch, parts, is_chosen)
@@ -252,29 +254,42 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             scale: what sums of losses are multiplied by.
             known: count of each micro-batch, where it is known before.
         """
-        micro_batches, add, enter = window.micro_batches, self.timers.add, self.timers.enter
+        micro_batches = window.micro_batches
         total: Any = None
         count: Any = None
+        hooked, last = bool(self._hooks), len(micro_batches) - 1
         for position, (batch, num_samples) in enumerate(micro_batches):
-            start = perf_counter()
             if position:
-                enter("forward")
+                self.timers.enter("forward")
             kept = None if num_samples else Buffers(self.module)
-            with self._hooks.held_back(), self.sync_when(position == len(micro_batches) - 1):
-                with self.autocast():
-                    loss, part, number = self.model(
-                        self.to_device(batch), num_samples, scale, known[position]
-                    )
-                middle = perf_counter()
-                enter("backward")
-                self.backward_explained(loss)
+            context, args = self.sync_when(position == last), (batch, num_samples, scale, known[position])
+            if context is NO_CONTEXT and not hooked:
+                part, number = self._forward_and_backward(*args)
+            else:
+                with self._hooks.held_back(), context:
+                    part, number = self._forward_and_backward(*args)
             if kept is not None:
                 kept.restore()
-            end = perf_counter()
-            add("forward", middle - start)
-            add("backward", end - middle)
             total = part if total is None else total + part
             count = number if count is None else count + number
+        return total, count
+
+    def _forward_and_backward(
+        self, batch: Any, num_samples: int, scale: float, known: float | None
+    ) -> tuple[Any, Any]:
+        """(sum of losses, count) of a micro-batch."""
+        timers, start = self.timers, perf_counter()
+        context = self.autocast()
+        if context is NO_CONTEXT:
+            loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+        else:
+            with context:
+                loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+        middle = perf_counter()
+        timers.enter("backward")
+        self.backward_explained(loss)
+        timers.add("forward", middle - start)
+        timers.add("backward", perf_counter() - middle)
         return total, count
 
     def through(self, kind: str, function: Callable[[], Any]) -> Any:
@@ -368,7 +383,13 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
 
     def clear_gradients(self) -> None:
         """Forget this step's gradients, that of the count included."""
-        self.optimizer.zero_grad(set_to_none=True)
+        if type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            # What it does, without its record for profilers, which costs as much as a small layer.
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         if self.step_module.reduced_count:
             self.step_module.count.grad = None
 
@@ -418,7 +439,22 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""
-        return batch if self.world.device == "cpu" else move(batch, self.world.device)
+        if self.world.device == "cpu":
+            return batch
+        if self._transfers is None:
+            self._transfers = Transfers(self.world.device)
+        return self._transfers.take(batch)
+
+    @property
+    def loads_ahead(self) -> bool:
+        return self.world.device != "cpu" and self.config.data.prefetch_to_device
+
+    def load_ahead(self, window: Window) -> None:
+        if self._transfers is None:
+            self._transfers = Transfers(self.world.device)
+        self._transfers.forget()
+        for batch, _ in window.micro_batches:
+            self._transfers.begin(batch)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         return read_only(nullcontext(self.module))
@@ -441,6 +477,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         return None
 
     def release(self) -> None:
+        self._transfers = None
         self.undo_levers()
 
     def teardown(self) -> None:

@@ -25,6 +25,8 @@ from distributed_kernels.attention.modules import (
     MultiheadDilatedAttention,
     RingDistributedDilatedAttention,
 )
+from distributed_kernels.attention.pair_patterns import PairPattern, documents, sliding_window
+from distributed_kernels.attention.pattern_attention import pattern_attention
 from distributed_kernels.attention.patterns import block_density, block_pattern
 from distributed_kernels.attention.ring import (
     ring_attention,
@@ -76,6 +78,7 @@ __all__ = [
     "MoELayer",
     "MultiheadDilatedAttention",
     "PRESETS",
+    "PairPattern",
     "PipelineParallelSketchedModel",
     "RingDistributedDilatedAttention",
     "SIGN_ALGORITHM",
@@ -101,16 +104,19 @@ __all__ = [
     "count_traffic",
     "create_distributed_model",
     "dilated_attention",
+    "documents",
     "factorize_conv",
     "factorize_linear",
     "fused_linear",
     "fused_linear_available",
     "input_covariance",
     "merge_attention",
+    "pattern_attention",
     "ring_attention",
     "sketch_checksums",
     "sketch_model",
     "sketch_signs",
+    "sliding_window",
     "synchronize_sketches",
     "ulysses_attention",
     "use_blocks",

@@ -59,15 +59,17 @@ class PerformanceMonitor:
         self.timings.setdefault(name, []).append(seconds)
         return seconds
 
-    def monitor_training(self, trainer: Any, loader: Iterable[Any], num_steps: int = 100) -> dict[str, float]:
+    def monitor_training(
+        self, trainer: Any, data_loader: Iterable[Any], num_steps: int = 100
+    ) -> dict[str, float]:
         """Train `num_steps` steps and time them.
 
         Args:
             trainer: an object with ``train_step(*batch)``, whose calls are timed one by one as
                 ``forward_backward``, and the waits for a batch as ``data``; or one with
-                ``fit(loader, max_steps=...)``, timed as a whole.
-            loader: batches; a tuple or list is spread over `train_step`'s arguments.
-            num_steps: steps to take at most; fewer when `loader` ends.
+                ``fit(data_loader, max_steps=...)``, timed as a whole.
+            data_loader: batches; a tuple or list is spread over `train_step`'s arguments.
+            num_steps: steps to take at most; fewer when `data_loader` ends.
 
         Returns:
             `medians()`, which also holds ``total_training``.
@@ -80,13 +82,13 @@ class PerformanceMonitor:
                 "the trainer has neither train_step nor fit",
                 field="trainer",
                 got=type(trainer).__name__,
-                allowed="an object with train_step(*batch) or fit(loader, max_steps=...)",
+                allowed="an object with train_step(*batch) or fit(data_loader, max_steps=...)",
             )
         self.start_timer("total_training")
         if hasattr(trainer, "train_step"):
-            self._time_steps(trainer, loader, num_steps)
+            self._time_steps(trainer, data_loader, num_steps)
         else:
-            trainer.fit(loader, max_steps=num_steps)
+            trainer.fit(data_loader, max_steps=num_steps)
         self.end_timer("total_training")
         return self.medians()
 

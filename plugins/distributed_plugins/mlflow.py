@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.config import DistributedConfig
-from distributed.interfaces.tracker import Tracker, TrackerSpec
+from distributed.interfaces.tracker import Tracker, TrackerSpec, with_common_names
 from distributed.registry.hookspecs import hookimpl
 from distributed.system.random_numbers import draw_apart
 
@@ -138,7 +138,8 @@ class MLflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1e3)
-        self._pending += [Metric(_key(name), float(value), now, step) for name, value in metrics.items()]
+        named = with_common_names(metrics, self.config)
+        self._pending += [Metric(_key(name), float(value), now, step) for name, value in named.items()]
         if time.monotonic() >= self._next_flush or len(self._pending) >= METRICS_PER_BATCH:
             self._flush()
 

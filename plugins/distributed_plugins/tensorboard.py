@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.tracker import Tracker, TrackerSpec
+from distributed.interfaces.tracker import Tracker, TrackerSpec, with_common_names
 from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["TensorBoardTracker", "register_trackers", "tag"]
@@ -47,7 +47,7 @@ def tag(name: str) -> str:
     """
     if "/" in name:
         return name
-    if name.endswith("_per_second"):
+    if name.endswith("_per_second") or name in ("throughput", "speedup"):
         return f"throughput/{name}"
     for prefix, group in PREFIXES.items():
         if name.startswith(prefix):
@@ -93,7 +93,8 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag(name), simple_value=value) for name, value in metrics.items()]
+        named = with_common_names(metrics, self.config)
+        values = [Summary.Value(tag=tag(name), simple_value=value) for name, value in named.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def finish(self, status: str) -> None:

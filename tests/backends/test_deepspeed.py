@@ -230,6 +230,47 @@ def test_what_deepspeed_itself_refuses_is_one_paragraph() -> None:
 # -- a step ----------------------------------------------------------------------------------
 
 
+class Scaled(nn.Module):
+    """Names a buffer that is to stay in float32 where a model is cast to 16 bits, as transformers do."""
+
+    _keep_in_fp32_modules_strict = ("scale",)
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+        self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64) / 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x) * self.scale
+        return found
+
+
+@pytest.mark.parametrize("claimed", [True, False, None], ids=["fp16", "no fp16", "as it is"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_the_accelerator_claims_of_fp16_changes_no_weight(
+    stage: int, claimed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs with AVX512-FP16 and GPUs claim it, other CPUs do not; float64 trains as in plain PyTorch."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if claimed is not None:
+        monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda accelerator: claimed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Scaled()
+    plain, (x, y) = copy.deepcopy(model), problem(12)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.3)
+    for first in range(0, 12, 4):
+        sgd.zero_grad()
+        cross_entropy(plain(x[first : first + 4]), y[first : first + 4]).backward()
+        sgd.step()
+    given: dict[str, Any] = {"zero_stage": stage, "optimizer": "sgd", "learning_rate": 0.3, "device": "cpu"}
+    given |= {"batch_size": 4, "data": {"shuffle": False}}
+    Trainer(model, num_processes=1, **given).fit((x, y), max_steps=3)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_is_autocast_as_under_ddp(stage: int, precision: str, rank_pool: RankPool) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from distributed import Callback
 from distributed.interfaces.callback import Context
-from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import TinyLM, trainer_of, words
 from tests.backends.test_fsdp_state import check_weights, together
+from tests.support.ports import free_port
 
 STEPS = 5
 BUILT_ON: list[str] = []

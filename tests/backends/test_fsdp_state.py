@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from distributed import Trainer, UserError
-from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance
 from distributed.testing.rank_pool import RankPool
 from tests.backends.fsdp_model import HoldsWhatWasSaved, tiny, trainer_of, words
 from tests.support import commands
+from tests.support.ports import free_port
 
 EXACT = 1e-9
 HYBRID = "hybrid"
@@ -166,9 +166,7 @@ def together(folder: Path, words: list[list[str]], options: list[dict[str, Any]]
         )
         for command, option in zip(words, options, strict=True)
     ]
-    outputs = [process.communicate(timeout=120) for process in running]
-    for process, (out, err) in zip(running, outputs, strict=True):
-        assert process.returncode == 0, out + err
+    commands.finish(running, timeout=120)
 
 
 def check_weights(folder: Path, uninterrupted: nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from distributed import UserError
 from distributed.communication.environment import detect
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.starts_processes
 
@@ -143,7 +143,11 @@ def test_other_ways_train_alike(
 ) -> None:
     """Here the script leaves it to the trainer to start Horovod."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master-port"]
-    starter = {"torchrun": [*torchrun, free_port()], "plain": [sys.executable], "horovodrun": HOROVODRUN}[way]
+    starter = {
+        "torchrun": [*torchrun, str(free_port())],
+        "plain": [sys.executable],
+        "horovodrun": HOROVODRUN,
+    }[way]
     python = [sys.executable] if way == "horovodrun" else []
     output, reports = reports_of(tmp_path, *starter, *python, script, backend=backend, num_processes=2)
     assert f"{backend}: 2 ranks on CPU" in output
@@ -155,12 +159,6 @@ def test_other_ways_train_alike(
             assert report["mean"] == (0.0 if way == "plain" else 0.5)
         else:
             assert "Horovod has not started" in report["mean"]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_a_rank_killed_under_horovodrun_is_named(script: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from distributed_backends.ray import cluster
 
 from distributed.errors import UserError
-from distributed.system.addresses import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.starts_processes
 

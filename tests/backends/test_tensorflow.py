@@ -16,13 +16,13 @@ import torch
 from distributed import TensorFlowDistributedTrainer, Trainer
 from distributed.operations.report.record_format import NAME
 from distributed.operations.report.stitch import read_runs
-from distributed.system.addresses import free_port
 from distributed.testing.checkpoint_compare import ExportOnLoad, state_differences
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import masked_mean, problem
 from distributed.testing.suite import EXACT, Run, Suite
 from tests.support import commands
 from tests.support.forking_python import PRELOAD
+from tests.support.ports import free_port
 from tests.support.training import make_trainer
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
@@ -199,6 +199,53 @@ def test_a_model_under_a_strategy_of_the_users_own_is_trained() -> None:
     history = trainer.fit(dataset, dataset, epochs=1)
     assert [epoch["epoch"] for epoch in history.epochs] == [2]
     assert history.epochs[-1]["val_loss"] == pytest.approx(model.evaluate(dataset, verbose=0)[0], abs=1e-5)
+
+
+def unbuilt() -> Any:
+    """Without an Input layer: the first batch decides the shapes."""
+    return keras.Sequential(
+        [keras.layers.Dense(8, "tanh", dtype="float64"), keras.layers.Dense(3, "softmax", dtype="float64")]
+    )
+
+
+@pytest.mark.slow
+def test_a_model_of_a_strategy_trains_as_keras_trains_it_before_it_has_weights() -> None:
+    x, y = (part.numpy() for part in problem(40, torch.float64))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    loss = keras.losses.SparseCategoricalCrossentropy(dtype="float64")
+    keras.utils.set_random_seed(3)
+    theirs = unbuilt()
+    theirs.compile(keras.optimizers.SGD(0.125), loss)
+    theirs.fit(dataset, epochs=2, verbose=0)
+    keras.utils.set_random_seed(3)
+    with tf.distribute.MirroredStrategy().scope():
+        ours = unbuilt()
+        ours.compile(keras.optimizers.SGD(0.125), loss)
+    TensorFlowDistributedTrainer(ours).fit(dataset, dataset, epochs=2)
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=EXACT)
+
+
+def under_a_strategy() -> Any:
+    with tf.distribute.MirroredStrategy().scope():
+        return unbuilt()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_function_may_build_the_model_under_a_strategy(ranks: int, rank_pool: RankPool) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    data, fields = problem(40, torch.float64), {"learning_rate": 0.1, "optimizer": "sgd", "epochs": 2}
+
+    def trained(build: Any, ranks: int) -> list[Any]:
+        trainer: Any = make_trainer(
+            build, ranks, rank_pool, backend="tensorflow", global_batch_size=8, loss_fn=loss, **fields
+        )
+        trainer.fit(data)
+        return list(trainer.model.get_weights())
+
+    for a, b in zip(trained(under_a_strategy, ranks), trained(unbuilt, 1), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=EXACT)
 
 
 def test_a_keras_model_leaves_the_record_that_a_torch_model_leaves(tmp_path: Path) -> None:

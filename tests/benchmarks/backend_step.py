@@ -218,7 +218,9 @@ def in_ray(args: Arguments) -> dict[str, Any]:
     def train(config: dict[str, Any]) -> None:
         path.write_text(json.dumps(measure(inner)))
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     TorchTrainer(train, scaling_config=ScalingConfig(num_workers=1)).fit()
     found: dict[str, Any] = json.loads(path.read_text())
     path.unlink()

@@ -59,7 +59,7 @@ def convolutions() -> None:
     x = torch.randn(BATCH, CHANNELS, PIXELS, PIXELS, requires_grad=True)
     dense = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
     for rank in (16, 32, 64):
-        layer = SKConv2d(CHANNELS, CHANNELS, 3, rank, padding=1)
+        layer = SKConv2d(CHANNELS, CHANNELS, 3, padding=1, rank=rank)
         ideal = layer.flops(1, backward=True) / layer.dense_flops(1, backward=True)
         taken = relative(partial(train, layer, x), partial(train, dense, x))
         print(f"| 3 x 3, rank {rank} | {ideal:.3f} | {taken:.3f} |", flush=True)

@@ -16,7 +16,7 @@ __all__ = ["CHROMIUM", "DRIVER", "MISSING", "Browser", "Visit", "started"]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-MISSING = None if CHROMIUM and DRIVER else "no Chromium here: make test-tools installs it"
+MISSING = None if CHROMIUM and DRIVER else "no Chromium or no chromedriver; as root: make test-tools"
 
 _FLAGS = (
     "--headless=new",

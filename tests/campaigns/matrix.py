@@ -27,6 +27,7 @@ from distributed.testing.conformance import BackendConformance
 from tests.campaigns.mutant_suite import ROWS
 from tests.campaigns.mutant_table import Mutant
 from tests.campaigns.mutants import Sound
+from tests.campaigns.reversions.group_mutants import GROUP_MUTANTS
 from tests.campaigns.reversions.table import REVERSIONS
 from tests.communication import codec_mutants
 from tests.parallel import context_mutants, mesh_mutants, pipeline_mutants
@@ -71,6 +72,14 @@ Faults that this project had outside of the backends, each put back as one funct
 fails then: `tests/campaigns/reversions/table.py`, run by `tests/campaigns/test_reversions.py`.
 
 {faults}
+
+## Groups of tests
+
+For each group of tests that a push folds, a fault that the folded tests detect and those of a push do not:
+`tests/campaigns/reversions/group_mutants.py`, run by `tests/campaigns/test_group_mutants.py`. A change of the
+file with the fault makes `.ci/run` run the group ([Structure of the tests](testing.md#tiers)).
+
+{groups}
 """
 
 
@@ -118,9 +127,14 @@ def render(cells: dict[str, dict[str, str]]) -> str:
     legend = "\n".join(f"{number}. `{test}`" for number, test in enumerate(tests, start=1))
     faults = [_line(["fault", "caught by"]), _line(["---"] * 2)]
     faults += [_line([f.fault, f"`{f.caught_by.rpartition('::')[2]}`"]) for f in REVERSIONS.values()]
+    groups = [_line(["group", "caught by", "fault"]), _line(["---"] * 3)]
+    groups += [
+        _line([f"`{name}`", f"`{f.caught_by.partition('::')[2]}`", f.fault])
+        for name, f in GROUP_MUTANTS.items()
+    ]
     return _PAGE.format(
         table="\n".join(lines), legend=legend, faults="\n".join(faults), meshes=_meshes(),
-        codecs=_codecs(),
+        codecs=_codecs(), groups="\n".join(groups),
         meant=MEANT, fails=FAILS, passes=PASSES,
     ).rstrip()  # fmt: skip
 

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.campaigns.reversions.run import FAILED, run_under
 from tests.campaigns.reversions.table import REVERSIONS
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-FAILED = 1
-"""Exit code of pytest when a test failed; 4 and 5 when there is no such test."""
 
 
 @pytest.mark.parametrize("name", REVERSIONS)
 def test_a_fault_that_is_put_back_is_found(name: str) -> None:
-    fault = REVERSIONS[name]
-    environment = {
-        **os.environ,
-        "REVERSION": name,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("reversions")), str(ROOT)]),
-    }
-    # Rewritten assertions would import our modules past the hook in sitecustomize.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--assert=plain",
-        "-p",
-        "no:cacheprovider",
-        fault.caught_by,
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_under(name, [REVERSIONS[name].caught_by], 200)
     assert done.returncode == FAILED, done.stdout[-2000:]
     assert "1 failed" in done.stdout or "1 error" in done.stdout  # a fixture may compare
 

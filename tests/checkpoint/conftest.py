@@ -1,15 +1,30 @@
-"""An S3 server for the tests of checkpoints."""
+"""An S3 server for the tests of checkpoints, and a store in memory for ranks that are threads."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import pytest
 import s3fs
+from fsspec.implementations.memory import MemoryFileSystem
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+
+class _Files(dict[str, Any]):
+    """Files that a thread may list while another writes: making the pairs may start a garbage collection, in
+    which other threads run."""
+
+    def items(self) -> Any:
+        return self.copy().items()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _memory_of_threads() -> None:
+    MemoryFileSystem.store = _Files(MemoryFileSystem.store)
 
 
 @pytest.fixture(scope="module")

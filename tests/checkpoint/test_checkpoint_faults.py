@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import NO_MOUNTS, leave_out, needs_program
+
 pytestmark = pytest.mark.starts_processes
 
 SCRIPT = '''
@@ -48,7 +50,7 @@ def begin():
     elif fault == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     elif fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", home], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", home], check=True)
     elif fault == "blocked":
         (home / "saved").rename(home / "away")
         (home / "saved").write_text("a file")
@@ -64,7 +66,7 @@ def end():
     elif fault == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,rw", home], check=True)
     elif fault == "blocked":
         (home / "saved").unlink()
         (home / "away").rename(home / "saved")
@@ -104,6 +106,8 @@ def trained(
         failures: ``checkpoint.max_failures``.
         size: of a file system of its own, in a mount namespace; empty for the host's.
     """
+    if size and (why := needs_program("unshare", "test-tools")):
+        leave_out(why)
     home, script = folder / "home", folder / "run.py"
     home.mkdir()
     script.write_text(SCRIPT)
@@ -122,7 +126,7 @@ def trained(
         check=False,
     )
     if ended.returncode == 99 or "unshare failed" in ended.stderr:
-        pytest.skip("this host grants no mount namespace")
+        leave_out(NO_MOUNTS)
     good = [
         line.split("step_")[1].split(":")[0] for line in ended.stderr.splitlines() if line.endswith(": good")
     ]

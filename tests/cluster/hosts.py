@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.needs import needs_program, needs_root
+
 __all__ = ["Host", "Network", "can_have_hosts"]
 
 _BOOT = 'hostname "$0"; mount --bind "$HOSTS_FILE" /etc/hosts; exec "$@"'
@@ -22,8 +24,9 @@ _BOOT = 'hostname "$0"; mount --bind "$HOSTS_FILE" /etc/hosts; exec "$@"'
 
 def can_have_hosts() -> str | None:
     """Why namespaces cannot be had here; None when they can."""
-    if os.geteuid() != 0:
-        return "needs root"
+    absent = needs_program("unshare", "test-tools") or needs_program("ip", "cluster-tools")
+    if why := needs_root("hosts in network namespaces") or absent:
+        return why
     probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], check=False)
     return "the kernel gives no namespaces" if probe.returncode else None
 

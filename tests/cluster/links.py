@@ -35,8 +35,8 @@ def check_rights() -> None:
     reason = can_have_hosts()
     if reason is not None:
         raise LinkError(
-            f"slow links are made of network namespaces, and {reason} here. Run it as root, in a container"
-            " with --cap-add=NET_ADMIN --cap-add=SYS_ADMIN and /dev/net/tun"
+            f"slow links are made of network namespaces; {reason}. Run it as root, in a container with"
+            " --cap-add=NET_ADMIN --cap-add=SYS_ADMIN and /dev/net/tun"
         )
 
 

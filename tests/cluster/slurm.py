@@ -15,6 +15,9 @@ from tests.cluster.hosts import Host, Network
 
 __all__ = ["Cluster", "missing", "running"]
 
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+_HANGS = 900.0
+"""Seconds: longer than the limit of any job here, and than Slurm waits before it queues a job again."""
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 _CONF = """
 ClusterName=test
@@ -49,7 +52,7 @@ def missing() -> str | None:
     """Which of Slurm's programs is not here; None when all are."""
     paths = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [name for name in _NEEDED if shutil.which(name, path=paths) is None]
-    return f"not installed: {', '.join(absent)}" if absent else None
+    return f"no {', '.join(absent)}; as root: make cluster-tools" if absent else None
 
 
 class Cluster:
@@ -81,12 +84,24 @@ class Cluster:
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def wait(self, what: Callable[[], Any], seconds: float, why: str) -> Any:
-        """Look until `what` gives something true. Slurm tells nobody when a job changes."""
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{why} not within {seconds:g} s; logs are in {self.folder}")
+    def has_ended(self, job: str) -> bool:
+        """Return True for a job that is over and not queued again."""
+        return self.state(job)["JobState"] in _ENDED
+
+    def wait(self, condition: Callable[[], Any], why: str, job: str | None = None) -> Any:
+        """Poll `condition` until its result is true, and return it. Slurm sends no event when a job changes.
+
+        Raises:
+            TimeoutError: the job ended before, or Slurm hangs.
+        """
+        deadline = time.monotonic() + _HANGS
+        while not (found := condition()):
+            ended = job is not None and self.has_ended(job)
+            if ended and (found := condition()):
+                return found
+            if ended or time.monotonic() > deadline:
+                reason = "the job ended" if ended else f"{_HANGS:g} s have passed"
+                raise TimeoutError(f"{reason}, and not: {why}; logs are in {self.folder}")
             time.sleep(0.2)
         return found
 
@@ -116,7 +131,7 @@ def running(network: Network, folder: Path, cpus: int = 2) -> Iterator[Cluster]:
         cluster.head.start(["slurmctld", "-D", "-c"], **options)
         for host in nodes:
             host.start(["slurmd", "-D", "-N", host.name], **options)
-        cluster.wait(lambda: _idle(cluster) == len(nodes), 30, "the nodes were idle")
+        cluster.wait(lambda: _idle(cluster) == len(nodes), "the nodes are idle")
         yield cluster
     finally:
         for host in network.hosts.values():

@@ -17,7 +17,7 @@ from distributed import Trainer
 from tests.cluster.hosts import Network, can_have_hosts
 from tests.cluster.train import BATCH, EPOCHS, SAMPLES, Tally, tally_step
 
-pytestmark = pytest.mark.skipif(bool(why := can_have_hosts()), reason=f"no hosts of its own here: {why}")
+pytestmark = pytest.mark.needs(can_have_hosts())
 
 SCRIPT = str(Path(__file__).parent / "train.py")
 FIXED = ("--num-nodes", "2", "--gpus-per-node", "2", "--rdzv-endpoint", "n0:29500")

@@ -12,8 +12,7 @@ from tests.cluster import links
 from tests.cluster.hosts import Network, can_have_hosts
 from tests.cluster.links import LinkError, check_rights, limit_rate, with_delay
 
-_REASON = can_have_hosts()
-needs_hosts = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+needs_hosts = pytest.mark.needs(can_have_hosts())
 
 _SEND = """
 import hashlib, socket, sys, time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Host, Network, can_have_hosts
+from tests.support.needs import needs_program
 
-pytestmark = pytest.mark.skipif(bool(why := can_have_hosts()), reason=f"no hosts of its own here: {why}")
+pytestmark = pytest.mark.needs(can_have_hosts())
 
 NAMES = ("n0", "n1", "n2")
 
@@ -58,7 +58,7 @@ def test_healthy_hosts_pass_and_a_slow_one_is_named(tmp_path: Path) -> None:
     assert any("n2" in way for way in slow)
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="nftables is not installed")
+@pytest.mark.needs(needs_program("nft", "cluster-tools"))
 def test_a_firewall_is_found_before_the_run_hangs_on_it(tmp_path: Path) -> None:
     """One that lets the meeting through and nothing else, as they do."""
     with Network(NAMES[:2], tmp_path) as network:

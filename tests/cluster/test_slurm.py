@@ -13,11 +13,7 @@ import pytest
 from tests.cluster import slurm
 from tests.cluster.hosts import Network, can_have_hosts
 
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-pytestmark = pytest.mark.skipif(
-    bool(why := can_have_hosts() or slurm.missing()), reason=f"no Slurm on hosts of its own here: {why}"
-)
+pytestmark = pytest.mark.needs(can_have_hosts() or slurm.missing())
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +65,11 @@ def test_a_job_that_is_told_to_go_is_requeued_and_ends_with_the_same_weights(
     try:
         for number, way in enumerate((["--batch"], [])):
             before = saved(warned)
-            cluster.wait(lambda before=before: saved(warned) > before, 90, "a checkpoint was written")
+            cluster.wait(lambda before=before: saved(warned) > before, "a checkpoint is written", job)
             cluster.call("scancel", *way, "--signal=USR1", job)
-            cluster.wait(lambda number=number: len(continued(warned)) > number, 90, "the job went on")
+            cluster.wait(lambda number=number: len(continued(warned)) > number, "the job goes on", job)
         for each in (job, first):
-            cluster.wait(lambda each=each: cluster.state(each)["JobState"] in ENDED, 90, "the job ended")
+            cluster.wait(lambda each=each: cluster.has_ended(each), "the job ends")
     except TimeoutError as error:
         pytest.fail(f"{error}\n{output(warned)}\n{cluster.log()}")
     done = cluster.state(job)
@@ -94,7 +90,7 @@ def test_a_job_that_is_told_to_go_is_requeued_and_ends_with_the_same_weights(
 def test_a_job_that_fails_is_not_requeued(cluster: slurm.Cluster, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)\n")
     job = submit(cluster, tmp_path, "--script", str(tmp_path / "fails.py"), "--name", "train")
-    cluster.wait(lambda: cluster.state(job)["JobState"] in ENDED, 90, "the job ended")
+    cluster.wait(lambda: cluster.has_ended(job), "the job ends")
     done = cluster.state(job)
     assert (done["JobState"], done["ExitCode"], done["Restarts"]) == ("FAILED", "1:0", "0"), output(tmp_path)
 

@@ -182,3 +182,35 @@ def test_the_help_states_the_rule(verb: str, capsys: pytest.CaptureFixture[str])
     assert "[-- arguments of the script]" in out
     assert "Arguments after `--` are passed to the script" in out
     assert "unknown argument before `--` is an error" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "hinted"),
+    [
+        ("import os; os.environ['LOCAL_RANK']", True),
+        ("import torch.distributed as dist; dist.init_process_group('gloo')", True),
+        ("raise KeyError('labels')", False),
+        ("raise ValueError('RANK is a column')", False),
+        ("from distributed.config.script_overlay import active\nactive().num_fits += 1\n{}['RANK']", False),
+    ],
+)
+def test_a_script_for_another_launcher_is_told_how_to_start_it(
+    code: str,
+    hinted: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (folder / "ddp.py").write_text(code)
+    assert main(["train", "--script", "ddp.py"]) == 1
+    error = capsys.readouterr().err
+    assert "Error: " in error
+    assert ("`--launch per-rank` starts the script itself on every rank" in error) == hinted
+
+
+def test_an_error_without_a_key_comes_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ddp.py").write_text("raise KeyError")
+    assert main(["train", "--script", "ddp.py"]) == 1
+    assert capsys.readouterr().err.endswith("KeyError\n")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ from distributed.communication.environment import detect, expand_nodelist
 from distributed.interfaces.plan import Facts, Resources
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
-from distributed.system.addresses import free_port
 from tests.support import commands
+from tests.support.ports import free_port
 
 TORCHRUN = {
     "RANK": "1",
@@ -200,16 +199,7 @@ def together(
         )
         for command, env, option in zip(words, envs, options, strict=True)
     ]
-    outputs: list[Any] = [None] * len(running)
-
-    def read(index: int) -> None:
-        outputs[index] = running[index].communicate(timeout=120)
-
-    readers = [threading.Thread(target=read, args=(index,)) for index in range(len(running))]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    outputs = commands.finish(running, timeout=120, code=None)
     return [(process.returncode, *output) for process, output in zip(running, outputs, strict=True)]
 
 

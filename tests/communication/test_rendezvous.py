@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import repeat
 from pathlib import Path
@@ -17,11 +21,12 @@ import pytest
 import torch.distributed as dist
 
 from distributed import UserError
+from distributed.communication import rendezvous
 from distributed.communication.environment import detect
 from distributed.communication.rendezvous import Rendezvous, arrive, await_ranks, listen, open_store
-from distributed.system.addresses import free_port
 from tests.communication.test_joined import TORCHRUN
 from tests.support import commands
+from tests.support.ports import free_port
 
 
 def test_the_waiting_names_the_missing(
@@ -129,6 +134,75 @@ def test_a_run_that_does_not_leave_is_named(
         open_store(joined, 1, 2, timedelta(seconds=5))
 
 
+@pytest.fixture
+def first_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """Ends a run whose ranks have all joined, if it is closed."""
+    monkeypatch.setattr(rendezvous, "_meetings", repeat(0))
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    with ExitStack() as stack:
+        meeting = stack.enter_context(Rendezvous("127.0.0.1", 0, 2))
+        monkeypatch.setenv("MASTER_PORT", str(meeting.port))
+        for rank in (0, 1):
+            arrive(dist.PrefixStore("distributed/0/0", meeting.store), rank, 2)
+        yield stack
+
+
+def open_as_rank_1() -> dist.Store:
+    """Rank 1 of the next run at the same address."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["MASTER_PORT"]}
+    return open_store(detect({**TORCHRUN, **place}), 1, 2, timedelta(seconds=60))
+
+
+def next_run() -> Rendezvous:
+    """The rendezvous of the next run."""
+    return Rendezvous("127.0.0.1", int(os.environ["MASTER_PORT"]), 2)
+
+
+def test_the_wait_for_an_earlier_run_takes_no_further_clients(
+    first_run: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks the name server for the name of every client's address."""
+    clients: list[bool] = []
+    reminders: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Counted(dist.TCPStore):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            clients.append(not given["is_master"])
+
+    monkeypatch.setattr(dist, "TCPStore", Counted)
+    monkeypatch.setattr(rendezvous, "_REMIND", 0.05)
+    monkeypatch.setattr(rendezvous, "print_line", lambda text, stream: reminders.put(text))
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(open_as_rank_1)
+        waits = [reminders.get(timeout=60) for _ in range(10)]
+        assert all("rank 1 is waiting for an earlier run to release" in text for text in waits)
+        assert sum(clients) == 2, "one finds the earlier run, the other begins the wait for its end"
+        first_run.close()
+        with next_run() as second:
+            opened.result(timeout=60).set("of", "rank 1")
+            assert dist.PrefixStore("distributed/0/0", second.store).get("of") == b"rank 1"
+
+
+def test_an_earlier_run_that_ends_as_the_wait_begins_is_not_waited_for(
+    first_run: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run serves that address before the rank waits for the first one's end."""
+    found, look = [], rendezvous._is_of_earlier_run
+
+    def end_first_run_after_look(store: dist.Store) -> bool:
+        found.append(look(store))
+        if len(found) == 2:
+            del store
+            first_run.close()
+            first_run.enter_context(next_run())
+        return found[-1]
+
+    monkeypatch.setattr(rendezvous, "_is_of_earlier_run", end_first_run_after_look)
+    open_as_rank_1()
+    assert found == [True, True, False]
+
+
 def test_node_0_on_another_host_than_the_address_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.communication.rendezvous._REMIND", 0.1)
     monkeypatch.setattr("distributed.communication.rendezvous._PATIENCE", 0.3)
@@ -185,9 +259,8 @@ def test_a_second_run_waits_for_the_first_one_to_leave(tmp_path: Path) -> None:
             heard.append(line)
         assert until in line, "".join(heard)
         (tmp_path / "uploaded").touch()
-        outputs = [node.communicate(timeout=120)[0] for node in nodes]
-        assert [node.returncode for node in nodes] == [0, 0], outputs
-        assert outputs[1].count("TRAINED 2") == 1
+        outputs = commands.finish(nodes, timeout=120)
+        assert outputs[1][0].count("TRAINED 2") == 1
     finally:
         (tmp_path / "uploaded").touch()
         for node in nodes:

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import DistributedConfig, Trainer, UserError
+from distributed import (
+    DeepSpeedTrainer,
+    DistributedConfig,
+    FSDPTrainer,
+    HorovodTrainer,
+    PyTorchDDPTrainer,
+    TensorFlowDistributedTrainer,
+    Trainer,
+    UserError,
+)
 from distributed.cli import main
 from distributed.config.aliases import BACKENDS, FIELDS, NOT_FIELDS
 from distributed.config.load import all_fields, parse_assignments, top_fields
@@ -34,6 +43,12 @@ NAMES = [
     ("gradient_checkpointing", "Did you mean 'activation_checkpointing'?"),
     ("torch_compile", "Did you mean 'compile'?"),
     ("num_workers", "Set it in the DataLoader"),
+    ("tp", "Did you mean 'parallel.tensor'?"),
+    ("pp", "Did you mean 'parallel.pipeline'?"),
+    ("dp", "Did you mean 'parallel.data'?"),
+    ("device_id", "rank N of a host computes on its GPU N"),
+    ("segment_lengths", "It belongs to the model"),
+    ("cpu_offload", "Set zero.offload_optimizer=cpu under deepspeed"),
     # The name of one field in a section, and another spelling of an alias.
     ("drop_last", "Did you mean 'data.drop_last'?"),
     ("max_restarts", "Did you mean 'elastic.max_restarts'?"),
@@ -64,6 +79,49 @@ def test_a_name_in_a_section_that_has_none_such() -> None:
         DistributedConfig(data={"lr": 1})
     with pytest.raises(UserError, match=r"Did you mean 'data\.verify'\?"):
         parse_assignments(["data.verfy=1"])
+
+
+OFFLOADING = {
+    "zero.offload_optimizer=cpu",
+    "zero.offload_parameters=cpu",
+    "fsdp.cpu_offload=true",
+    "optimizer_offload=true",
+}
+"""Every remedy for ``cpu_offload``."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "remedies"),
+    [
+        (DeepSpeedTrainer, {}, {"zero.offload_optimizer=cpu"}),
+        (DeepSpeedTrainer, {"zero_stage": 2}, {"zero.offload_optimizer=cpu"}),
+        (DeepSpeedTrainer, {"zero_stage": 3}, {"zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"}),
+        (DeepSpeedTrainer, {"zero_stage": 0}, {"zero.offload_optimizer=cpu"}),
+        (PyTorchDDPTrainer, {"deepspeed_config": {"zero_optimization": {"stage": 3}}},
+         {"zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"}),
+        (PyTorchDDPTrainer, {"zero_stage": 1}, {"zero.offload_optimizer=cpu"}),
+        (PyTorchDDPTrainer, {}, {"optimizer_offload=true"}),
+        (HorovodTrainer, {}, {"optimizer_offload=true"}),
+        (FSDPTrainer, {}, {"fsdp.cpu_offload=true"}),
+        (Trainer, {"backend": "fsdp"}, {"fsdp.cpu_offload=true"}),
+        (TensorFlowDistributedTrainer, {}, set()),
+        (Trainer, {}, OFFLOADING),
+    ],
+)  # fmt: skip
+def test_offloading_is_named_for_the_backend_that_is_known(
+    kind: type[Trainer], given: dict[str, Any], remedies: set[str]
+) -> None:
+    with pytest.raises(UserError, match="unknown configuration field 'cpu_offload'") as caught:
+        kind(torch.nn.Linear(2, 2), cpu_offload=True, **given)
+    assert {remedy for remedy in OFFLOADING if remedy in str(caught.value)} == remedies
+    assert ("zero_stage=1 or higher" in str(caught.value)) == (given.get("zero_stage") == 0)
+
+
+def test_offloading_in_a_section_is_no_field_of_another_section() -> None:
+    with pytest.raises(
+        UserError, match=r"unknown configuration field 'zero\.cpu_offload'. Set zero\.offload"
+    ):
+        DeepSpeedTrainer(torch.nn.Linear(2, 2), zero={"cpu_offload": True})
 
 
 @pytest.mark.parametrize(("name", "value"), [("fsdp", True), ("horovod", "on"), ("data", 3)])

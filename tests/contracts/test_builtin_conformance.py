@@ -51,6 +51,14 @@ class TestHorovod(OwnRanks):
     lengths = FEWER
 
 
+class TestHorovodKeras(OwnRanks):
+    """Keras models, which `tensorflow` trains on Horovod's ranks."""
+
+    backend = "horovod"
+    framework = "tensorflow"
+    lengths = FEWER
+
+
 class OnDeepSpeed(BackendConformance):
     backend = "deepspeed"
     lengths = FEWER

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
-from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.starts_processes
 
@@ -218,16 +218,29 @@ def test_an_active_mlflow_run_is_joined_and_left_to_its_owner(
     mlflow.set_tracking_uri("sqlite:///store.db")
     try:
         with mlflow.start_run(run_name="distributed-training") as run:
-            trainer = PyTorchDDPTrainer(MyModel(), mlflow_tracking=True)
-            history = trainer.fit(loader(NUM_TRAIN), loader(NUM_VAL))
+            tracking = {"baseline_throughput": 50.0}
+            trainer = PyTorchDDPTrainer(
+                MyModel(), mlflow_tracking=True, log_every_n_steps=1, tracking=tracking
+            )
+            trainer.fit(loader(NUM_TRAIN), loader(NUM_VAL))
+            logged = mlflow.get_run(run.info.run_id).data.metrics
             mlflow.log_param("num_gpus", 8)
-            mlflow.log_metric("throughput", history.samples_per_second)
+            mlflow.log_metric("throughput", 400.0)
             mlflow.log_metric("speedup", 7.5)
         found = mlflow.get_run(run.info.run_id)
+        client = mlflow.MlflowClient()
+        written = {
+            name: {record.value for record in client.get_metric_history(run.info.run_id, name)}
+            for name in ("throughput", "speedup")
+        }
     finally:
         mlflow.set_tracking_uri(before)
     assert found.info.status == "FINISHED"
-    assert {"throughput", "speedup", "loss", "val_accuracy"} <= set(found.data.metrics)
+    assert logged["throughput"] == logged["samples_per_second"]
+    assert logged["speedup"] == pytest.approx(logged["throughput"] / 50.0)
+    assert {"loss", "val_accuracy"} <= set(found.data.metrics)
+    assert written["throughput"] >= {400.0, logged["throughput"]}
+    assert written["speedup"] >= {7.5, logged["speedup"]}
     assert (found.data.params["num_gpus"], found.data.params["learning_rate"]) == ("8", "0.001")
 
 
@@ -241,15 +254,23 @@ def test_torch_profiler_around_fit_sees_the_training() -> None:
     assert "aten::addmm" in prof.key_averages().table(sort_by="cuda_time_total")
 
 
-def test_torch_profiler_around_ranks_warns(pool: RankPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_profiler_around_fit_profiles_every_rank(
+    pool: RankPool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     from torch.profiler import profile
 
-    trainer = PyTorchDDPTrainer(MyModel(), num_processes=2)
+    folder = tmp_path / "profile"
+    trainer = PyTorchDDPTrainer(
+        MyModel(), num_processes=2, profile={"output_dir": str(folder), "skip_steps": 0}
+    )
     trainer.launcher = pool
     with profile():
-        trainer.fit(loader(NUM_TRAIN), max_steps=1)
-    assert "its table will be empty" in caplog.text
-    assert "profile.enabled=true" in caplog.text
+        trainer.fit(loader(NUM_TRAIN), max_steps=6)
+    assert f"a trace and a table of a few steps to {folder}" in caplog.text
+    for rank in range(2):
+        assert "aten::addmm" in (folder / f"table_rank{rank}.txt").read_text()
+        assert (folder / f"trace_rank{rank}.json").stat().st_size > 0
+    assert not trainer.config.profile.enabled
 
 
 # Practices

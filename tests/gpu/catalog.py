@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.gpu.checks import Check, Row
+from tests.gpu.mesh_cases import MESHES, SECONDS
 
 __all__ = ["CHECKS"]
 
@@ -105,16 +106,95 @@ def _kernel(name: str) -> Check:
     return Check(f"kernel/{name}", "tests.gpu.kernels:kernel", rows, options, requires, alone=True)
 
 
+def _dilated() -> list[Check]:
+    """Dilated attention at LongNet's segments, 2048 and rate 1, then twice both up to the whole length."""
+    checks = []
+    for thousands in (8, 32, 64):
+        for width in (64, 128):
+            name = f"kernel/dilated/{thousands}k/{width}"
+            what = f"of causal SDPA (flash), bf16, 8 heads of {width}, forward and backward"
+            rows = (
+                Row(f"{name}/time", "of flash", None, f"time over that {what}"),
+                Row(f"{name}/memory", "of flash", None, f"peak memory over that {what}", gpu_only=True),
+            )
+            options = {"length": 1024 * thousands, "width": width}
+            checks.append(Check(name, "tests.gpu.dilated:length", rows, options, alone=True))
+    what = "of a position at 256k over that at 32k, with the branches of 32k"
+    rows = (
+        Row("kernel/dilated/growth/time", "ratio", None, f"time {what}"),
+        Row("kernel/dilated/growth/memory", "ratio", None, f"peak memory {what}", gpu_only=True),
+    )
+    options = {"short": 32 * 1024, "long": 256 * 1024}
+    checks.append(Check("kernel/dilated/growth", "tests.gpu.dilated:growth", rows, options, alone=True))
+    meaning = "largest error over the dtype's bound, fp16 and bf16, in both layouts of heads, against float64"
+    row = Row("kernel/dilated/halves/error", "of bound", 1.0, meaning)
+    return [*checks, Check("kernel/dilated/halves", "tests.gpu.dilated:halves", (row,))]
+
+
+def _block_sparse() -> list[Check]:
+    """A tenth of the causal blocks of 64; and of blocks spread evenly, which share no larger tile."""
+    checks = []
+    for thousands, width, pattern in (
+        (16, 64, "local"),
+        (16, 128, "local"),
+        (64, 64, "local"),
+        (64, 128, "local"),
+        (16, 64, "strided"),
+    ):
+        name = f"kernel/block-sparse/{thousands}k/{width}" + ("/strided" if pattern == "strided" else "")
+        what = f"of causal SDPA (flash), bf16, 8 heads of {width}, density 0.1, forward and backward"
+        rows = (
+            Row(f"{name}/time", "of flash", None, f"time over that {what}"),
+            Row(f"{name}/memory", "of flash", None, f"peak memory over that {what}", gpu_only=True),
+        )
+        options = {"length": 1024 * thousands, "width": width, "pattern": pattern}
+        checks.append(Check(name, "tests.gpu.block_sparse:length", rows, options, alone=True))
+    meaning = "largest error over the dtype's bound, fp16 and bf16, any mask of blocks, against float64"
+    halves = Row("kernel/block-sparse/halves/error", "of bound", 1.0, meaning)
+    meaning = "largest error over bf16's bound of a part of a softmax, as a slice on a ring is one"
+    parts = Row("kernel/block-sparse/parts/error", "of bound", 1.0, meaning, gpu_only=True)
+    return [
+        *checks,
+        Check("kernel/block-sparse/halves", "tests.gpu.block_sparse:halves", (halves,)),
+        Check("kernel/block-sparse/parts", "tests.gpu.block_sparse:parts", (parts,)),
+    ]
+
+
 def _overhead() -> list[Check]:
     checks = []
     for milliseconds in (1, 5, 20):
         meaning = (
-            f"time of a Trainer step over that of the hand-written loop, at about {milliseconds} ms a step:"
-            " median over interleaved pairs of blocks, with a 95 % interval"
+            f"time of a Trainer step over that of the hand-written loop, at about {milliseconds} ms a step,"
+            " log steps included and ends of epochs not: median over pairs of blocks in one thread, with a"
+            " 95 % interval"
         )
         row = Row(f"overhead/{milliseconds}ms", "ratio", None, meaning)
         options = {"milliseconds": milliseconds}
         checks.append(Check(row.name, "tests.gpu.speed:overhead", (row,), options, alone=True))
+    meaning = (
+        "milliseconds that the end of an epoch adds, without validation and checkpoint, at about 1 ms a step"
+    )
+    end = Row("overhead/epoch-end", "ms", None, meaning)
+    return [*checks, Check(end.name, "tests.gpu.speed:epoch_end", (end,), alone=True)]
+
+
+def _profiles() -> list[Check]:
+    meanings = {
+        "launches": "kernel launches",
+        "synchronisations": "calls in which the host waits for the device",
+        "copies": "calls of cudaMemcpyAsync and cudaMemcpy",
+        "host": "microseconds of the host, the device idle before",
+    }
+    checks = []
+    for milliseconds in (1, 5):
+        name = f"profile/{milliseconds}ms"
+        text = f"of a Trainer step beyond those of one by hand; the rest is in profile-{milliseconds}ms.txt"
+        rows = tuple(
+            Row(f"{name}/{kind}", "us" if kind == "host" else "calls", None, f"{meaning} {text}")
+            for kind, meaning in meanings.items()
+        )
+        options = {"milliseconds": milliseconds}
+        checks.append(Check(name, "tests.gpu.step_profile:step_profile", rows, options, alone=True))
     return checks
 
 
@@ -202,6 +282,20 @@ def _recorder() -> list[Check]:
     ]
 
 
+def _meshes() -> list[Check]:
+    checks = []
+    for mesh, case in MESHES.items():
+        meaning = (
+            "largest distance of weights and losses from those of serial on that device, float64:"
+            f" {case.backend}, {case.ranks} ranks that are threads of one process (`launch: threads`),"
+            f" model {case.model}"
+        )
+        row = Row(f"mesh/{mesh}", "max abs", 1e-9, meaning)
+        modules = ("transformers",) if case.model == "llama" else ()
+        checks.append(Check(row.name, "tests.gpu.meshes:parity", (row,), {"mesh": mesh}, modules, SECONDS))
+    return checks
+
+
 CHECKS: list[Check] = [
     *_training(
         "parity",
@@ -220,12 +314,16 @@ CHECKS: list[Check] = [
         " the run left alone, compared by bits",
         150,
     ),
+    *_meshes(),
     *_precision(),
     *_codecs(),
     *_recorder(),
     *[_kernel(name) for name in _KERNELS],
+    *_dilated(),
+    *_block_sparse(),
     *_training("kit", "tests.gpu.kit:conformance", "failed", 0, "failed tests of the conformance kit", 300),
     *_overhead(),
+    *_profiles(),
     _save(1),
     *_memory(),
     *_predicted_memory(),

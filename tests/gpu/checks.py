@@ -80,12 +80,14 @@ class Settings:
         num_gpus: visible CUDA devices.
         dry_run: small sizes, on the CPU.
         scratch: folder for checkpoints and the like.
+        results: folder of the results, for files that stay; `scratch` where it is empty.
     """
 
     device: str
     num_gpus: int
     dry_run: bool
     scratch: str
+    results: str = ""
 
     @property
     def folder(self) -> Path:
@@ -93,6 +95,12 @@ class Settings:
         path = Path(self.scratch)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def kept(self, name: str) -> Path:
+        """Path of a file beside the results."""
+        folder = Path(self.results or self.scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
 
     def pick(self, full: Any, small: Any) -> Any:
         """`full` on a GPU, `small` in a dry run."""

@@ -7,6 +7,7 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.diff import differences
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.parallel_dims import MODEL_AXES, ParallelDims
+from distributed.launch.thread_launcher import ThreadLauncher
 from distributed.operations.planning.collect_facts import collect_facts
 from distributed.planner.estimates.device_memory import CUDA
 from distributed.planner.estimates.memory import predict_memory
@@ -27,6 +28,7 @@ __all__ = [
     "PortableReader",
     "RankPool",
     "Split",
+    "ThreadLauncher",
     "Trainer",
     "WorkerError",
     "collect_facts",

@@ -25,6 +25,8 @@ python -m tests.gpu --markdown
 ```
 
 The second needs no installation, only torch and what `tests/gpu/README.md` lists, and rewrites this page.
+Rows that say `earlier run` were measured at an earlier commit, on a card of the same kind and under the same
+torch. What the times mean is in [Benchmarks](benchmarks.md#attention-on-a-gpu).
 """
 
 

@@ -219,6 +219,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 when no row failed, 1 when one failed or errored, 2 without a GPU."""
     args = build_parser().parse_args(arguments)
+    # Ended as by Ctrl-C, so that the check in progress ends, too, and does not disturb the next one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if args.list:
         print("\n".join(row.name for check in _selected(args.only, []) for row in check.rows))
         return 0
@@ -232,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu-scratch-") as temporary:
         device, num_gpus = "cpu" if args.dry_run else "cuda", len(results.facts.get("gpus", []))
-        setting = Settings(device, num_gpus, args.dry_run, args.scratch or temporary)
+        kept = str(results.path.parent)
+        setting = Settings(device, num_gpus, args.dry_run, args.scratch or temporary, kept)
         run_all(checks, setting, results, args.budget, args.jobs)
     rows = results.ordered()
     print(table(rows))

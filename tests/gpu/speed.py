@@ -5,162 +5,66 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.benchmarks.save_stall import EVERY, Clock, Stack, typical
-from tests.benchmarks.step_overhead import Turns, interval
+from tests.benchmarks.step_overhead import interval
 from tests.gpu.checks import Measured, Settings, Skipped
 from tests.gpu.product import Callback
 from tests.gpu.ranks import number_of_ranks, trainer
+from tests.gpu.step_loops import LOG_EVERY, Blocks, EpochEnds, Workload
 
-__all__ = ["BATCH", "WIDTH", "overhead", "peak_memory", "save_stall", "stack"]
+__all__ = ["BATCH", "WIDTH", "epoch_end", "overhead", "peak_memory", "save_stall", "stack"]
 
-_SIZES = {1: (256, 128), 5: (1024, 1024), 20: (2048, 2048)}
-"""Milliseconds a step -> (width, batch) of an MLP whose depth is then found."""
 WIDTH, BATCH = 2048, 64
 """Of the model whose peak is measured, and of its micro-batches."""
 
-_BLOCK = 0.1
-"""Seconds that a block of steps takes."""
-
-
-def synchronize(setting: Settings) -> None:
-    """Wait for the device."""
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
+_BLOCK, _SECONDS = 0.1, 30.0
+"""Seconds that a block of steps takes at least, and all blocks of both loops."""
 
 
 # -- steps -------------------------------------------------------------------------------
 
 
-def _mlp(width: int, depth: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
-class Workload:
-    """The model and data that both loops train."""
-
-    def __init__(self, setting: Settings, width: int, batch: int) -> None:
-        self.setting, self.width, self.batch, self.depth = setting, width, batch, 1
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(16 * batch, width, generator=generator)
-        self.y = torch.randint(0, 10, (len(self.x),), generator=generator)
-
-    def loop(self, depth: int, tick: Callable[[], bool]) -> None:
-        """The loop that everybody writes, until `tick` has enough."""
-        device = self.setting.device
-        model = _mlp(self.width, depth).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        while True:
-            for index in torch.randperm(len(self.x)).split(self.batch):
-                x = self.x[index].to(device, non_blocking=True)
-                y = self.y[index].to(device, non_blocking=True)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                if tick():
-                    return
-
-    def seconds(self, depth: int, steps: int = 10) -> float:
-        """Median time of a step of the hand-written loop."""
-        marks: list[float] = []
-
-        def tick() -> bool:
-            synchronize(self.setting)
-            marks.append(perf_counter())
-            return len(marks) > steps
-
-        self.loop(depth, tick)
-        return median(b - a for a, b in pairwise(marks[2:]))
-
-    def fit_depth(self, target: float) -> float:
-        """Choose the depth at which a step takes about `target` seconds; return what it takes."""
-        self.depth, step = 4, self.seconds(4)
-        for _ in range(4):
-            if abs(step / target - 1) < 0.2:
-                break
-            # What a step costs without any layer stays, so this is reached in a few rounds.
-            self.depth = max(1, min(512, round(self.depth * target / step)))
-            step = self.seconds(self.depth)
-        return step
-
-
-class TakeTurns(Callback):
-    """Takes turns with the other loop, and asks to stop when enough was measured."""
-
-    def __init__(self, start: Callable[[], Callable[[], bool]]) -> None:
-        self.start, self.enough = start, False
-
-    def on_run_start(self, context: Any) -> None:
-        self.tick = self.start()
-
-    def on_step_end(self, context: Any) -> None:
-        if not self.enough and self.tick():
-            self.enough = True
-            context.request_stop("enough was measured")
-
-
 def overhead(setting: Settings, milliseconds: int) -> Iterator[Measured]:
-    """One process: the Trainer with its default callbacks, and the loop without any wrapper, in turns."""
-    work = Workload(setting, *setting.pick(_SIZES[milliseconds], (64, 32)))
-    step = work.fit_depth(milliseconds / setting.pick(1e3, 2e4))
-    steps = max(2, round(setting.pick(_BLOCK, 0.005) / step))
-    turns = Turns(steps, setting.pick(60, 8))
-    base = threading.Thread(
-        target=lambda: work.loop(work.depth, _synced(setting, turns.clock(0), steps)), daemon=True
-    )
-    base.start()
-    turns.base_is_ready.wait()
-    model = _mlp(work.width, work.depth)
-    ours = trainer(
-        setting,
-        model,
-        "pytorch-ddp",
-        "default",
-        num_processes=1,
-        batch_size=work.batch,
-        learning_rate=1e-3,
-        log_every_n_steps=10,
-    )
-    ours.callbacks = [TakeTurns(lambda: _synced(setting, turns.clock(1), steps))]
-    ours.fit((work.x, work.y), epochs=100_000)
-    base.join()
-    warm = max(1, turns.blocks // 10)
-    pairs = list(zip(turns.seconds[0][warm:], turns.seconds[1][warm:], strict=False))
-    ratio, low, high = interval(pairs)
-    base_ms, ours_ms = (1e3 * median(side) / steps for side in zip(*pairs, strict=True))
-    yield Measured(
-        ratio, f"[{low:.3f}, {high:.3f}]; {base_ms:.2f} ms by hand, {ours_ms:.2f} ms; {len(pairs)} pairs"
-    )
+    """One process and thread: the Trainer with its default callbacks, and the loop without any wrapper.
+
+    The epoch is longer than the measurement, so that its end, which `epoch_end` measures, is not in it.
+    """
+    work = Workload(setting, milliseconds)
+    steps = LOG_EVERY * setting.pick(max(1, round(_BLOCK / work.step / LOG_EVERY)), 1)
+    num_pairs = setting.pick(max(12, min(60, round(_SECONDS / steps / work.step / 2))), 4)
+    blocks = Blocks(work, steps, warm=LOG_EVERY)
+    last = LOG_EVERY + steps * num_pairs
+    work.fill(last + 1)
+    work.train(blocks, max_steps=last)
+    ratio, low, high = interval(blocks.pairs)
+    base_ms, ours_ms = (1e3 * median(side) / steps for side in zip(*blocks.pairs, strict=True))
+    detail = f"[{low:.3f}, {high:.3f}]; {base_ms:.3f} ms by hand, {ours_ms:.3f} ms"
+    yield Measured(ratio, f"{detail}; {len(blocks.pairs)} pairs of {steps} steps, depth {work.depth}")
 
 
-def _synced(setting: Settings, tick: Callable[[], bool], steps: int) -> Callable[[], bool]:
-    """`tick`, behind the device's work at the end of each block."""
-    done = 0
+def epoch_end(setting: Settings) -> Iterator[Measured]:
+    """What the end of an epoch of 512 steps without validation and checkpoint adds, in milliseconds."""
+    work, num_batches, epochs = Workload(setting, 1), setting.pick(512, 8), setting.pick(9, 4)
+    work.fill(num_batches)
+    added: list[float] = []
+    steps: list[float] = []
 
-    def synced() -> bool:
-        nonlocal done
-        done += 1
-        if done % steps == 0:
-            synchronize(setting)
-        return tick()
+    def measure(across: float, within: float) -> None:
+        added.append(across - within)
+        steps.append(within)
 
-    return synced
+    work.train(EpochEnds(work, num_batches, measure), epochs=epochs)
+    low, high = 1e3 * min(added), 1e3 * max(added)
+    detail = f"from {low:.2f} to {high:.2f} in {len(added)} epochs; a step {1e3 * median(steps):.2f}"
+    yield Measured(1e3 * median(added), detail)
 
 
 # -- saving ------------------------------------------------------------------------------

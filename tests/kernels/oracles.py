@@ -41,18 +41,37 @@ def dilated_counts(
     dilation_rates: Sequence[int],
     *,
     causal: bool = False,
+    grouped: bool = False,
 ) -> Tensor:
-    """C[h, i, j]: in how many branches head h keeps both i and j in one segment (LongNet, section 3.2)."""
+    """C[h, i, j]: in how many branches head h keeps both i and j in one segment (LongNet, section 3.2).
+
+    `grouped`: neighbouring heads share an offset, of which there are as many as the rate.
+    """
     count = torch.zeros(heads, length, length, dtype=torch.float64)
     for width, rate in zip(segment_lengths, dilation_rates, strict=True):
         for head in range(heads):
+            offset = head // -(-heads // rate) if grouped else head % rate
             for start in range(0, length, width):
                 end = min(start + width, length)
-                kept = [i for i in range(start, end) if (i - start) % rate == head % rate]
+                kept = [i for i in range(start, end) if (i - start) % rate == offset]
                 for i in kept:
                     for j in kept:
                         if j <= i or not causal:
                             count[head, i, j] += 1
+    return count
+
+
+def window_counts(
+    lengths: Sequence[int], before: int | None, after: int | None, *, causal: bool = False
+) -> Tensor:
+    """0/1 for each pair of positions of documents in a row: in one document, within the window."""
+    length = sum(lengths)
+    owner = [number for number, size in enumerate(lengths) for _ in range(size)]
+    count = torch.zeros(length, length, dtype=torch.float64)
+    for i in range(length):
+        for j in range(length):
+            near = (before is None or i - j <= before) and (after is None or j - i <= after)
+            count[i, j] = float(near and owner[i] == owner[j] and (j <= i or not causal))
     return count
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import distributed_kernels as kernels
 import torch
 import torch.distributed as dist
 from distributed_kernels import Experts, KernelError, count_traffic
+from distributed_kernels.attention import block_sparse
 from torch import Tensor
 
 from tests.kernels import expert_checks
@@ -132,6 +135,12 @@ def attention(
     return _values_and_gradients(partial(getattr(kernels, function), group=group, **options), inputs)
 
 
+def slices_in_one_piece(group: Any, **options: Any) -> Result:
+    """`attention` with the blocks of a slice as one piece, as where a kernel skips blocks itself."""
+    with patch.object(block_sparse, "fuses_kept_blocks", return_value=True):
+        return attention(group, function="block_sparse_attention", **options)
+
+
 def zigzag(group: Any, *, shape: tuple[int, ...], **options: Any) -> Result:
     """Ring attention on zigzag slices; the results are gathered into the sequence's order."""
     inputs = [kernels.zigzag_slice(x, group, 2) for x in whole_inputs(shape)]
@@ -148,6 +157,21 @@ def zigzag_differs_from_contiguous(group: Any, *, shape: tuple[int, ...]) -> boo
         for layout in ("zigzag", "contiguous")
     )
     return not torch.allclose(zigzag, contiguous)
+
+
+def layout_warnings(group: Any, *, cut: str, layout: str, causal: bool) -> list[str]:
+    """Warnings of ring attention for slices that `cut` makes."""
+    whole = whole_inputs((2, 4, 32, 8))[:3]
+    if cut == "packed":
+        parts = torch.cat((*whole, whole[0]), 3)
+        q, k, v, _ = contiguous_slice(parts, group).contiguous().chunk(4, 3)
+    else:
+        of = kernels.zigzag_slice if cut == "zigzag" else contiguous_slice
+        q, k, v = (of(x, group, 2) for x in whole)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kernels.ring_attention(q, k, v, group=group, causal=causal, layout=layout)
+    return [str(each.message) for each in caught]
 
 
 def module(group: Any, *, name: str, shape: tuple[int, int, int], own_group: bool, **options: Any) -> Result:

@@ -119,6 +119,24 @@ def test_ulysses_around_dilated_attention_keeps_the_heads_offsets(ranks: Ranks, 
     assert_close(joined(found, size), expected(SHAPE, count))
 
 
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("dilated_attention", {}),
+        ("block_sparse_dilated_attention", {"block_size": 4, "sparsity_ratio": 1.0}),
+        ("ulysses_attention", {}),
+    ],
+)
+def test_grouped_offsets_over_ranks(ranks: Ranks, function: str, options: dict[str, Any]) -> None:
+    """Segments inside of a slice and over all; under Ulysses, the heads of a rank are a part of more."""
+    given = {"segment_lengths": [8, 32], "dilation_rates": [1, 2], "head_offsets": "grouped", **options}
+    if function == "ulysses_attention":
+        given = {"inner": {"function": "dilated_attention", **given}}
+    found = ranks.run("attention", 4, function=function, shape=SHAPE, **given)
+    count = oracles.dilated_counts(SHAPE[2], SHAPE[1], [8, 32], [1, 2], grouped=True)
+    assert_close(joined(found, 4), expected(SHAPE, count))
+
+
 DILATED = [
     ([8, 32], [1, 2]),
     ([4, 16, 32], [1, 2, 4]),
@@ -178,6 +196,18 @@ def test_block_sparse_ring_with_a_mask_for_each_head(ranks: Ranks) -> None:
     arguments = {"mask": mask, "block_size": 4, "causal": True}
     found = ranks.run("attention", 4, function="block_sparse_attention", shape=SHAPE, **arguments)
     assert_close(joined(found, 4), expected(SHAPE, oracles.block_counts(mask, SHAPE[2], 4, causal=True)))
+
+
+@sizes
+@masks
+@pytest.mark.parametrize("own_masks", [False, True])
+def test_block_sparse_ring_of_slices_in_one_piece(
+    ranks: Ranks, size: int, causal: bool, own_masks: bool
+) -> None:
+    torch.manual_seed(size)
+    mask = torch.rand((SHAPE[1], 8, 8) if own_masks else (8, 8)) < 0.4
+    found = ranks.run("slices_in_one_piece", size, shape=SHAPE, mask=mask, block_size=4, causal=causal)
+    assert_close(joined(found, size), expected(SHAPE, oracles.block_counts(mask, SHAPE[2], 4, causal=causal)))
 
 
 @sizes

@@ -223,12 +223,12 @@ def test_convolutions_start_as_large_as_dense_ones() -> None:
     torch.manual_seed(0)
     x, dense = torch.randn(4, 16, 20, 20), nn.Conv2d(16, 64, 3)
     with torch.no_grad():
-        assert float(SKConv2d(16, 64, 3, 20)(x).std()) == pytest.approx(float(dense(x).std()), rel=0.05)
+        assert float(SKConv2d(16, 64, 3, rank=20)(x).std()) == pytest.approx(float(dense(x).std()), rel=0.05)
 
 
 def test_convolutions_that_are_refused() -> None:
-    with pytest.raises(KernelError, match=r"are not supported\. Got 2"):
-        SKConv2d(4, 8, 3, 2, groups=2)
+    with pytest.raises(KernelError, match=r"are not supported\. Got \(2, 'zeros'\)"):
+        SKConv2d(4, 8, 3, groups=2, rank=2)
     with pytest.raises(KernelError, match=r"Got \(1, 'circular'\)"):
         factorize_conv(conv(padding=1, padding_mode="circular"), 3)
     with pytest.raises(CostlyError, match="rank 8 for 30 -> 12"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -23,13 +24,31 @@ def test_layers() -> None:
 
 @pytest.mark.slow
 def test_the_seeds_call() -> None:
-    """Its four ratios for three hidden layers; the last is the output layer's. Two save nothing."""
+    """Its four ratios for three hidden layers; the last is the output layer's. None saves anything."""
     given: dict[str, Any] = {"input_size": 1024, "hidden_sizes": [512, 256, 128], "output_size": 10}
     with pytest.raises(KernelError, match=r"sketch_ratios\[0\]: rank 512 of 1024 -> 512 is above break-even"):
-        DistributedSketchedModel(**given, sketch_ratios=[0.5, 0.6, 0.7, 0.8])
-    model = DistributedSketchedModel(**given, sketch_ratios=[0.5, 0.6, 0.7, 0.8], allow_costly=True)
+        SketchedMLP(**given, sketch_ratios=[0.5, 0.6, 0.7, 0.8])
+    with pytest.warns(UserWarning, match="save nothing") as caught:
+        model = DistributedSketchedModel(**given, sketch_ratios=[0.5, 0.6, 0.7, 0.8])
+    (warning,) = caught
+    weights = 512 * (1024 + 512) + 307 * (512 + 256) + 179 * (256 + 128) + 102 * (128 + 10)
+    dense = 1024 * 512 + 512 * 256 + 256 * 128 + 128 * 10
+    assert "4 of 4 sketched layers save nothing: 1024 -> 512 rank 512 (break-even 341)" in str(
+        warning.message
+    )
+    assert f"take {weights / dense:.2f} times the weights of dense ones" in str(warning.message)
+    assert warning.filename == __file__
+    with pytest.raises(KernelError, match="is above break-even"):
+        DistributedSketchedModel(**given, sketch_ratios=[0.5, 0.6, 0.7, 0.8], allow_costly=False)
     assert [m.rank for m in model.model if isinstance(m, SKLinear)] == [512, 307, 179, 102]
     assert model(torch.zeros(2, 1024)).shape == (2, 10)
+
+
+def test_ratios_that_save_something_give_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = DistributedSketchedModel(64, [64, 64], 64, [0.25, 0.125])
+    assert [m.rank for m in model.model if isinstance(m, SKLinear)] == [16, 8, 8]
 
 
 def test_one_ratio_less_repeats_the_last() -> None:

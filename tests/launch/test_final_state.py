@@ -15,6 +15,7 @@ from torch import nn
 from distributed import Callback
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support.needs import NO_MOUNTS, leave_out, needs_program
 from tests.support.training import make_trainer
 
 SCRIPT = '''
@@ -92,6 +93,8 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """case -> its line; stderr under ``stderr``."""
+    if why := needs_program("unshare", "test-tools"):
+        leave_out(why)
     disk = tmp_path_factory.mktemp("disk")
     small = disk / "small"
     small.mkdir()
@@ -107,7 +110,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         check=False,
     )
     if ended.returncode == 99 or "unshare failed" in ended.stderr:
-        pytest.skip("this host grants no mount namespace")
+        leave_out(NO_MOUNTS)
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     return {line["case"]: line for line in lines} | {"stderr": {"text": ended.stderr}}
 

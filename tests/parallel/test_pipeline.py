@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -383,7 +382,7 @@ def test_samples_of_another_length_are_refused(rank_pool: RankPool) -> None:
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Leaves out a token that depends on the process.
+    """Leaves out a token that depends on the rank.
 
     Args:
         start: index of the first sample of which it does.
@@ -398,7 +397,7 @@ class Augmented(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs = DATA[0][index].clone()
         if index >= self.start:
-            inputs[os.getpid() % LENGTH] = 0
+            inputs[torch.distributed.get_rank()] = 0
         return inputs, DATA[1][index]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import UserError
+from distributed.parallel.automatic_pairs import find_pairs
 from distributed.testing.rank_pool import RankPool
 from tests.parallel.models import VOCABULARY, WIDTH, Perceptron, tokens
 from tests.parallel.test_tensor_parallel import trainer_of
@@ -97,6 +98,28 @@ def test_it_has_no_pair_of_layers_that_could_be_cut(rank_pool: RankPool) -> None
         trainer = trainer_of(kind(), "pytorch-ddp", 2, rank_pool, {"tensor": 2})
         with pytest.raises(UserError, match="no module of the model can be cut"):
             trainer.fit(DATA, max_steps=1)
+
+
+class Gated(nn.Module):
+    """Three layers make what three read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("value", "out", "gate", "more", "scale", "rest"):
+            setattr(self, name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.value(x) * self.gate(x).sigmoid() + self.scale(x)
+        found: Tensor = self.out(hidden) + self.rest(hidden) + self.more(hidden)
+        return found
+
+
+def test_pairs_are_in_the_order_of_their_calls_on_every_hash_seed() -> None:
+    """This process has one of many seeds; of 720 orders, one is right."""
+    model = Gated()
+    found = find_pairs(model, lambda: model(torch.randn(2, 8)))
+    assert list(found) == ["value", "gate", "scale", "out", "rest", "more"]
+    assert list(found.values()) == ["colwise"] * 3 + ["rowwise"] * 3
 
 
 def test_random_numbers_that_differ(rank_pool: RankPool) -> None:

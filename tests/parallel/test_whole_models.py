@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from distributed import Callback
-from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES
 from tests.parallel.test_tensor_parallel import DATA, difference, reference, trainer_of
 from tests.support import commands
+from tests.support.ports import free_port
 
 pytest.importorskip("transformers")
 

@@ -101,7 +101,7 @@ def test_a_missing_torchao_is_an_error_with_the_command(
         plan_of(**fields)
 
 
-@pytest.mark.parametrize("name", ["partition_activations", "cpu_checkpointing", "number_checkpoints"])
+@pytest.mark.parametrize("name", ["contiguous_memory_optimization", "number_checkpoints"])
 def test_deepspeeds_own_block_is_refused_with_the_field_that_replaces_it(name: str) -> None:
     native = {"activation_checkpointing": {name: 4 if name == "number_checkpoints" else True}}
     with pytest.raises(
@@ -111,3 +111,39 @@ def test_deepspeeds_own_block_is_refused_with_the_field_that_replaces_it(name: s
     assert caught.value.field == f"deepspeed_config.activation_checkpointing.{name}"
     off = {"activation_checkpointing": {"partition_activations": False, "profile": False}}
     plan_of(backend="deepspeed", deepspeed_config=off)
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "mode"),
+    [
+        ({"partition_activations": True}, {}, "full"),
+        ({"partition_activations": True, "cpu_checkpointing": True}, {}, "offload"),
+        ({"cpu_checkpointing": True}, {"activation_checkpointing": "selective"}, "selective"),
+        ({"cpu_checkpointing": False, "partition_activations": False}, {}, "none"),
+    ],
+)
+def test_deepspeeds_own_block_is_ours(section: dict[str, Any], given: dict[str, Any], mode: str) -> None:
+    found = plan_of(backend="deepspeed", deepspeed_config={"activation_checkpointing": section}, **given)
+    assert found.config.activation_checkpointing == mode
+    notes = [note for note in found.notes if "deepspeed_config.activation_checkpointing is" in note]
+    assert len(notes) == (mode != "none")
+    assert all(f"activation_checkpointing={mode}, which recomputes" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "message"),
+    [
+        (
+            {"cpu_checkpointing": True},
+            {"activation_checkpointing": "none"},
+            "deepspeed_config contradicts it",
+        ),
+        ({"cpu_checkpointing": "yes"}, {}, "cpu_checkpointing: not supported: it is a switch. Got 'yes'"),
+        ({"cpu_checkpoint": True}, {}, "Did you mean 'cpu_checkpointing'"),
+    ],
+)
+def test_a_wrong_block_of_deepspeed_is_named(
+    section: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_of(backend="deepspeed", deepspeed_config={"activation_checkpointing": section}, **given)

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distributed.training.phase_timers import (
     PHASES,
@@ -69,6 +71,21 @@ def test_of_two_ranks_the_faster_one_is_the_measure():
     assert name_straggler(ranks(2, rank0={"forward": 0.6})) == (
         "rank 0 spends 100 % more time in forward than the median rank"
     )
+
+
+def test_a_rank_that_is_beyond_no_median_of_a_phase_is_compared_with_the_median_rank():
+    found = [{"forward": 0.05, "backward": 0.05}, {"forward": 0.05}, {"backward": 0.05}]
+    assert name_straggler(found) == "rank 0 spends 50 ms in forward, the median rank 0 ms"
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(PHASES), st.sampled_from([0.0, 0.001, 0.05, 1.0])), max_size=5)
+)
+def test_a_sentence_names_a_phase_in_which_the_rank_is_slower_than_another(per_rank):
+    found = find_straggler(per_rank)
+    if found is not None:
+        (phase,) = re.findall(r" in (\w+)", found[1])
+        assert per_rank[found[0]].get(phase, 0.0) > min(seconds.get(phase, 0.0) for seconds in per_rank)
 
 
 def test_a_phase_that_costs_the_others_nothing_is_told_in_milliseconds():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from distributed_plugins.tensorboard import TensorBoardTracker, tag
@@ -18,7 +19,7 @@ from distributed.errors import UserError
 RECORD = {"loss": 0.5, "learning_rate": 0.125, "samples_per_second": 1000.0, "time_data": 0.25}
 
 
-def tracker(root: Path, **tracking: str) -> TensorBoardTracker:
+def tracker(root: Path, **tracking: Any) -> TensorBoardTracker:
     return TensorBoardTracker(DistributedConfig(tensorboard_dir=str(root), tracking=tracking))
 
 
@@ -29,7 +30,7 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def test_scalars_and_parameters_come_back(tmp_path):
-    writer = tracker(tmp_path, run_name="first")
+    writer = tracker(tmp_path, run_name="first", baseline_throughput=50.0)
     writer.start({"batch_size": 32, "note": "a|b"})
     writer.log_metrics(RECORD, 10)
     writer.log_metrics({"loss": 0.25, "val_accuracy": 0.75}, 20)
@@ -39,11 +40,16 @@ def test_scalars_and_parameters_come_back(tmp_path):
         "train/loss",
         "train/learning_rate",
         "throughput/samples_per_second",
+        "throughput/throughput",
+        "throughput/speedup",
         "time/data",
         "val/accuracy",
     }
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(10, 0.5), (20, 0.25)]
     assert [(e.step, e.value) for e in events.Scalars("val/accuracy")] == [(20, 0.75)]
+    rates = [events.Scalars(f"throughput/{name}")[0].value for name in ("throughput", "samples_per_second")]
+    assert rates == [RECORD["samples_per_second"]] * 2
+    assert events.Scalars("throughput/speedup")[0].value == pytest.approx(RECORD["samples_per_second"] / 50.0)
     text = events.Tensors("params")[0].tensor_proto.string_val[0].decode()
     assert "| batch_size | 32 |" in text
     assert "| note | a&#124;b |" in text

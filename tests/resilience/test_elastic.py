@@ -26,7 +26,7 @@ from distributed.planner.batch import rescale_batch
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import SingleHost
-from distributed.system.addresses import free_port
+from tests.support.ports import free_port
 
 SAMPLES, BATCH = 240, 12
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -234,8 +233,9 @@ def check_private(folder: Path, ranks: list[psutil.Process], before: set[tuple[s
 
 
 @pytest.mark.real_start
-def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) -> None:
-    pipe, seen, killed, killed_at = pipes(tmp_path), [], [], []
+def test_a_killed_rank_is_named_without_a_timeout(tmp_path: Path, scratch: Path) -> None:
+    """The death ends the run: a run that waited for the collective's timeout would exceed the test's own."""
+    pipe, seen, killed = pipes(tmp_path), [], []
     before = listening(psutil.Process())
 
     def kill() -> None:
@@ -245,17 +245,15 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path: Path, scratch: Path) ->
             check_private(scratch, ranks, before)
         finally:
             killed.append(ranks[1].pid)
-            killed_at.append(time.monotonic())
             ranks[1].send_signal(signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    error = fit(nn.Linear(4, 2), callback=Endless(pipe), num_workers=1, epochs=10**6, launch_start="fresh")
-    took = time.monotonic() - killed_at[0]
+    settings: dict[str, Any] = {"epochs": 10**6, "launch_start": "fresh", "collective_timeout": 3600.0}
+    error = fit(nn.Linear(4, 2), callback=Endless(pipe), num_workers=1, **settings)
     killer.join()
     assert (error.rank, error.exc_type) == (1, "SIGKILL")
     assert f"rank 1 ({HOST}, pid {killed[0]}) was terminated by SIGKILL" in str(error)
-    assert took < 10
     assert len(seen) >= 4  # two ranks and a loader worker of each
     assert not psutil.wait_procs(seen, timeout=5)[1]  # a loader worker is reaped by init, in its own time
 

@@ -20,8 +20,8 @@ from torch import nn
 from distributed import EarlyStopping, Preempted, Trainer
 from distributed.checkpoint.reader import PortableReader
 from distributed.interfaces.callback import Context
-from distributed.system.addresses import free_port
 from tests.support import commands
+from tests.support.ports import free_port
 from tests.support.processes import children, started_since
 from tests.support.training import Die, OnStep, make_trainer
 

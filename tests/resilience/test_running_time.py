@@ -39,7 +39,7 @@ class Wait(Callback):
 
 data = torch.randn(24, 4), torch.zeros(24, dtype=torch.long)
 trainer = Trainer(nn.Linear(4, 2), num_processes=2, global_batch_size=4, device="cpu", callbacks=[Wait()],
-                  hang_timeout=6)
+                  hang_timeout=12)
 assert len(trainer.fit(data).steps["step"]) == 6
 """
 
@@ -54,6 +54,16 @@ def suspend(pids: Sequence[int], seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
+def let_go(pipe: Path, reader: int) -> None:
+    """Open `pipe` for the process that waits in it, unless that process ends before."""
+    while psutil.pid_exists(reader):
+        try:
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            return
+        except OSError:  # nobody reads yet
+            select.select([], [], [], 0.05)
+
+
 def test_a_run_trains_on_after_a_suspension_longer_than_hang_timeout(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     for name in ("ready_0", "ready_1", "go_0", "go_1"):
@@ -63,7 +73,7 @@ def test_a_run_trains_on_after_a_suspension_longer_than_hang_timeout(tmp_path: P
     )
     with run:
         ranks = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
-        suspend([run.pid, *ranks], 9)
+        suspend([run.pid, *ranks], 15)
         # The launcher wakes first, and checks ranks that are still stopped.
         launcher = psutil.Process(run.pid)
         before = launcher.num_ctx_switches().voluntary
@@ -73,7 +83,7 @@ def test_a_run_trains_on_after_a_suspension_longer_than_hang_timeout(tmp_path: P
         for rank, pid in enumerate(ranks):
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGCONT)
-                (tmp_path / f"go_{rank}").write_text("")
+                let_go(tmp_path / f"go_{rank}", pid)
         _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
 

@@ -19,8 +19,8 @@ from distributed.resilience.failure_reports import FailureReport
 from distributed.resilience.monitor_process import _BOOT, _monitor_ranks, _nodes
 from distributed.resilience.phase_journal import ENDED, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor
-from distributed.system.addresses import free_port
 from tests.support import commands
+from tests.support.ports import free_port
 
 # What makes one machine look like several: a name of one's own, and no way to the others' files.
 HOST = """
@@ -70,8 +70,7 @@ def test_ranks_that_share_a_number_and_no_files(
         env = {**os.environ, **given, "RANK": str(rank), "HOST": name, "TMPDIR": str(own)}
         command = [sys.executable, str(tmp_path / "train.py")]
         ranks.append(commands.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    outputs = commands.finish(ranks, timeout=120)
     said = [[line for line in out.splitlines() if "watched" in line] for out, _ in outputs]
     assert said == [[expected[0]], [expected[1]]]
 

@@ -12,14 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO, Any
+
+import pytest
 
 from distributed.launch.child_process import ForkedProcess
 from distributed.launch.forked import ADDRESS, ForkRequest
 
-__all__ = ["run", "start"]
+__all__ = ["finish", "run", "start"]
 
 Stream = int | IO[Any] | None
 
@@ -81,6 +85,56 @@ def start(
     return subprocess.Popen(words, env=whole, cwd=cwd, **streams, text=text, start_new_session=True)
 
 
+def finish(processes: Sequence[Any], timeout: float, code: int | None = 0) -> list[tuple[str, str]]:
+    """Output and errors of `processes`, all of which have to end within `timeout` seconds.
+
+    Where one does not, the others may wait for it: all are killed, and the failure shows what each printed.
+
+    Args:
+        processes: from `start`, with pipes.
+        code: exit code that each has to have; None for any.
+    """
+    accepted = (lambda end: end.code is not None) if code is None else (lambda end: end.code == code)
+    with ThreadPoolExecutor(len(processes)) as pool:
+        ends = [pool.submit(_end, process, timeout) for process in processes]
+        for end in as_completed(ends):
+            if not accepted(end.result()):
+                for process in processes:
+                    process.kill()
+    found = [end.result() for end in ends]
+    if not all(map(accepted, found)):
+        pytest.fail("\n\n".join(end.describe(timeout) for end in found), pytrace=False)
+    return [(end.output, end.errors) for end in found]
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a process has ended: its exit code, None if it had to be killed."""
+
+    words: Sequence[str]
+    code: int | None
+    output: str
+    errors: str
+
+    def describe(self, timeout: float) -> str:
+        how = f"exit code {self.code}" if self.code is not None else f"not ended within {timeout:g} s"
+        return f"{' '.join(self.words)}: {how}\n{self.output}{self.errors}"
+
+
+def _end(process: Any, timeout: float) -> _End:
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as late:
+        process.kill()
+        process.wait()
+        return _End(process.args, None, _text(late.output), _text(late.stderr))
+    return _End(process.args, process.returncode, output or "", errors or "")
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
 class _Fork:
     """The part of `subprocess.Popen` that tests use."""
 
@@ -94,6 +148,7 @@ class _Fork:
         preload: Sequence[str],
     ) -> None:
         self.args, self.returncode = words, None
+        self._text, self._poll_lock = text, Lock()
         self._theirs: list[int] = []
         self._numbers: list[int] = []
         self.stdin, self.stdout, self.stderr = (
@@ -137,28 +192,40 @@ class _Fork:
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
-        if self.returncode is None and self._process.has_ended(0):
-            self.returncode = self._process.wait_end()
-            self._process.reap()
-        return self.returncode
+        with self._poll_lock:
+            if self.returncode is None and self._process.has_ended(0):
+                self.returncode = self._process.wait_end()
+                self._process.reap()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it has ended."""
-        if self.returncode is None and not self._process.has_ended(timeout):
+        if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         code = self.poll()
         assert code is not None
         return code
 
+    def _has_ended(self, timeout: float | None) -> bool:
+        try:
+            return self.returncode is not None or self._process.has_ended(timeout)
+        except (OSError, ValueError):  # another thread has seen the end and closed the connection
+            return self.poll() is not None
+
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """Send `input`, read all output, and wait for the end."""
+        """Send `input`, read all output, and wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: with what has been printed so far. Call it once.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        found: dict[str, Any] = {}
+        found: dict[str, list[Any]] = {}
         threads = []
         for name in ("stdout", "stderr"):
             stream = getattr(self, name)
             if stream is not None:
-                threads.append(Thread(target=_read, args=(stream, found, name), daemon=True))
+                found[name] = []
+                threads.append(Thread(target=_read, args=(stream, found[name]), daemon=True))
                 threads[-1].start()
         if self.stdin is not None:
             if input is not None:
@@ -166,10 +233,18 @@ class _Fork:
             self.stdin.close()
         for thread in threads:
             thread.join(_left(deadline))
-            if thread.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0, found.get("stdout"))
-        self.wait(_left(deadline))
-        return found.get("stdout"), found.get("stderr")
+        if any(thread.is_alive() for thread in threads) or not self._has_ended(_left(deadline)):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0, *self._printed(found))
+        self.wait()
+        return self._printed(found)
+
+    def _printed(self, found: Mapping[str, list[Any]]) -> tuple[Any, Any]:
+        """Output and errors so far, as text or bytes; None without a pipe."""
+        empty: Any = "" if self._text else b""
+        output, errors = (
+            None if name not in found else empty.join(found[name]) for name in ("stdout", "stderr")
+        )
+        return output, errors
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""
@@ -185,8 +260,8 @@ class _Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _read(stream: IO[Any], found: dict[str, Any], name: str) -> None:
-    found[name] = stream.read()
+def _read(stream: IO[Any], lines: list[Any]) -> None:
+    lines.extend(stream)
 
 
 def _left(deadline: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -16,11 +17,16 @@ __all__ = ["LimitedData", "WideModel"]
 
 WIDTH = 16
 _COPIES = 4096
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class LimitedData(Dataset[tuple[Tensor, Tensor]]):
     """Samples of a regression. A rank that receives them can allocate `limits[rank]` bytes more than it has
     by then, and no more: a real limit of the kernel, with real failures.
+
+    Such a rank gives blocks of a MiB and more back when it frees them. By default glibc keeps freed blocks of
+    up to 32 MiB in its heap, where small blocks of whichever thread came first lie between them: how many
+    tensors the limit leaves room for would depend on the load of the machine.
 
     Args:
         number: of samples.
@@ -46,6 +52,7 @@ class LimitedData(Dataset[tuple[Tensor, Tensor]]):
             status = Path("/proc/self/status").read_text(encoding="utf-8")
             used = re.search(r"VmData:\s+(\d+) kB", status)
             assert used is not None
+            assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20) == 1
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, ((int(used[1]) << 10) + limit, hard))
 

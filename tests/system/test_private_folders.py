@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from distributed.checkpoint.export import export_safetensors
-from distributed.system.addresses import free_port
 from distributed.system.private_folders import OWNER, add_owner, sweep
 from tests.support import commands
+from tests.support.needs import needs_root
+from tests.support.ports import free_port
 from tests.support.training import make_trainer
 
 TRAIN = """
@@ -139,9 +140,8 @@ def test_a_folder_is_removed_only_if_all_of_its_owners_are_proven_to_have_ended(
     sweep(tmp_path / "missing", "distributed-")
 
 
+@pytest.mark.needs(needs_root("a folder of another user"))
 def test_another_users_folder_stays(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a folder of another user")
     folder = left_by(tmp_path, "distributed-foreign", {"pid": 2**22 + 1})
     os.chown(folder, 12345, -1)
     sweep(tmp_path, "distributed-")

@@ -244,6 +244,68 @@ def test_each_mode_stores_what_it_states() -> None:
     assert measure()[0] == stored["none"]
 
 
+# -- models without blocks -------------------------------------------------------------------------
+
+
+def flat(drop: float = 0.2) -> nn.Module:
+    """Nine layers side by side, behind an embedding of each of five words."""
+    layers = [nn.Linear(5 * WIDTH, 64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(drop), nn.Tanh()]
+    layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(drop), nn.Linear(64, 11)]
+    return nn.Sequential(nn.Embedding(11, WIDTH), nn.Flatten(), nn.Sequential(*layers))
+
+
+def train_flat(backend: str, ranks: int, pool: RankPool, **given: Any) -> tuple[dict[str, Any], list[float]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = flat().double()
+    names = list(model.state_dict())
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "batch_size": 2,
+        "optimizer": "adamw",
+        "learning_rate": 0.02,
+    }
+    trainer = make_trainer(model, ranks, pool, **settings, **given)
+    history = trainer.fit(words(), words(5), max_steps=STEPS)
+    assert list(model.state_dict()) == names
+    return bits(model), [*history.steps["loss"], history.epochs[-1]["val_loss"]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "given"),
+    [("serial", 1, {}), ("fsdp", 2, {}), ("deepspeed", 2, {"zero_stage": 3})],
+    ids=["serial", "fsdp", "zero-3"],
+)
+def test_a_flat_sequential_needs_no_names_of_blocks(
+    backend: str, ranks: int, given: dict[str, Any], rank_pool: RankPool
+) -> None:
+    plain = train_flat(backend, ranks, rank_pool, **given)
+    for mode in MODES:
+        assert train_flat(backend, ranks, rank_pool, activation_checkpointing=mode, **given) == plain, mode
+
+
+def test_parts_of_a_flat_sequential_store_their_inputs_alone() -> None:
+    # The output of every layer is as large; of 16 in four parts, the inputs of the parts stay.
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())))
+    x = torch.randn(256, 64, requires_grad=True)
+    measure = partial(step_bytes, model, lambda: model(x).square().mean())
+    measure()
+    plain = measure()[0]
+    recomputed = recompute(model, [], "full")
+    stored = measure()[0]
+    recomputed.undo()
+    assert stored < 0.5 * plain
+    assert measure()[0] == plain
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_without_blocks_or_layers_side_by_side_is_refused() -> None:
+    with pytest.raises(UserError, match="found no blocks in Linear"):
+        recompute(nn.Linear(2, 2), [], "full")
+    with pytest.raises(UserError, match="BatchNorm in a recomputed block"):
+        recompute(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.ReLU()), [], "full")
+
+
 # -- models of libraries ---------------------------------------------------------------------------
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from distributed.data.order import share
 from distributed.registry.catalog import get_catalog
-from distributed.system.addresses import free_port
 from distributed.testing.rank_pool import RankPool
 from tests.communication import codec_oracle as oracle
 from tests.communication.codec_mutants import ClipsBeforeDecompression
 from tests.communication.test_joined import together
+from tests.support.ports import free_port
 from tests.support.training import OnStep, SameWeights, make_trainer
 
 CODECS = ("fp16", "bf16", "int8", "fp8", "top-k", "random-k", "powersgd")

@@ -17,10 +17,10 @@ from torch.optim import SGD
 
 from distributed import Trainer
 from distributed.errors import UserError
-from distributed.system.addresses import free_port
 from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.oracle import sample_order
 from tests.support import commands
+from tests.support.ports import free_port
 
 momentum = partial(SGD, momentum=0.9)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from distributed.interfaces.plan import RunPlan
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.forward_state import Buffers
+from distributed.training.mixins.accumulation import NO_CONTEXT
 from distributed.training.torch_backend import StepModule
 
 # Buffers are not broadcast in every forward; torch renamed the argument.
@@ -86,7 +87,7 @@ class DDPBackend(MeshBackend):
         if self._reducer is None:
             return super().sync_when(last)
         self._reducer.active = last
-        return nullcontext()
+        return NO_CONTEXT
 
     def reduce_gradients(self) -> None:
         if self._reducer is not None:

@@ -36,6 +36,7 @@ def register_backends() -> list[BackendSpec]:
                 schedules=SCHEDULES,
                 levers=LEVERS,
                 exchanges=EXCHANGES,
+                threads=True,
                 low_communication=LOW_COMMUNICATION,
             ),
             low_communication="distributed.training.low_communication.backend:LowCommunicationBackend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -99,6 +100,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         super().__init__()
         self.sharded: ShardedOptimizer | None = None
         self.engine: Any = None
+        self._in_callers_process = False
         self._order: GatherOrder | None = None
         self._reducer: GradientReducer | None = None
         self._environment: dict[str, str | None] = {}
@@ -121,6 +123,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         world = super().setup(plan)
         self._joined = plan.joined is not None
         if world.size == 1:
+            self._in_callers_process = True
             self._init_single_rank_group(plan)
         self._export_local_rank(world)
         import_deepspeed(world.device)
@@ -160,6 +163,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             if value is not None:
                 os.environ[name] = value
         self._environment = {}
+        if self._in_callers_process:
+            gc.collect()  # the engine refers to itself, and would keep its memory and the group's sockets
         super().teardown()
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -229,9 +234,18 @@ class DeepSpeedBackend(ProcessGroupBackend):
         zero.custom_loss_scaler, zero.external_loss_scale = True, 1.0
         if self.stage < 3:
             zero.reduce_ipg_grads = partial(self._reduce_compared, zero.reduce_ipg_grads)
-        # DeepSpeed's own norm is rounded to float32.
-        zero.scaled_global_norm = self.gradient_norm
-        zero._get_norm_groups = lambda: [self.gradient_norm()]
+        self.sharded.use_exact_norm(self.gradient_norm)
+
+    def engine_outside_fit(
+        self, plan: RunPlan, model: Any, optimizer: Any, scheduler: Any
+    ) -> tuple[Any, Any, Any]:
+        from distributed_backends.deepspeed.own_loop import initialize
+
+        world = self.setup(plan)
+        refuse(model, "deepspeed", _cannot(self.stage))
+        if world.size > 1:
+            broadcast_values([*model.parameters(), *model.buffers()])
+        return initialize(plan, world, model, optimizer, scheduler)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -341,12 +355,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         """Norm of the sharded gradient, with the engine's scale, in float64 on the CPU."""
         if self.sharded is None:
             return super().gradient_norm()
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for gradient in self.sharded.gradients():
-            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(square.device)
-        if self.world.size > 1:
-            dist.all_reduce(square)
-        return square.sqrt().cpu()
+        return self.sharded.gradient_norm(self.world.device)
 
     # -- evaluation ------------------------------------------------------------------------
 

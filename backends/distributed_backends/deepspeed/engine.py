@@ -20,7 +20,9 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups, logger
 from pydantic import ValidationError
 from torch import nn
@@ -28,11 +30,11 @@ from torch import nn
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
+from distributed_backends.deepspeed.native_config import CHECKPOINTING
+from distributed_backends.deepspeed.options import bucket_size
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
-_LARGEST_BUCKET = 500_000_000
-"""Elements; DeepSpeed's own default, which it allocates whatever the model's size."""
 
 
 class Root(nn.Module):
@@ -54,25 +56,40 @@ class Root(nn.Module):
         with self.own_linear(), self._autocast():
             return function(*args)
 
-    @contextmanager
-    def own_linear(self) -> Iterator[None]:
+    def own_linear(self) -> AbstractContextManager[None]:
         """Use ZeRO 3's linear, in backward, too: activation checkpointing computes the forward again."""
-        before, nn.functional.linear = nn.functional.linear, self.linear
-        try:
-            yield
-        finally:
-            nn.functional.linear = before
+        return linear_of(self.linear)
 
 
-class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+@contextmanager
+def linear_of(function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, `function` is torch's ``nn.functional.linear``."""
+    before, nn.functional.linear = nn.functional.linear, function
+    try:
+        yield
+    finally:
+        nn.functional.linear = before
+
+
+class Engine(DeepSpeedEngine):  # type: ignore[misc]
     """Ranks that we started have the same weights already, and a parameter without a dimension
     cannot travel as bytes, as DeepSpeed would send it."""
 
     def _broadcast_model(self) -> None:
         return None
 
+    def destroy(self) -> None:
+        """Release what DeepSpeed holds. Stage 3 keeps the modules in two tables of the whole process."""
+        super().destroy()
+        if self.module in FWD_MODULE_STACK:
+            del FWD_MODULE_STACK[FWD_MODULE_STACK.index(self.module) :]
+        for method in vars(PartitionedParameterCoordinator).values():
+            for cell in getattr(method, "__closure__", None) or ():
+                if hasattr(cell.cell_contents, "cache_clear"):
+                    cell.cell_contents.cache_clear()
 
-class _WideEngine(_Engine):
+
+class WideEngine(Engine):
     """For float64 weights, which DeepSpeed would reduce and step in float32, or not at all."""
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -99,11 +116,12 @@ def engine_options(
         numel: number of elements of the trainable parameters.
     """
     options: dict[str, Any] = _without_auto(deepcopy(native_config(config)))
-    for name in ("optimizer", "gradient_clipping", "fp16", "bf16"):
+    for name in ("optimizer", "gradient_clipping", "fp16", "bf16", CHECKPOINTING):
         options.pop(name, None)
     section, zero = ZeroSection.of(config), options.setdefault("zero_optimization", {})
     zero["stage"] = stage
-    zero.setdefault("reduce_bucket_size", max(1, min(_LARGEST_BUCKET, numel)))
+    # DeepSpeed allocates all of a bucket, whatever the model's size.
+    zero["reduce_bucket_size"] = bucket_size(zero.get("reduce_bucket_size"), numel)
     for key, where in (
         ("offload_optimizer", optimizer_place(config)),
         ("offload_param", section.offload_parameters),
@@ -136,17 +154,26 @@ def _without_auto(tree: Any) -> Any:
 
 
 def build_engine(
-    root: Root, optimizer: torch.optim.Optimizer, options: dict[str, Any], device: str, weights: torch.dtype
+    root: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    device: str,
+    weights: torch.dtype,
+    kinds: tuple[type[Engine], type[WideEngine]] = (Engine, WideEngine),
 ) -> Any:
-    """DeepSpeed's engine around `root`; `optimizer` stays the object that holds the groups."""
+    """DeepSpeed's engine around `root`; `optimizer` stays the object that holds the groups.
+
+    Args:
+        kinds: classes of the engine; the second is for float64.
+    """
     wide = weights is torch.float64
     linear = nn.functional.linear
     # Where to compute is decided already; DeepSpeed would take the launcher's LOCAL_RANK for it.
     place = SimpleNamespace(device_rank=int(device.partition(":")[2] or 0))
     gc.freeze()  # stage 3 collects garbage, and would walk all that the frameworks hold
     try:
-        with _without_broadcast(), _wide_masters() if wide else nullcontext():
-            engine: Any = (_WideEngine if wide else _Engine)(
+        with _without_broadcast(), _own_shard_type(weights), _wide_masters() if wide else nullcontext():
+            engine: Any = kinds[wide](
                 args=place,
                 model=root,
                 optimizer=optimizer,
@@ -155,8 +182,8 @@ def build_engine(
                 config_class=_checked(options),
                 dont_change_device=True,
             )
-        # ZeRO-3 replaces it for the whole process; the root does so while it runs.
-        root.linear = nn.functional.linear
+        # ZeRO-3 replaces it for the whole process; the root, or an engine without one, does so while it runs.
+        (root if isinstance(root, Root) else engine).linear = nn.functional.linear
     finally:
         nn.functional.linear = linear
         gc.unfreeze()
@@ -183,7 +210,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
-    """Stage 3 sends each parameter as bytes before it cuts it: see `_Engine`."""
+    """Stage 3 sends each parameter as bytes before it cuts it: see `Engine`."""
     cut = Init._zero_init_param
 
     def convert(self: Any, parameter: nn.Parameter) -> None:
@@ -208,6 +235,26 @@ def _wide_masters() -> Iterator[None]:
         yield
     finally:
         ZeROOptimizer._configure_master_weights = choose
+
+
+@contextmanager
+def _own_shard_type(weights: torch.dtype) -> Iterator[None]:
+    """Give ZeRO 3 the type of the parameters, which DeepSpeed derives from the device instead.
+
+    Its expression binds ``or`` before ``if``: where the accelerator claims fp16, as CPUs with AVX512-FP16
+    and GPUs do, float64 is refused; elsewhere every model counts as bfloat16, and buffers that it wants
+    in float32 are converted, from float64, too.
+    """
+    choose = InsertPostInitMethodToModuleSubClasses._set_dtype
+    # float64 is not on its list; float32 means that no buffer is converted.
+    accepted = torch.float32 if weights is torch.float64 else weights
+    InsertPostInitMethodToModuleSubClasses._set_dtype = lambda init, config, dtype: setattr(
+        init, "dtype", accepted
+    )
+    try:
+        yield
+    finally:
+        InsertPostInitMethodToModuleSubClasses._set_dtype = choose
 
 
 def attach_process_group(device: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
-from distributed_backends.deepspeed.native_config import NATIVE
+from distributed_backends.deepspeed.native_config import CHECKPOINTING, IDLE_IN_FP16, NATIVE, recomputation
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
 if TYPE_CHECKING:
@@ -115,7 +115,24 @@ def check_plan(plan: RunPlan) -> list[str]:
     where = {"optimizer": optimizer_place(config), "parameters": section.offload_parameters}
     offloaded = [name for name, place in where.items() if place == "cpu"]
     note = f"ZeRO stage {stage}" + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
-    return [note, *_check_half_weights(plan, stage)]
+    return [note, *_notes_on_native(config), *_check_half_weights(plan, stage)]
+
+
+def _notes_on_native(config: DistributedConfig) -> list[str]:
+    """Notes on what replaces options of DeepSpeed's own configuration."""
+    native, notes = native_config(config), []
+    if recomputation(native):
+        notes.append(
+            f"{NATIVE}.{CHECKPOINTING} is {CHECKPOINTING}={config.activation_checkpointing}, which recomputes"
+            " the model's blocks, whether or not the model calls deepspeed.checkpointing"
+        )
+    idle = [name for name in IDLE_IN_FP16 if name in (native.get("fp16") or {})]
+    if idle and native["fp16"].get("enabled") is True:
+        notes.append(
+            f"{NATIVE}.fp16: {', '.join(idle)} change nothing, because torch's loss scaler, which has none,"
+            " halves the scale at each overflow"
+        )
+    return notes
 
 
 def _check_offloading(config: DistributedConfig, stage: int) -> None:

@@ -13,7 +13,14 @@ from distributed.errors import UserError, did_you_mean
 NATIVE = "deepspeed_config"
 """The field, and the origin of values that come from it."""
 
+CHECKPOINTING = "activation_checkpointing"
+"""DeepSpeed's section, and our field."""
+
+IDLE_IN_FP16 = ("hysteresis", "min_loss_scale", "auto_cast")
+"""Options of fp16 that DeepSpeed's loss scaler has, and torch's, which the loop uses, lacks."""
+
 _AUTO = "auto"
+_CHECKPOINTING_SWITCHES = ("partition_activations", "cpu_checkpointing")
 _FIELDS = {
     "train_micro_batch_size_per_gpu": "batch_size",
     "train_batch_size": "global_batch_size",
@@ -69,21 +76,22 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_optimizer_states": ((False,), _CHANGES),
     "bf16.check_grad_overflow": ((True, False), "it is always checked"),
     **{
-        f"activation_checkpointing.{name}": (
+        f"{CHECKPOINTING}.{name}": (
             (False, None),
             "DeepSpeed applies it only where the model calls deepspeed.checkpointing",
         )
         for name in (
-            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-            *("synchronize_checkpoint_boundary", "number_checkpoints", "profile"),
+            *("contiguous_memory_optimization", "synchronize_checkpoint_boundary"),
+            *("number_checkpoints", "profile"),
         )
     },
+    **{f"{CHECKPOINTING}.{name}": ((False, True), "it is a switch") for name in _CHECKPOINTING_SWITCHES},
     "bf16.immediate_grad_update": ((True, False), "there is nothing to choose with ZeRO"),
 }
 _REPLACED = {
-    "activation_checkpointing": "Leave it out and set activation_checkpointing=full, selective or offload",
+    CHECKPOINTING: "Leave it out and set activation_checkpointing=full, selective or offload",
 }
-_NAMED_IN_FULL = ("fp16", "bf16")
+_NAMED_IN_FULL = ("fp16", "bf16", CHECKPOINTING)
 
 
 def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -168,7 +176,8 @@ def _check_names(native: Mapping[str, Any]) -> None:
 
 def _check_section(native: Mapping[str, Any], section: str) -> None:
     own = [name.partition(".")[2] for name in (*_REFUSED, *_FIELDS) if name.startswith(f"{section}.")]
-    known = ["enabled", "initial_scale_power", *own] if section == "fp16" else ["enabled", *own]
+    more = {"fp16": ["enabled", "initial_scale_power"], "bf16": ["enabled"]}
+    known = [*more.get(section, []), *own]
     _refuse_others(native.get(section) or {}, known, f"{NATIVE}.{section}", {})
 
 
@@ -195,9 +204,22 @@ def _owned(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     if clipping not in (None, _AUTO):
         yield "gradient_clipping", "gradient_clipping", clipping or None
     yield from _precision(native)
+    if mode := recomputation(native):
+        yield CHECKPOINTING, CHECKPOINTING, mode
     kind = _get(native, "optimizer.type")
     if kind not in (None, _AUTO):
         yield "optimizer.type", "optimizer", _optimizer(kind, _get(native, "optimizer.params") or {})
+
+
+def recomputation(native: Mapping[str, Any]) -> str | None:
+    """The mode of `activation_checkpointing` for DeepSpeed's section of that name; None if it asks for none.
+
+    DeepSpeed applies the section where the model calls deepspeed.checkpointing; here it recomputes the
+    model's blocks.
+    """
+    switches = [_get(native, f"{CHECKPOINTING}.{name}") for name in _CHECKPOINTING_SWITCHES]
+    partitioned, on_host = (value not in (None, _AUTO, False) for value in switches)
+    return "offload" if on_host else "full" if partitioned else None
 
 
 def _precision(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -243,7 +265,7 @@ def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
     elif given is None:
         _put(found, name, value)
         return True
-    elif _same(given, value):
+    elif _same(given, value) or (name == CHECKPOINTING and given != "none"):
         return False
     raise UserError(
         f"{NATIVE} contradicts it: {path} says {value!r}",

@@ -28,6 +28,8 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
+_LARGEST_BUCKET = 500_000_000
+"""Elements; DeepSpeed's own default."""
 # Options of how DeepSpeed's own kernels run, without an effect on results.
 _KERNELS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "lr"}
 
@@ -57,6 +59,18 @@ def native_optimizer(config: DistributedConfig) -> Any:
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return partial(kind, **options)
+
+
+def bucket_size(given: Any, numel: int) -> Any:
+    """Elements of a bucket of gradients: at most the model's, because DeepSpeed allocates all of it.
+
+    Args:
+        given: what the DeepSpeed configuration sets, where JSON has 5e8 as a float; None is its default.
+        numel: number of elements of the trainable parameters.
+    """
+    given = _LARGEST_BUCKET if given is None else given
+    is_count = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
+    return min(int(given), max(1, numel)) if is_count else given  # DeepSpeed refuses others
 
 
 def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> torch.dtype:

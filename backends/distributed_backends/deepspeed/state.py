@@ -6,7 +6,7 @@ The attributes of DeepSpeed used here are private, as of 0.19.8;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -79,6 +79,21 @@ class ShardedOptimizer:
         if getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", False):
             return [flat.grad for flat in flats if flat.grad is not None]
         return [g for part in self._zero.averaged_gradients.values() for g in part or ()]
+
+    @torch.no_grad()
+    def gradient_norm(self, device: str) -> Tensor:
+        """Norm of the gradient over all ranks, with the engine's scale, in float64 on the CPU. Collective."""
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in self.gradients():
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(square.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        return square.sqrt().cpu()
+
+    def use_exact_norm(self, norm: Callable[[], Tensor]) -> None:
+        """Let DeepSpeed clip by `norm`; its own is rounded to float32."""
+        self._zero.scaled_global_norm = norm
+        self._zero._get_norm_groups = lambda: [norm()]
 
     def forget_gradients(self) -> None:
         """Drop gradients: stage 3 keeps the last ones of a parameter that a window does not use."""

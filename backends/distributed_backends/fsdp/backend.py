@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from distributed.parallel.mesh_backend import MeshBackend
 from distributed.training.blocks import outermost
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse
+from distributed.training.mixins.accumulation import NO_CONTEXT
 from distributed.training.model_traits import HOOKED, SPARSE, Trait, refuse, written_weights
 from distributed.training.torch_backend import StepModule
 from distributed_backends.fsdp.reduction import CodecReduction, Reduction
@@ -48,9 +49,9 @@ class FSDPBackend(MeshBackend):
     whole model stays on its device.
 
     **Precision** is autocast over parameters in their own dtype, as under ``pytorch-ddp``, so
-    that the same config is the same training. (MixedPrecisionPolicy's `param_dtype` would cast
-    whole modules instead.) Only ``fsdp.reduce_dtype`` changes the dtype of the
-    reduction.
+    that the same config is the same training. ``fsdp.reduce_dtype`` changes the dtype of the
+    reduction, and ``fsdp.param_dtype`` that of gathered parameters, which rounds them for every
+    operation.
 
     **Counts** (C2). Where the number of tokens of a global batch is known after forward only, the
     ranks add their counts in a separate small collective, which runs during the last backward. A
@@ -174,7 +175,7 @@ class FSDPBackend(MeshBackend):
             root.set_requires_gradient_sync(last or FSDPSection.of(self.config).reduce_every_micro_batch)
             root.set_is_last_backward(last)
         self.counting_ends = last
-        return nullcontext()
+        return NO_CONTEXT
 
     def reduce_gradients(self) -> None:
         self._gradient_reduction.begin_exchange()

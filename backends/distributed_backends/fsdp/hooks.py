@@ -58,6 +58,7 @@ def register_backends() -> list[BackendSpec]:
                 schedules=SCHEDULES,
                 levers=LEVERS - {"optimizer_bits"},
                 exchanges=EXCHANGES,
+                threads=True,
             ),
             axis_sizes=_axis_sizes,
             unpredicted=_unpredicted,
@@ -95,6 +96,14 @@ def check_plan(plan: RunPlan) -> list[str]:
             allowed="false on 1 rank",
             remedy="Train on two ranks or more",
         )
+    if section.cpu_offload and plan.dims.data_parallel_size == 1 and plan.device == "cuda":
+        raise UserError(
+            "all ranks have the same samples, so that no rank shards, and each keeps its model on its device",
+            field="fsdp.cpu_offload",
+            got=True,
+            allowed="false where no two ranks have different samples",
+            remedy="Use more ranks, or backend=pytorch-ddp with optimizer_offload=true",
+        )
     if section.cpu_offload and plan.dims.expert > 1 and plan.device == "cuda":
         raise UserError(
             "experts that ranks divide stay on their device, and the optimizer would step on the CPU",
@@ -103,7 +112,35 @@ def check_plan(plan: RunPlan) -> list[str]:
             allowed="false with parallel.expert",
             remedy="Leave parallel.expert out, so that FSDP2 shards and offloads the experts, too",
         )
-    return []
+    return _check_gathered(plan, section.param_dtype) if section.param_dtype else []
+
+
+def _check_gathered(plan: RunPlan, dtype: str) -> list[str]:
+    """Raise a UserError if parameters cannot be gathered in `dtype`; otherwise a note that they are."""
+    if plan.precision != dtype:
+        raise UserError(
+            f"parameters would be gathered in another precision than they are used in, {plan.precision}",
+            field="fsdp.param_dtype",
+            got=dtype,
+            allowed="that of mixed_precision",
+            remedy=f"Set mixed_precision={dtype}, or leave fsdp.param_dtype out",
+        )
+    divided = [axis for axis in ("tensor", "pipeline", "context", "expert") if plan.dims.size(axis) > 1]
+    if divided:
+        raise UserError(
+            f"the parts of a divided model (parallel.{divided[0]}) are compared with the whole model, which"
+            " is not rounded",
+            field="fsdp.param_dtype",
+            got=dtype,
+            allowed="nothing beside parallel.tensor, pipeline, context and expert",
+            remedy="Leave fsdp.param_dtype out",
+        )
+    if plan.world_size == 1:
+        return ["fsdp.param_dtype changes nothing on a single rank, which gathers nothing"]
+    return [
+        f"fsdp.param_dtype={dtype}: gathered parameters are rounded for every operation, so that this run is"
+        " not equal to one of another backend or number of ranks"
+    ]
 
 
 def _check_alias(config: DistributedConfig, section: FSDPSection) -> None:

@@ -44,8 +44,16 @@ class FSDPSection(Section):
         False,
         description="Offload shards, gradients and optimizer state to host memory, and step on the CPU.",
     )
+    param_dtype: Literal["bf16", "fp16"] | None = Field(
+        None,
+        description="dtype in which parameters are gathered, that of mixed_precision; half of the traffic,"
+        " but parameters that autocast would use in float32 are rounded as well, so that the run is not equal"
+        " to one of another backend. None: the dtype of the parameters.",
+    )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="dtype of the gradient reduction; None: the dtype of the parameters."
+        None,
+        description="dtype of the gradient reduction; None: the dtype of the parameters, and fp32 beside"
+        " param_dtype.",
     )
     activation_checkpointing: bool = Field(
         False, description="Older name of the flat field: true is activation_checkpointing=full."

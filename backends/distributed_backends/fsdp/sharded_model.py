@@ -91,7 +91,7 @@ class ShardedModel:
         self.root: Any = Root(model)
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES.get(section.reduce_dtype or "")),
+            "mp_policy": _precisions(section),
             "offload_policy": _offload(section, world.device),
             "ignored_params": self.replicated | kept,
         }
@@ -228,3 +228,13 @@ def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:
                 field="fsdp.wrap",
                 remedy="Use one dtype, or name the modules that differ in fsdp.block_classes",
             )
+
+
+def _precisions(section: FSDPSection) -> MixedPrecisionPolicy:
+    """Inputs are left as they are: autocast casts them where an operation asks for it."""
+    reduced = section.reduce_dtype or ("fp32" if section.param_dtype else "")
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES.get(section.param_dtype or ""),
+        reduce_dtype=_DTYPES.get(reduced),
+        cast_forward_inputs=section.param_dtype is None,
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
@@ -22,60 +21,31 @@ from distributed.interfaces.task import Task
 from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.resilience.divergence import trained
 from distributed.system.tensors import assign_values
+from distributed.training.mixins.accumulation import NO_CONTEXT
 from distributed.training.model_traits import COMPLEX, refuse
 from distributed.training.process_group_backend import claim_device
 from distributed.training.torch_backend import StepModule, TorchBackend
-from distributed_backends.horovod.collectives import (
-    barrier,
-    broadcast_object,
-    gather_objects,
-    sum_in_place,
-    wait,
-)
+from distributed_backends.horovod.collectives import wait
 from distributed_backends.horovod.gradients import GradientSum
-from distributed_backends.horovod.section import HorovodSection
+from distributed_backends.horovod.ranks import RanksMixin
 from distributed_backends.horovod.wire import HorovodWire
-from distributed_backends.horovod.world import start_horovod
 
 
-class HorovodBackend(TorchBackend):
+class HorovodBackend(RanksMixin, TorchBackend):
     """Horovod sums gradients; everything else is the plain torch backend.
 
     Under ``deterministic``, tensor fusion is disabled because its grouping depends on timing. BatchNorm
     statistics stay per rank while training; before validation every rank takes rank 0's,
     so that what is validated is what is saved.
-
-    Attributes:
-        store: rendezvous store; None on a single rank, which needs no Horovod.
     """
 
     sums_gradients = True
-    store: Any = None
     _gradients: GradientSum | GradientReducer | None = None
-    _records = False
 
     def setup(self, plan: RunPlan) -> World:
         self.adopt(plan)
         place = plan.joined or detect(os.environ)
-        device = claim_device(plan, place.local_rank if place else 0)
-        if plan.world_size == 1 or place is None:
-            self.world = World(host=socket.gethostname(), device=device)
-            return self.world
-        self.store = start_horovod(place, self.config)
-        _check_transport(plan)
-        self.world = World(
-            rank=place.rank,
-            size=place.size,
-            local_rank=place.local_rank,
-            local_size=place.local_size,
-            node_rank=place.node_rank,
-            num_nodes=place.num_nodes,
-            host=socket.gethostname(),
-            device=device,
-            data_parallel_rank=place.rank,
-            data_parallel_size=place.size,
-        )
-        self._start_timeline()
+        self.world = self.meet(plan, claim_device(plan, place.local_rank if place else 0))
         return self.world
 
     def prepare(self, task: Task) -> None:
@@ -120,7 +90,7 @@ class HorovodBackend(TorchBackend):
         """Gradients leave in the backward of the window's last micro-batch only."""
         if self._gradients is not None:
             self._gradients.active = last
-        return nullcontext()
+        return NO_CONTEXT
 
     def replicated(self) -> dict[str, Tensor]:
         return trained(self.module)
@@ -149,25 +119,6 @@ class HorovodBackend(TorchBackend):
             if not values.is_contiguous():
                 assign_values(values, wire.view(values.dtype).view(values.shape))
 
-    # -- cooperation -----------------------------------------------------------------
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        if self.world.size == 1 or not values:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        result: list[float] = sum_in_place(tensor, "values").tolist()
-        return result
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value if self.world.size == 1 else broadcast_object(value, root, "object")
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] if self.world.size == 1 else gather_objects(value, "objects")
-
-    def barrier(self) -> None:
-        if self.world.size > 1:
-            barrier()
-
     # -- the end ---------------------------------------------------------------------
 
     def release(self) -> None:
@@ -176,10 +127,7 @@ class HorovodBackend(TorchBackend):
             self._gradients.remove()
 
     def teardown(self) -> None:
-        # Horovod itself stays: the user may have started it, and it ends with the process.
-        if self._records:
-            self._records = False
-            hvd.stop_timeline()
+        self.end_timeline()
         super().teardown()
 
     def start_outside_fit(self, plan: RunPlan) -> World:
@@ -196,28 +144,3 @@ class HorovodBackend(TorchBackend):
                 remedy="Call it after `fit`, or call hvd.init() under horovodrun",
             )
         return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
-
-    def _start_timeline(self) -> None:
-        path = HorovodSection.of(self.config).timeline
-        if path is not None:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            hvd.start_timeline(path)
-            self._records = True
-
-
-def _check_transport(plan: RunPlan) -> None:
-    """Check that Horovod was built with the requested transport.
-
-    Raises:
-        UserError: this Horovod has no NCCL or no MPI.
-    """
-    asked = plan.communication_backend
-    built = {"gloo": hvd.gloo_built(), "nccl": hvd.nccl_built(), "mpi": hvd.mpi_built()}
-    if not built[asked]:
-        raise UserError(
-            f"this Horovod was built without {asked}",
-            field="communication_backend",
-            got=asked,
-            allowed=", ".join(name for name, there in built.items() if there),
-            remedy="Rebuild it where the library is installed (make horovod), or use device=cpu",
-        )

@@ -17,6 +17,7 @@ __all__ = ["check_plan", "register_backends", "register_sections"]
 
 NAME = "horovod"
 _TARGET = "distributed_backends.horovod.backend:HorovodBackend"
+_COLLECTIVES = "distributed_backends.horovod.ranks:HorovodCollectives"
 
 
 def _codec(config: DistributedConfig) -> tuple[str, str] | None:
@@ -27,7 +28,7 @@ def _codec(config: DistributedConfig) -> tuple[str, str] | None:
 
 @hookimpl
 def register_backends() -> list[BackendSpec]:
-    """The Horovod backend for torch models."""
+    """The Horovod backend, of torch models, whose collectives a backend of another framework can use."""
     return [
         BackendSpec(
             name=NAME,
@@ -44,6 +45,7 @@ def register_backends() -> list[BackendSpec]:
                 exchanges=EXCHANGES,
             ),
             codec=_codec,
+            collectives=_COLLECTIVES,
             deploy_form="mpi",
             blocking_modules=(
                 "torch.distributed",
@@ -63,14 +65,16 @@ def register_sections() -> dict[str, str]:
 
 @hookimpl
 def check_plan(plan: RunPlan) -> None:
-    """Refuse Horovod's options under another backend, which would drop them in silence.
+    """Refuse Horovod's options under another backend, which would drop them in silence, and NCCL where
+    gradients are not torch's.
 
     Raises:
-        UserError: `horovod.compression` or `horovod.timeline` is set and no backend reads it.
+        UserError: `horovod.compression` or `horovod.timeline` is set and no backend reads it; NCCL is
+            requested under a model of another framework.
     """
     options = HorovodSection.of(plan.config)
     for name, idle in (("compression", "none"), ("timeline", None)):
-        if plan.spec.target != _TARGET and getattr(options, name) != idle:
+        if plan.spec.collectives != _COLLECTIVES and getattr(options, name) != idle:
             raise UserError(
                 f"backend '{plan.spec.name}' does not read Horovod's options",
                 field=f"horovod.{name}",
@@ -78,3 +82,12 @@ def check_plan(plan: RunPlan) -> None:
                 allowed=f"{idle or 'nothing'} under '{plan.spec.name}'",
                 remedy=f"Leave it out, or use backend='{NAME}'",
             )
+    foreign = plan.spec.collectives == _COLLECTIVES and plan.spec.target != _TARGET
+    if foreign and plan.communication_backend == "nccl":
+        raise UserError(
+            "Horovod sums the gradients of a model that is not torch's in host memory",
+            field="communication_backend",
+            got="nccl",
+            allowed="auto, gloo, mpi",
+            remedy="Leave it out",
+        )

@@ -71,11 +71,10 @@ class TensorFlowBackend(GroupMixin, Backend):
 
     def setup(self, plan: RunPlan) -> World:
         self.config, self._batch, self._plan = plan.config, plan.batch, plan
-        local_rank = local_rank_of(plan)
-        self.world = self.meet(plan, "gloo", "cpu" if plan.device == "cpu" else f"gpu:{local_rank}")
+        self.world = self.join(plan, "cpu" if plan.device == "cpu" else f"gpu:{local_rank_of(plan)}")
         if plan.config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        self.strategy = make_strategy(plan, self.world, self.gather_objects)
+        self.strategy = self.make_strategy(plan)
         if plan.precision == "fp16":
             self.scaler = LossScale(plan.config.scaler_init_scale, plan.config.scaler_growth_interval)
         self._checks_norm = self.scaler is not None or plan.config.on_nan == "skip"
@@ -83,6 +82,24 @@ class TensorFlowBackend(GroupMixin, Backend):
             plan.config.gradient_clipping, plan.config.on_nan == "stop", self._checks_norm
         )
         return self.world
+
+    def join(self, plan: RunPlan, device: str) -> World:
+        """Meet the other ranks. Collective.
+
+        Args:
+            device: name of this rank's device.
+        """
+        return self.meet(plan, "gloo", device)
+
+    def make_strategy(self, plan: RunPlan) -> Any:
+        """The tf.distribute strategy over this rank's devices. Collective."""
+        return make_strategy(plan, self.world, self.gather_objects)
+
+    def make_functions(self) -> StepFunctions:
+        """The compiled parts of a step, over the model and the optimizer that `prepare` has made."""
+        return StepFunctions(
+            self.strategy, self.module, self.optimizer.keras, self.objective, self._seed_states
+        )
 
     # -- model and optimizer -------------------------------------------------------------
 
@@ -114,9 +131,7 @@ class TensorFlowBackend(GroupMixin, Backend):
         )
         self.objective.check(self.module)
         self._seed_states = seed_states(self.module)
-        self._functions = StepFunctions(
-            self.strategy, self.module, self.optimizer.keras, self.objective, self._seed_states
-        )
+        self._functions = self.make_functions()
         # Checking a loss inside the call waits for a GPU; between two calls the loop checks it where it must.
         waits = self.world.device != "cpu" and self._step_options.loss_stops
         self._takes_whole_steps = self._functions.alone and not waits
@@ -128,8 +143,10 @@ class TensorFlowBackend(GroupMixin, Backend):
         """Variables belong to the strategy they were made under: those of another are made again."""
         self._given_model, self._given_optimizer = task.model, task.optimizer
         self._original = None
-        if is_foreign(task.model):
+        if is_foreign(task.model, self.strategy):
             self._original, optimizer = task.model, task.optimizer
+            with task.model.distribute_strategy.scope():
+                build_model(task.model, self.config.seed, "fp32", lambda: first_batch(task.train_data))
             self._given_model = PackedModel.of(task.model)
             if isinstance(optimizer, RateHolder):
                 optimizer = optimizer.keras

@@ -35,6 +35,7 @@ def register_backends() -> list[BackendSpec]:
                 checkpoint=True,
             ),
             num_replicas=num_replicas,
+            over_collectives="distributed_backends.tensorflow.array_backend:ArrayBackend",
             objects="distributed_backends.tensorflow.framework:TensorFlowObjects",
             transports=("gRPC", "nccl"),
         )

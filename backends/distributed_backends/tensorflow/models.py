@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
+from distributed_backends.tensorflow.strategy import strategies_of_factories
 from distributed_backends.tensorflow.values import as_array, to_array, tupled
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -39,7 +40,8 @@ def build_model(model: Any, seed: int, precision: str, batch: Callable[[], Any])
         packed = model if isinstance(model, PackedModel) else None
         model = unpack(model)
         if not isinstance(model, keras.Model) and callable(model):
-            model = model()
+            with strategies_of_factories(tf.distribute.get_strategy()):
+                model = model()
             refuse_foreign(model, "model", "tensorflow")
         if not isinstance(model, keras.Model):
             raise UserError(
@@ -55,11 +57,14 @@ def build_model(model: Any, seed: int, precision: str, batch: Callable[[], Any])
     return model
 
 
-def is_foreign(model: Any) -> bool:
-    """Whether a Keras model was built under a strategy of the user's own."""
-    if not isinstance(model, keras.Model) or not is_built(model):
+def is_foreign(model: Any, strategy: Any) -> bool:
+    """Return whether a Keras model was made under a strategy of the user's own, and not under `strategy`."""
+    if not isinstance(model, keras.Model):
         return False
-    return any(
+    own = getattr(model, "_distribute_strategy", None)
+    if own is not None and own is not strategy:
+        return True
+    return is_built(model) and any(
         hasattr(v.value, "_distribute_strategy") and hasattr(v.value, "values") for v in model.variables
     )
 

@@ -124,11 +124,11 @@ class StepFunctions:
 
     def update(self) -> None:
         """Move the weights by what `finish` left."""
-        self._compiled("update")()
+        self._compiled("apply")()
 
     def forget(self) -> None:
         """Drop the results of `finish`: the step is skipped."""
-        self._compiled("forget")()
+        self._compiled("clear")()
 
     def evaluate(self, batch: Any, numbers: Any) -> dict[str, tuple[Any, Any]]:
         """``{name: (sum, count)}`` of this rank."""
@@ -207,13 +207,13 @@ class StepFunctions:
         return found
 
     def _compiled(self, name: str, *options: Any) -> Callable[..., Any]:
+        """The method ``_name`` on every replica; called with arguments, `options` and the weights in use."""
         used = tuple(sorted(self._used))
         key = (name, options, used)
         if key not in self._steps:
 
             def call(*args: Any) -> Any:
-                replica = {"finish": self._finish, "update": self._apply, "forget": self._clear}[name]
-                results = self.strategy.run(replica, args=(*args, *options, used))
+                results = self.strategy.run(getattr(self, f"_{name}"), args=(*args, *options, used))
                 return None if results is None else self._first(results)
 
             self._steps[key] = Compiled(call)
@@ -244,7 +244,12 @@ class StepFunctions:
             state.assign(tf.cast(tf.stack([first % 2**32, tf.zeros_like(first)]), state.dtype))
 
     def _finish(self, scale: Any, max_norm: Any, clip: bool, apply: bool, used: tuple[int, ...]) -> Any:
-        sums, count = self._reduced(used)
+        return self._finish_with(*self._reduced(used), scale, max_norm, clip, apply, used)
+
+    def _finish_with(
+        self, sums: list[Any], count: Any, scale: Any, max_norm: Any, clip: bool, apply: bool, used: Any
+    ) -> Any:
+        """`_finish` with the summed gradients of the weights in use, and the summed count."""
         factor = tf.where(count > 0, 1.0 / (tf.maximum(count, 1e-300) * scale), tf.zeros_like(count))
         norm = _norm(sums) * factor
         if clip:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -53,6 +54,46 @@ def make_strategy(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]
     return strategy
 
 
+def default_strategy(plan: RunPlan, world: World) -> Any:
+    """The strategy of a rank with a single device, whose values other ranks get from elsewhere.
+
+    Raises:
+        UserError: TensorFlow has already started with the devices of other ranks.
+    """
+    if not _started():
+        _limit_threads()
+        _show(plan, world)
+    elif plan.device != "cpu" and len(tf.config.get_visible_devices("GPU")) > 1:
+        raise UserError(
+            "TensorFlow was started in this process with the GPUs of other ranks",
+            field="model, train_loader",
+            remedy="Give functions that build the model and the tf.data dataset, or arrays, and call"
+            " nothing of TensorFlow before fit; or start the script plainly, once, with num_gpus, and fit"
+            " starts the ranks",
+        )
+    return tf.distribute.get_strategy()
+
+
+@contextmanager
+def strategies_of_factories(strategy: Any) -> Iterator[None]:
+    """Within the block, each mirrored strategy that a function of the user makes is `strategy`.
+
+    A model cannot be built in the scope of another strategy, and TensorFlow ends the process (SIGSEGV) where
+    a MirroredStrategy is made beside one of several workers.
+    """
+    kinds = [tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy]
+    before = [kind.__init__ for kind in kinds]
+    for kind in kinds:
+        kind.__new__ = lambda *args, **options: strategy
+        kind.__init__ = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        for kind, init in zip(kinds, before, strict=True):
+            del kind.__new__
+            kind.__init__ = init
+
+
 def _too_late(error: Exception) -> UserError:
     return UserError(
         f"TensorFlow was started in this process before the other ranks were configured ({error})",
@@ -82,6 +123,16 @@ def _choose_device(plan: RunPlan, world: World) -> None:
         tf.config.set_visible_devices([], "GPU")
 
 
+def _show(plan: RunPlan, world: World) -> None:
+    """Let TensorFlow see this rank's GPU alone, or none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    here: list[Any] = []
+    if plan.device != "cpu":
+        # A launcher may show every rank one device of its own, which is then number 0.
+        here = [gpus[0 if len(gpus) == 1 else world.local_rank]]
+    tf.config.set_visible_devices(here, "GPU")
+
+
 def _mirrored(plan: RunPlan, world: World) -> Any:
     number = world.num_replicas
     if plan.device == "cpu":
@@ -96,12 +147,7 @@ def _mirrored(plan: RunPlan, world: World) -> Any:
 
 
 def _multi_worker(plan: RunPlan, world: World, gather: Callable[[Any], list[Any]]) -> Any:
-    gpus = tf.config.list_physical_devices("GPU")
-    here: list[Any] = []
-    if plan.device != "cpu":
-        # A launcher may show every rank one device of its own, which is then number 0.
-        here = [gpus[0 if len(gpus) == 1 else world.local_rank]]
-    tf.config.set_visible_devices(here, "GPU")
+    _show(plan, world)
     meeting = plan.joined.master_addr if plan.joined is not None else os.environ["MASTER_ADDR"]
     host = "127.0.0.1" if world.num_nodes == 1 else address_among(meeting)
     holder = _hold_port()

@@ -16,8 +16,8 @@ __all__ = ["TESTED", "backends", "import_name", "kernels_name", "packages", "plu
 
 DISTRIBUTION = "distributed-trainer"
 
-# The releases our tests ran against: the lines of constraints.txt about what a user chooses.
-# A test holds the two equal.
+# The newest releases that the tests ran with: the lines of constraints.txt about what a user chooses; a test
+# compares the two. The oldest are the lower bounds in pyproject.toml, which the metadata has.
 TESTED = {
     "cloudpickle": "3.1.2",
     "deepspeed": "0.19.8",
@@ -47,23 +47,20 @@ def python() -> Iterator[Finding]:
 
 
 def packages(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Installed packages against our lowest and our tested releases.
+    """Installed packages against the oldest and the newest releases that the tests ran with.
 
     Args:
         installed: name to version, instead of what is installed here.
     """
     found = installed_versions(TESTED) if installed is None else installed
-    lowest, needed = _lowest_releases()
-    for name, tested in TESTED.items():
-        version, floor = found.get(name), lowest.get(name.lower(), "0")
-        remedy = f"pip install '{name}=={tested}'"
+    oldest, needed = _oldest_releases()
+    for name, newest in TESTED.items():
+        version, remedy = found.get(name), f"pip install '{name}=={newest}'"
         if version is None:
             if name.lower() in needed:
                 yield Finding(name, "error", "not installed, and nothing works without it", remedy)
-        elif _release(version) < _release(floor):
-            yield Finding(name, "error", f"{version} is older than {floor}", remedy)
-        elif _release(version)[:2] != _release(tested)[:2]:
-            yield Finding(name, "warn", f"{version}; tested with {tested}", f"If it gives trouble: {remedy}")
+        elif outside := _untested(version, oldest.get(name.lower()), newest):
+            yield Finding(name, "warn", f"{version} is {outside}", f"If it gives trouble: {remedy}")
         else:
             yield Finding(name, "ok", version)
 
@@ -131,8 +128,19 @@ def _home() -> Path:
     return Path(spec.origin).parent.parent if spec and spec.origin else Path()
 
 
-def _lowest_releases() -> tuple[dict[str, str], set[str]]:
-    """Lowest release by lower-case name, and the names that are needed without any extra."""
+def _untested(version: str, oldest: str | None, newest: str) -> str:
+    """Return how `version` differs from the tested releases, empty if it is one. Patch releases of the
+    newest count as tested, and without a lower bound the newest is the oldest, too."""
+    oldest = oldest or ".".join(newest.split(".")[:2])
+    if _release(version) < _release(oldest):
+        return f"older than the oldest version that the tests ran with ({oldest})"
+    if _release(version)[:2] > _release(newest)[:2]:
+        return f"newer than the newest version that the tests ran with ({newest})"
+    return ""
+
+
+def _oldest_releases() -> tuple[dict[str, str], set[str]]:
+    """Lower bound by lower-case name, and the names that are needed without any extra."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed

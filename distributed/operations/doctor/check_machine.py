@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from distributed.registry.catalog import missing_modules
 DEFAULT_PORT = 29500
 PROBE_SECONDS = 60
 _GIB = 2**30
+_MAPPED_LOOPBACK = "::ffff:127.0.0.1"
 
 
 def devices() -> Iterator[Finding]:
@@ -67,6 +70,35 @@ def rendezvous() -> Iterator[Finding]:
     if missing_modules(["torch"]):
         return
     yield _report("rendezvous", _probe("rendezvous"), "a TCPStore on loopback answers")
+
+
+def _look_up_loopback() -> None:
+    """As torch does whenever a client of a store connects: an IPv4 address in the form of an IPv6 one."""
+    with suppress(OSError):
+        socket.getnameinfo((_MAPPED_LOOPBACK, DEFAULT_PORT), socket.NI_NUMERICSERV)
+
+
+def name_server(look_up: Callable[[], None] = _look_up_loopback, patience: float = 2.0) -> Iterator[Finding]:
+    """The name of the loopback address is found, or found to be missing, without delay.
+
+    Args:
+        look_up: looks it up.
+        patience: seconds after which the answer is late.
+    """
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(patience)
+    if thread.is_alive():
+        yield Finding(
+            "name server",
+            "warn",
+            f"no answer within {patience:g} s; every process that joins a run waits for it, because torch"
+            " looks up the name of each address",
+            f"Check the servers in /etc/resolv.conf, or add '{_MAPPED_LOOPBACK} ip4-loopback' to /etc/hosts,"
+            " and such a line for the address of node 0",
+        )
+    else:
+        yield Finding("name server", "ok", "a look-up of the loopback address ends at once")
 
 
 def shared_memory(folder: str = "/dev/shm", wanted: int = _GIB) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ __all__ = ["MeasurePeak", "can_measure", "count_mappings", "live_bytes", "max_by
 THRESHOLD = 16384
 """Bytes from which an allocation is a mapping of its own."""
 _PROBED = 64 << 20
-"""Bytes that glibc maps whatever its threshold, which is at most half as large. None of them is written."""
+"""Bytes whose allocation shows in the counters of glibc. None of them is written."""
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _M_MMAP_MAX = -4
 _counting = False
@@ -61,18 +61,28 @@ def _libc() -> Any:
 
 
 def can_measure() -> bool:
-    """Whether the C library of this process is a glibc that counts mappings, also of what is allocated: an
-    allocator that was loaded before it, such as jemalloc, leaves its counters at zero."""
+    """Whether the C library of this process is a glibc that counts what is allocated: an allocator that was
+    loaded before it, such as jemalloc, leaves its counters at zero.
+
+    In this process glibc may take the block from its heap, where an earlier run left enough free.
+    """
     try:
         max_bytes()  # another allocator may have replaced the function
-        before = live_bytes()
+        before = _allocated_bytes()
         block = _allocate(_PROBED)
     except (AttributeError, OSError, TypeError):
         return False
     try:
-        return bool(block) and live_bytes() >= before + _PROBED
+        # Half of it: other threads may free memory meanwhile.
+        return bool(block) and _allocated_bytes() >= before + _PROBED // 2
     finally:
         _libc().free(block)
+
+
+def _allocated_bytes() -> int:
+    """Bytes that are allocated, in the heap or as mappings."""
+    counted = _libc().mallinfo2()
+    return int(counted.uordblks + counted.hblkhd)
 
 
 def _allocate(nbytes: int) -> ctypes.c_void_p:
@@ -129,8 +139,10 @@ class MeasurePeak(Callback):
 
     What is live at the end of the run beside its known tensors (the model, the optimizer's state, the
     buckets of DDP, what a codec keeps) is the process's own: objects of Python, and buffers that libraries
-    keep from the first step on. It is taken off the peak. Parameters that are mapped from a file are no
-    allocation, at the peak or at the end; they are in what is written, because they are known.
+    keep from the first step on. It is taken off the peak. How large these buffers are depends on the
+    processor, so that they do not count either where the peak is compared with that before the first step.
+    Parameters that are mapped from a file are no allocation, at the peak or at the end; they are in what is
+    written, because they are known.
 
     Attributes:
         is_counted: whether `count_mappings` had been called in the process that trained; nothing is written
@@ -151,19 +163,16 @@ class MeasurePeak(Callback):
     def on_run_start(self, context: Context) -> None:
         _settle_collectives()
         self.before, self.is_counted = max_bytes(), _counting
+        self.own = live_bytes() - _known(context)
 
     def on_run_end(self, context: Context, status: str) -> None:
         peak, end = max_bytes(), live_bytes()
         if not self.is_counted:
             return
-        if peak <= self.before:
+        known = _known(context)
+        kept_by_libraries = max(0, end - known - self.own)
+        if peak - kept_by_libraries <= self.before:
             return  # more was live before the first step than in training, and hides its peak
-        states = context.optimizer.state  # its keys are copies of shards under ZeRO
-        kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        kept.extend(states)
-        known = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
-        known += sum(map(mapped, _buckets(context)))
-        known += tensor_bytes([*_received(context), *_zero3_buffers(context), *_unsent(context)])
         (self.folder / f"rank-{context.world.rank}").write_text(str(peak - end + known), encoding="utf-8")
 
 
@@ -207,6 +216,16 @@ def _gloo_threads() -> list[Path]:
 def _is_running(task: Path) -> bool:
     """Whether a thread does something else than to wait for work."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0] != "S"
+
+
+def _known(context: Context) -> int:
+    """Bytes of the mappings of the tensors that the run keeps between steps."""
+    states = context.optimizer.state  # its keys are copies of shards under ZeRO
+    kept = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept.extend(states)
+    found = tensor_bytes([*context.model.parameters(), *context.model.buffers(), *kept])
+    found += sum(map(mapped, _buckets(context)))
+    return found + tensor_bytes([*_received(context), *_zero3_buffers(context), *_unsent(context)])
 
 
 def _received(context: Context) -> list[torch.Tensor]:

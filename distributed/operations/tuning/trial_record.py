@@ -191,6 +191,14 @@ def _nothing(trials: list[Trial], metric: str | None) -> Exception:
     names = sorted(
         {name for t in trials for r in t.reports for name, v in r.items() if is_number(v)} - {"fit"}
     )
+    if not names and any(t.status == "finished" for t in trials):
+        return UserError(
+            "train_fn returned no number, and no trial reported one",
+            field="metric",
+            got=metric,
+            allowed="a number in what it returns, such as {'val_loss': 0.1}",
+            remedy="Return one. A list in search_space is a single value: {'choice': [...]} draws from it",
+        )
     if not names:
         return UserError(
             "no trial reported a metric before the search ended", field="time_limit", remedy="Raise it"

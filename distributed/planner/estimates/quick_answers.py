@@ -19,6 +19,7 @@ from distributed.registry.catalog import get_catalog
 __all__ = [
     "choose_parallelism_strategy",
     "estimate_memory",
+    "predict_memory",
     "predict_scaling_efficiency",
     "scaling_efficiency",
 ]
@@ -37,8 +38,32 @@ _STRATEGIES = (
 )
 
 
-def estimate_memory(params_b: float, precision: str = "bf16") -> float:
-    """Gigabytes (1e9 bytes) that training takes on one device with AdamW.
+def estimate_memory(
+    params_b: float | None = None, precision: str = "bf16", *, num_parameters: int | None = None
+) -> float:
+    """Rule of thumb for the gigabytes (1e9 bytes) of training on one device with AdamW.
+
+    With N parameters and p bytes of a value (2 in bf16 and fp16, 4 in fp32), it is
+    ``N * (p + p + 8 + 2 * p)``: weights, gradients, both moments in float32, and activations as two values a
+    parameter. A run here keeps weights and gradients in float32 in any precision: `predict_memory`.
+
+    Args:
+        params_b: number of parameters, in billions below 100,000.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+        num_parameters: number of parameters, of any size, in place of `params_b`.
+
+    Raises:
+        UserError: a value is not positive, both or neither of the numbers is given, or the precision is
+            unknown.
+    """
+    size = _item_size(precision)
+    return _count("params_b", params_b, num_parameters) * (4 * size + 8) / 1e9
+
+
+def predict_memory(
+    params_b: float | None = None, precision: str = "bf16", *, num_parameters: int | None = None
+) -> float:
+    """Gigabytes (1e9 bytes) that training takes here on one device with AdamW.
 
     Weights, gradients, both moments and the temporary memory of an update on a GPU are float32, which makes
     20 bytes a parameter. To it come the workspaces of matrix products, 67 MB; of this, a fifth that the
@@ -46,12 +71,20 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
     those of one sample of 2048 tokens in a transformer of common proportions.
 
     Args:
-        params_b: number of parameters, in billions below 100,000.
-        precision: ``bf16``, ``fp16`` or ``fp32``.
+        params_b, precision, num_parameters: as for `estimate_memory`.
 
     Raises:
-        UserError: a value is not positive, or the precision is unknown.
+        UserError: as `estimate_memory`.
     """
+    _item_size(precision)
+    numbers = model_numbers(parameters=_count("params_b", params_b, num_parameters))
+    return (
+        rank_memory(numbers, Split(ParallelDims(), "serial", precision=precision), load_profile("H100")).total
+        / 1e9
+    )
+
+
+def _item_size(precision: str) -> int:
     if precision not in ITEM_SIZES:
         raise UserError(
             "unknown precision",
@@ -60,9 +93,24 @@ def estimate_memory(params_b: float, precision: str = "bf16") -> float:
             allowed=", ".join(ITEM_SIZES),
             remedy="Choose one of these",
         )
-    _check_above_zero("params_b", params_b)
-    split = Split(ParallelDims(), "serial", precision=precision)
-    return rank_memory(model_numbers(parameters=_in_units(params_b)), split, load_profile("H100")).total / 1e9
+    return ITEM_SIZES[precision]
+
+
+def _count(name: str, size: float | None, num_parameters: float | None) -> float:
+    """Number of parameters, of which the caller gives one of two forms."""
+    if (size is None) == (num_parameters is None):
+        raise UserError(
+            "it is given twice" if size is not None else "it is missing",
+            field=f"{name}, num_parameters",
+            got=f"{size} and {num_parameters}" if size is not None else None,
+            remedy=f"Give {name}, in billions below 100,000, or num_parameters, which is taken as it is",
+        )
+    if size is not None:
+        _check_above_zero(name, size)
+        return _in_units(size)
+    assert num_parameters is not None
+    _check_whole("num_parameters", num_parameters, "the number of parameters")
+    return num_parameters
 
 
 def _check_above_zero(name: str, value: float) -> None:
@@ -77,7 +125,7 @@ def _check_above_zero(name: str, value: float) -> None:
         )
 
 
-def _check_whole(name: str, value: float) -> None:
+def _check_whole(name: str, value: float, meaning: str = "the number of devices") -> None:
     _check_above_zero(name, value)
     if value != int(value):
         raise UserError(
@@ -85,7 +133,7 @@ def _check_whole(name: str, value: float) -> None:
             field=name,
             got=value,
             allowed="1, 2, 3 and so on",
-            remedy="Give the number of devices",
+            remedy=f"Give {meaning}",
         )
 
 
@@ -104,7 +152,12 @@ def _strategy(dims: ParallelDims, zero_stage: int) -> str:
 
 
 def choose_parallelism_strategy(
-    model_size: float, num_gpus: int, memory_per_gpu: float, hardware: str = "H100"
+    model_size: float | None = None,
+    num_gpus: int = 1,
+    memory_per_gpu: float | None = None,
+    hardware: str = "H100",
+    *,
+    num_parameters: int | None = None,
 ) -> list[str]:
     """Strategies with which the model fits, the fastest first.
 
@@ -115,18 +168,20 @@ def choose_parallelism_strategy(
     Args:
         model_size: number of parameters, in billions below 100,000.
         num_gpus: number of devices.
-        memory_per_gpu: bytes of a device, in gigabytes below 100,000.
+        memory_per_gpu: bytes of a device, in gigabytes below 100,000; None takes that of `hardware`.
         hardware: profile with the rates of the device.
+        num_parameters: number of parameters, of any size, in place of `model_size`.
 
     Raises:
         UserError: a value is not positive, or nothing fits, with the smallest cluster that does.
     """
-    _check_above_zero("model_size", model_size)
+    parameters = _count("model_size", model_size, num_parameters)
     _check_whole("num_gpus", num_gpus)
-    _check_above_zero("memory_per_gpu", memory_per_gpu)
-    num_gpus = int(num_gpus)
-    profile = load_profile(hardware).model_copy(update={"memory": _in_units(memory_per_gpu)})
-    numbers = model_numbers(parameters=_in_units(model_size), global_batch=_SAMPLES_PER_RANK * num_gpus)
+    num_gpus, profile = int(num_gpus), load_profile(hardware)
+    if memory_per_gpu is not None:
+        _check_above_zero("memory_per_gpu", memory_per_gpu)
+        profile = profile.model_copy(update={"memory": _in_units(memory_per_gpu)})
+    numbers = model_numbers(parameters=parameters, global_batch=_SAMPLES_PER_RANK * num_gpus)
     space = SearchSpace(numbers, num_gpus, distinct_backends(get_catalog().backends.values()))
     fastest: dict[str, float] = {}
     for strategy in _STRATEGIES:

@@ -17,8 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distributed_kernels.attention import block_kernels_cpu, block_kernels_cuda, block_kernels_reference
+from distributed_kernels.attention import (
+    block_kernels_cpu,
+    block_kernels_cuda,
+    block_kernels_flex,
+    block_kernels_reference,
+)
 from distributed_kernels.attention.block_kernels_reference import Block, Grads
+from distributed_kernels.attention.patterns import KeptBlocks
 from distributed_kernels.errors import KernelError
 
 _VARIABLE = "DISTRIBUTED_KERNELS"
@@ -59,6 +65,8 @@ _IMPLEMENTATIONS = {
         False,
     ),
 }
+_KEPT = _Blocks(block_kernels_flex.forward, block_kernels_flex.backward, "cuda", None, False)
+"""For pieces that keep some of their blocks."""
 _NAMES = ("auto", *_IMPLEMENTATIONS)
 _override: ContextVar[str | None] = ContextVar("blocks", default=None)
 
@@ -101,6 +109,15 @@ def chosen_blocks(q: Tensor) -> str:
     return name
 
 
+def fuses_kept_blocks(q: Tensor) -> bool:
+    """Return True where one kernel computes all kept blocks of attention on tensors like `q`.
+
+    Elsewhere, and where an implementation of dense blocks is named, blocks are computed one after another.
+    """
+    named = _override.get() or _known(os.environ.get(_VARIABLE, "auto"), _VARIABLE)
+    return named == "auto" and block_kernels_flex.takes(q)
+
+
 def _known(name: str, where: str) -> str:
     if name not in _NAMES:
         raise KernelError(f"{where}: unknown implementation", got=name, allowed=", ".join(_NAMES))
@@ -118,7 +135,10 @@ def _auto_takes(name: str, q: Tensor) -> bool:
     return _takes(name, q) and not (name == "cuda-efficient" and _takes("cuda-flash", q))
 
 
-def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None, factors: Tensor | None) -> _Blocks:
+def _implementation(name: str, block: Block) -> _Blocks:
+    q, k, _, _, _, mask, factors, kept = block
+    if kept is not None:
+        return _KEPT if block_kernels_flex.takes(q) else _PLAIN
     kind = _IMPLEMENTATIONS[name]
     # The native kernels divide by the number of keys or rows; an empty block is not performance-critical.
     # They draw dropout themselves, in a way that cannot be repeated for a block of a larger softmax.
@@ -135,6 +155,7 @@ def block_forward(
     *,
     mask: Tensor | None = None,
     factors: Tensor | None = None,
+    kept: KeptBlocks | None = None,
     blocks: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row of `q` over the rows of `k`.
@@ -147,14 +168,15 @@ def block_forward(
         scale: factor on the scores.
         mask: bool, broadcastable to (b, h, m, n), True where a key may be seen.
         factors: (b, h, m, n), of the weights after the softmax: 0 for a dropped one, 1 / (1 - p) for others.
+        kept: the blocks of (m, n) that are seen, without `mask`, `factors` or `causal`; all when None.
         blocks: implementation; chosen by `chosen_blocks` when None.
 
     Returns:
         out (b, h, m, D), in q's dtype or wider, and lse (b, h, m), the logarithm of the softmax's
         denominator in float32 (float64 for float64). A row with no key: out 0, lse -inf.
     """
-    kind = _implementation(blocks or chosen_blocks(q), q, k, mask, factors)
-    return kind.forward(Block(q, k, v, causal, scale, mask, factors))
+    block = Block(q, k, v, causal, scale, mask, factors, kept)
+    return _implementation(blocks or chosen_blocks(q), block).forward(block)
 
 
 def block_backward(
@@ -169,18 +191,19 @@ def block_backward(
     *,
     mask: Tensor | None = None,
     factors: Tensor | None = None,
+    kept: KeptBlocks | None = None,
     blocks: str | None = None,
 ) -> Grads:
     """Gradients of this block, as a part of a softmax over it and possibly other blocks.
 
     Args:
         dout: (b, h, m, D), gradient of the whole output.
-        q, k, v, causal, scale, mask, factors, blocks: as for `block_forward`.
+        q, k, v, causal, scale, mask, factors, kept, blocks: as for `block_forward`.
         out: (b, h, m, D), output of the whole softmax.
         lse: (b, h, m), of the whole softmax, +inf (not -inf) for rows with no key.
 
     Returns:
         (dq, dk, dv), in q's dtype or wider.
     """
-    kind = _implementation(blocks or chosen_blocks(q), q, k, mask, factors)
-    return kind.backward(Block(q, k, v, causal, scale, mask, factors), dout, out, lse)
+    block = Block(q, k, v, causal, scale, mask, factors, kept)
+    return _implementation(blocks or chosen_blocks(q), block).backward(block, dout, out, lse)

@@ -1,7 +1,8 @@
 """A dense block by torch's CUDA kernels: flash attention for half precision, memory-efficient for float32.
 
-Untested on a GPU at this commit: the operators' signatures were read from torch 2.13, and how their
-inputs must be padded from `F.scaled_dot_product_attention`, which calls the same operators.
+The operators' signatures were read from torch 2.13, and how their inputs must be padded from
+`F.scaled_dot_product_attention`, which calls the same operators. Run under torch 2.11 on an H200: rows
+``kernel`` of docs/benchmarks-gpu.md.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ def _cropped(width: int, *tensors: Tensor) -> list[Tensor]:
 
 def _philox(q: Tensor) -> tuple[Tensor, Tensor]:
     """The dropout state that the backward operators ask for; without dropout it is not read."""
-    return torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(
-        (), dtype=torch.uint64, device=q.device
-    )
+    nothing = torch.empty(2, dtype=torch.uint64, device=q.device)
+    return nothing, nothing
 
 
 def flash_forward(block: Block) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distributed_kernels.attention.patterns import KeptBlocks
+
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -23,6 +25,7 @@ class Block(NamedTuple):
     scale: float
     mask: Tensor | None = None
     factors: Tensor | None = None
+    kept: KeptBlocks | None = None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +40,8 @@ def _scores(block: Block) -> Tensor:
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
+    if block.kept is not None:
+        scores = scores.masked_fill(~block.kept.pairs(*scores.shape[-2:]), -torch.inf)
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distributed_kernels.attention.block_kernels import fuses_kept_blocks
+from distributed_kernels.attention.block_kernels_flex import attend
 from distributed_kernels.attention.engine import (
     Piece,
     RingPart,
@@ -18,12 +20,15 @@ from distributed_kernels.attention.engine import (
     with_every_head,
 )
 from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
-from distributed_kernels.attention.patterns import block_pattern
+from distributed_kernels.attention.patterns import KeptBlocks, block_pattern
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowView
+from distributed_kernels.attention.tile_masks import mask_tiles, pattern_tiles
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 
+@answers_foreign_names
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -67,11 +72,20 @@ def block_sparse_attention(
     check_dropout(dropout_p)
     heads, length = q.shape[1:3]
     ranks = 1 if group is None else group.size()
+    if mask is not None:
+        _check_mask(mask, heads, length * ranks, block_size)
+    fused = not dropout_p and fuses_kept_blocks(q)
+    if fused and ranks == 1:
+        tiles = (
+            pattern_tiles(pattern, length, block_size, sparsity_ratio, causal, q.device)
+            if mask is None
+            else mask_tiles(mask, length, block_size, causal, q.device)
+        )
+        return attend(q, k, v, tiles, scale_of(q, scale))[0]
     if mask is None:
         mask = block_pattern(
             pattern, length * ranks, block_size=block_size, sparsity_ratio=sparsity_ratio, causal=causal
         )
-    _check_mask(mask, heads, length * ranks, block_size)
     if mask.dim() == 3:
         k, v = with_every_head(q, k, v)
     if group is None or ranks == 1:
@@ -79,11 +93,26 @@ def block_sparse_attention(
         branch = local(list(masked_pieces(row_view, row_view, mask, block_size, causal)))
     else:
         check_equal_slices(q, group)
-        branch = _ring_branch(length, mask, block_size, causal, group)
+        # Dense pieces are cut by the host, which reads the mask; the kernel reads it on the device.
+        cut, place = (_kept_pieces, q.device) if fused else (_dense_pieces, torch.device("cpu"))
+        branch = _ring_branch(length, KeptBlocks(mask.to(place), block_size, causal), group, cut)
     return piecewise_attention(q, k, v, [branch], scale_of(q, scale), draw_dropout(dropout_p, group))[0]
 
 
-def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group: ProcessGroup) -> RingPart:
+def _dense_pieces(row_view: RowView, kept: KeptBlocks) -> list[Piece]:
+    """One piece for each dense block of the slice."""
+    return list(masked_pieces(row_view, row_view, *kept))
+
+
+def _kept_pieces(row_view: RowView, kept: KeptBlocks) -> list[Piece]:
+    """The whole slice for a kernel that skips the blocks that are not kept."""
+    return [Piece(row_view, row_view, kept=kept)]
+
+
+def _ring_branch(
+    length: int, kept: KeptBlocks, group: ProcessGroup, cut: Callable[[RowView, KeptBlocks], list[Piece]]
+) -> RingPart:
+    mask, block_size, causal = kept
     if length % block_size:
         raise KernelError(
             f"block_size: {block_size} does not divide a rank's slice of {length}",
@@ -99,7 +128,7 @@ def _ring_branch(length: int, mask: Tensor, block_size: int, causal: bool, group
         if causal and source > rank:
             return []
         part = rows[..., source * blocks : (source + 1) * blocks]
-        return list(masked_pieces(row_view, row_view, part, block_size, causal and source == rank))
+        return cut(row_view, KeptBlocks(part, block_size, causal and source == rank))
 
     return RingPart([pieces(source) for source in range(ring.size)], ring)
 

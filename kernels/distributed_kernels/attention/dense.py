@@ -12,8 +12,10 @@ from distributed_kernels.attention.engine import Piece, draw_dropout, local, pie
 from distributed_kernels.attention.input_checks import check_attention, check_dropout, scale_of
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 
+@answers_foreign_names
 def attention_with_lse(
     q: Tensor,
     k: Tensor,

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distributed_kernels.attention.dilated_fused import fused_dilated_attention
+from distributed_kernels.attention.dilated_tiles import HeadOffsets, check_head_offsets, dilated_plan
 from distributed_kernels.attention.engine import (
     Piece,
     RingPart,
@@ -32,6 +34,7 @@ from distributed_kernels.attention.input_checks import (
 from distributed_kernels.attention.ring_exchange import Ring, check_equal_slices
 from distributed_kernels.attention.row_views import EVERY_HEAD, RowRange, RowView
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ Cut = Callable[[RowView, RowView, SlicePair], Sequence[Piece]]
 """Function of kept queries, kept keys and their slice pair that returns pieces."""
 
 
+@answers_foreign_names
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -60,6 +64,8 @@ def dilated_attention(
     group: ProcessGroup | None = None,
     first_head: int = 0,
     dropout_p: float = 0.0,
+    head_offsets: str = "interleaved",
+    total_heads: int = 0,
 ) -> Tensor:
     """softmax(q k^T scale + log C) v, C_ij the number of branches that keep both i and j in one segment.
 
@@ -82,6 +88,10 @@ def dilated_attention(
         first_head: number of the first of these heads where they are a part of more (`ulysses_attention`).
         dropout_p: probability with which a weight of a branch is dropped after the softmax; others are
             divided by 1 - p. Masks are drawn from torch's global generator. 0.0 in evaluation.
+        head_offsets: first position that head j keeps of a segment: ``interleaved``, j mod r, as in LongNet's
+            paper; or ``grouped``, j // (heads / r) rounded up, as in torchscale.
+        total_heads: number of all heads where these are a part of more; ``grouped`` depends on it. 0 when
+            these are all.
 
     Returns:
         out, shaped and typed as q.
@@ -93,16 +103,31 @@ def dilated_attention(
     check_attention(q, k, v)
     check_dropout(dropout_p)
     check_segments(segment_lengths, dilation_rates)
+    check_head_offsets(head_offsets)
     k, v = with_every_head(q, k, v)
+    pairs = tuple(zip(segment_lengths, dilation_rates, strict=True))
+    heads = (first_head, head_offsets, total_heads)
+    if not dropout_p and q.numel() and _stays(q, pairs, group):
+        plan = dilated_plan(pairs, q.shape[2], q.shape[1], HeadOffsets(head_offsets, first_head, total_heads))
+        return fused_dilated_attention(q, k, v, plan, causal, scale_of(q, scale))
 
     def whole(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
         if causal and slice_pair.source > slice_pair.position:
             return []
         return [Piece(queries, keys, causal and slice_pair.source == slice_pair.position, slice_pair.block)]
 
-    pairs = list(zip(segment_lengths, dilation_rates, strict=True))
-    branches = dilated_branches(q, pairs, whole, group, first_head)
+    branches = dilated_branches(q, pairs, whole, group, *heads)
     return piecewise_attention(q, k, v, branches, scale_of(q, scale), draw_dropout(dropout_p, group))[0]
+
+
+def _stays(q: Tensor, pairs: Sequence[tuple[int, int]], group: ProcessGroup | None) -> bool:
+    """Whether every segment lies on this rank, which is the same on all ranks of `group`."""
+    if group is None or group.size() == 1:
+        return True
+    if any(q.shape[2] % width for width, _ in pairs):
+        return False
+    check_equal_slices(q, group)
+    return True
 
 
 def dilated_branches(
@@ -111,42 +136,46 @@ def dilated_branches(
     cut: Cut,
     group: ProcessGroup | None,
     first_head: int = 0,
+    head_offsets: str = "interleaved",
+    total_heads: int = 0,
 ) -> list[RingPart]:
     """One branch for each (segment length, rate): local, or round the ranks that a segment spans.
 
     Raises:
         KernelError: a segment length that is neither a divisor nor a multiple of the slice.
     """
+    offsets = HeadOffsets(head_offsets, first_head, total_heads)
     if group is None or group.size() == 1:
-        return [_local_part(q, width, rate, cut, first_head) for width, rate in pairs]
+        return [_local_part(q, width, rate, cut, offsets) for width, rate in pairs]
     check_equal_slices(q, group)
-    return [_branch_across(q, width, rate, cut, group, first_head) for width, rate in pairs]
+    return [_branch_across(q, width, rate, cut, group, offsets) for width, rate in pairs]
 
 
-def _local_part(q: Tensor, width: int, rate: int, cut: Cut, first_head: int) -> RingPart:
+def _local_part(q: Tensor, width: int, rate: int, cut: Cut, offsets: HeadOffsets) -> RingPart:
     heads, length = q.shape[1:3]
-    row_views = _segment_views(length, heads, min(width, length), rate, first_head) if length else ()
+    row_views = _segment_views(length, heads, min(width, length), rate, offsets) if length else ()
     return local([piece for row_view in row_views for piece in cut(row_view, row_view, SlicePair())])
 
 
-def _segment_views(length: int, heads: int, width: int, rate: int, first_head: int) -> Iterator[RowView]:
+def _segment_views(length: int, heads: int, width: int, rate: int, offsets: HeadOffsets) -> Iterator[RowView]:
     whole, rest = divmod(length, width)
-    yield from _equal_views(_kept(0, width, whole, heads, rate, first_head))
+    yield from _equal_views(_kept(0, width, whole, heads, rate, offsets))
     if rest:
-        yield from _equal_views(_kept(length - rest, rest, 1, heads, rate, first_head))
+        yield from _equal_views(_kept(length - rest, rest, 1, heads, rate, offsets))
 
 
 def _kept(
-    start: int, width: int, segments: int, heads: int, rate: int, first_head: int
+    start: int, width: int, segments: int, heads: int, rate: int, offsets: HeadOffsets, shift: int = 0
 ) -> list[tuple[slice, tuple[RowRange, ...]]]:
-    """Rows that the heads of each residue keep of the segments from row `start` on; may be empty."""
+    """Rows that heads of equal offsets keep of the segments from row `start` on; may be empty. `shift`: rows
+    by which segments begin before them."""
     groups: list[tuple[slice, tuple[RowRange, ...]]] = []
-    for residue in range(min(rate, heads)):
-        offset = (residue + first_head) % rate
+    for chosen, first in offsets.groups(heads, rate):
+        offset = (first - shift) % rate
         row_range = RowRange(
             start, width, len(range(offset, width, rate)), segments, min(offset, width - 1), rate
         )
-        groups.append((EVERY_HEAD if rate == 1 else slice(residue, None, rate), (row_range,)))
+        groups.append((EVERY_HEAD if rate == 1 else chosen, (row_range,)))
     return groups
 
 
@@ -162,12 +191,12 @@ def _equal_views(groups: list[tuple[slice, tuple[RowRange, ...]]]) -> Iterator[R
 
 
 def _branch_across(
-    q: Tensor, width: int, rate: int, cut: Cut, group: ProcessGroup, first_head: int
+    q: Tensor, width: int, rate: int, cut: Cut, group: ProcessGroup, offsets: HeadOffsets
 ) -> RingPart:
     length, ranks, rank = q.shape[2], group.size(), dist.get_rank(group)
     width = min(width, length * ranks)
     if length % width == 0:
-        return _local_part(q, width, rate, cut, first_head)
+        return _local_part(q, width, rate, cut, offsets)
     if width % length:
         raise KernelError(
             f"segment_lengths: {width} neither divides nor is a multiple of a rank's slice of {length}",
@@ -180,11 +209,13 @@ def _branch_across(
     ring = Ring.of(group, range(first, min(first + span, ranks)))
     if ring.size == 1:
         # What is left of the sequence for the last segment is this one slice.
-        return _local_part(q, length, rate, cut, first_head)
-    return _travelling_part(length, q.shape[1], rate, cut, ring, first_head)
+        return _local_part(q, length, rate, cut, offsets)
+    return _travelling_part(length, q.shape[1], rate, cut, ring, offsets)
 
 
-def _travelling_part(length: int, heads: int, rate: int, cut: Cut, ring: Ring, first_head: int) -> RingPart:
+def _travelling_part(
+    length: int, heads: int, rate: int, cut: Cut, ring: Ring, offsets: HeadOffsets
+) -> RingPart:
     """A branch whose segment spans the ring's slices: the kept rows of each travel.
 
     All heads in one block where the rate divides the slice, so that all keep equally many rows; else the
@@ -193,7 +224,7 @@ def _travelling_part(length: int, heads: int, rate: int, cut: Cut, ring: Ring, f
 
     def row_views(source: int) -> list[RowView]:
         # The segment began `source` slices before this row 0.
-        groups = _kept(0, length, 1, heads, rate, (first_head - source * length) % rate)
+        groups = _kept(0, length, 1, heads, rate, offsets, source * length)
         return [RowView(tuple(groups))] if length % rate == 0 else [RowView((group,)) for group in groups]
 
     def pieces(source: int) -> list[Piece]:

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.block_kernels import block_backward, block_forward, chosen_blocks
 from distributed_kernels.attention.block_kernels_reference import accumulator
+from distributed_kernels.attention.patterns import KeptBlocks
 from distributed_kernels.attention.ring_exchange import Ring
 from distributed_kernels.attention.row_views import RowView
 
@@ -39,6 +40,8 @@ class Piece:
         block: index of the ring part's block with the rows of `keys`.
         mask: bool, broadcastable to (batch, heads, queries, keys), True where a key may be seen; only
             for row views of one segment.
+        kept: blocks of (queries, keys) that are seen, in place of `causal` and `mask`; only for row views of
+            one segment.
     """
 
     queries: RowView
@@ -46,6 +49,7 @@ class Piece:
     causal: bool = False
     block: int = 0
     mask: Tensor | None = None
+    kept: KeptBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,11 @@ def _forward_piece(
     keys, values = (_fold(_shared(piece.keys.gather(x), heads)) for x in (k, v))
     factors = how.factors(queries, keys, place)
     out, lse = block_forward(
-        queries, keys, values, piece.causal, how.scale, mask=piece.mask, factors=factors, blocks=how.blocks
+        *(queries, keys, values, piece.causal, how.scale),
+        mask=piece.mask,
+        factors=factors,
+        kept=piece.kept,
+        blocks=how.blocks,
     )
     softmax.merge(piece.queries, out, lse)
 
@@ -271,6 +279,7 @@ def _backward_piece(
         *(dout, q, keys, values, out, lse, piece.causal, how.scale),
         mask=piece.mask,
         factors=factors,
+        kept=piece.kept,
         blocks=how.blocks,
     )
     whole.dq.add(piece.queries, grads[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import refuse_foreign
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -16,16 +17,27 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IN_CONFIG = {
     "use_deepspeed": "backend: deepspeed",
     "zero_stage": "zero_stage: 1, 2 or 3",
-    "cpu_offload": "zero: {offload_optimizer: cpu}",
+    "cpu_offload": "zero: {offload_optimizer: cpu} under deepspeed, fsdp: {cpu_offload: true} under fsdp,"
+    " optimizer_offload: true under others",
     "model_parallel": "parallel: {tensor: N}",
     "use_model_parallel": "parallel: {tensor: N}",
+    "sequence_parallel": "parallel: {context: N}",
+    "use_sequence_parallel": "parallel: {context: N}",
     "use_gradient_checkpointing": "activation_checkpointing: full",
+    "use_bf16": "mixed_precision: bf16",
+    "use_fp16": "mixed_precision: fp16",
+    "train_batch_size": "global_batch_size: N",
+    "micro_batch_size": "batch_size: N",
+    "gradient_accumulation_steps": "gradient_accumulation_steps: N",
 }
 """What configures a run, not a layer: name -> fields of the run's configuration."""
 
 
 def refuse_options(
-    kind: str, unknown: Mapping[str, object], in_config: Mapping[str, str] = IN_CONFIG
+    kind: str,
+    unknown: Mapping[str, object],
+    in_config: Mapping[str, str] = IN_CONFIG,
+    own: Iterable[str] = (),
 ) -> None:
     """Raise unless `unknown` is empty.
 
@@ -33,21 +45,21 @@ def refuse_options(
         kind: name of the class that got these arguments.
         unknown: arguments that the class does not have.
         in_config: what configures a run: name -> fields of the run's configuration.
+        own: arguments of the class, which other libraries may call differently.
 
     Raises:
-        KernelError: an argument that configures a run; names the field of each.
+        KernelError: an argument that configures a run, or one of another library; names ours.
         TypeError: another one, as for every Python function.
     """
-    for name in unknown:
-        if name not in in_config:
-            raise TypeError(f"{kind}.__init__() got an unexpected keyword argument '{name}'")
+    refuse_foreign(f"{kind}.__init__", {n: v for n, v in unknown.items() if n not in in_config}, own)
     if unknown:
         fields = "; ".join(f"{name} -> {in_config[name]}" for name in unknown)
         raise KernelError(
             f"{', '.join(unknown)}: no argument of {kind}; how a model is trained is set in the run's"
             " configuration",
             got=", ".join(f"{name}={value}" for name, value in unknown.items()),
-            remedy=f"Leave it out, and set in the configuration: {fields}",
+            remedy=f"Leave it out, and set in the configuration: {fields}. split_settings of"
+            " distributed divides a dict of both",
         )
 
 

@@ -49,7 +49,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _STD = 0.02
 _IN_CONFIG = {
     **IN_CONFIG,
-    "use_sequence_parallel": "parallel: {context: N}, or group=... of the model in a loop of your own",
+    **dict.fromkeys(
+        ("sequence_parallel", "use_sequence_parallel"),
+        "parallel: {context: N}, or group=... of the model in a loop of your own",
+    ),
 }
 """What configures a run, not a model: name -> fields of the run's configuration."""
 
@@ -207,7 +210,10 @@ def create_distributed_model(preset: str | None = None, **parameters: Any) -> Di
             "preset: unknown preset",
             got=preset,
             allowed=", ".join(PRESETS),
-            remedy="Choose one of these",
+            remedy="It builds a model of attention. Give TensorFlowDistributedTrainer the function that"
+            " builds the Keras model, with or without the scope of a strategy"
+            if hasattr(preset, "scope")
+            else "Choose one of these",
         )
     chosen = {**(PRESETS[preset] if preset else {}), **parameters}
     needed = set(PRESETS["small"])
@@ -224,7 +230,10 @@ def _check_names(given: set[str], needed: set[str], options: set[str]) -> None:
             "unknown parameter of the model",
             got=", ".join(unknown),
             allowed=", ".join(sorted(needed | options)),
-            remedy=f"Set it in the run's config ({'; '.join(elsewhere)})" if elsewhere else "Leave it out",
+            remedy=f"Set it in the run's config ({'; '.join(elsewhere)}). split_settings of"
+            " distributed divides a dict of both"
+            if elsewhere
+            else "Leave it out",
         )
     missing = sorted(needed - given)
     if missing:

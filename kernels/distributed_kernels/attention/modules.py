@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.dilated import dilated_attention
+from distributed_kernels.attention.dilated_tiles import check_head_offsets
 from distributed_kernels.attention.input_checks import check_segments, refuse_options
 from distributed_kernels.attention.patterns import check_pattern
 from distributed_kernels.attention.sparse_dilated import block_sparse_dilated_attention
 from distributed_kernels.attention.ulysses import ulysses_attention
 from distributed_kernels.errors import KernelError
+
+_HEADS = ("embed_dim", "num_heads")
+_ARGUMENTS = (*_HEADS, "segment_lengths", "dilation_rates", "causal", "group", "sparsity_ratio", "block_size")
+"""Arguments of these classes that other libraries call differently."""
 
 
 class _Shared:
@@ -59,11 +64,12 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         causal: a position sees no later one.
         group: the ranks that hold the sequence in contiguous slices; None for one process.
+        head_offsets: ``interleaved`` or ``grouped``, as for `dilated_attention`.
         device, dtype: device and dtype of the parameters.
 
     Raises:
         KernelError: heads that do not divide the width, lists that do not agree, or an argument that is a
-            field of the run's configuration, such as ``model_parallel``.
+            field of the run's configuration, such as ``model_parallel``, or another library's.
     """
 
     context_methods: ClassVar[tuple[str, ...]] = ("dilated", "ulysses")
@@ -79,15 +85,18 @@ class MultiheadDilatedAttention(nn.Module):
         bias: bool = True,
         causal: bool = False,
         group: ProcessGroup | None = None,
+        head_offsets: str = "interleaved",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        refuse_options(type(self).__name__, unknown)
+        refuse_options(type(self).__name__, unknown, own=_ARGUMENTS)
         _check_heads(embed_dim, num_heads)
         check_segments(segment_lengths, dilation_rates)
+        check_head_offsets(head_offsets)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.head_offsets = head_offsets
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self._shared = _Shared(group)
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
@@ -169,8 +178,16 @@ class MultiheadDilatedAttention(nn.Module):
             group: None for the whole sequence.
             first_head: number of the first of these heads.
         """
-        options: dict[str, Any] = {"causal": self.causal, "group": group, "first_head": first_head}
+        options = {"causal": self.causal, "group": group, **self.part_of_heads(first_head)}
         return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)
+
+    def part_of_heads(self, first_head: int) -> dict[str, Any]:
+        """Arguments of the attention functions that say which positions the heads from `first_head` keep."""
+        return {
+            "first_head": first_head,
+            "head_offsets": self.head_offsets,
+            "total_heads": self.num_heads,
+        }
 
     def first_head(self, heads: int) -> int:
         """Number of the first of this rank's `heads`: which positions a head keeps depends on its number.
@@ -269,7 +286,7 @@ class BlockSparseRingDistributedDilatedAttention(RingDistributedDilatedAttention
             sparsity_ratio=self.sparsity_ratio,
             causal=self.causal,
             group=group,
-            first_head=first_head,
+            **self.part_of_heads(first_head),
         )
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,27 @@ from torch import Tensor
 from distributed_kernels.errors import KernelError
 
 PATTERNS = ("local", "strided", "global")
+
+
+class KeptBlocks(NamedTuple):
+    """Kept blocks of a score matrix.
+
+    Attributes:
+        mask: bool (query blocks, key blocks) or (heads, query blocks, key blocks), True where one is kept.
+        block_size: positions of a block; the last of a side may be short.
+        causal: row i sees columns 0..i.
+    """
+
+    mask: Tensor
+    block_size: int
+    causal: bool
+
+    def pairs(self, queries: int, keys: int) -> Tensor:
+        """bool, (queries, keys) or (heads, queries, keys): True where a row sees a column."""
+        sides = (torch.arange(length, device=self.mask.device) for length in (queries, keys))
+        rows, columns = sides
+        seen = self.mask[..., rows[:, None] // self.block_size, columns // self.block_size]
+        return seen & (columns <= rows[:, None]) if self.causal else seen
 
 
 def block_pattern(

@@ -7,12 +7,14 @@ the contiguous layout leaves the first ranks idle; in the zigzag layout rank i o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.engine import Piece, RingPart, draw_dropout, piecewise_attention
@@ -26,8 +28,10 @@ from distributed_kernels.attention.ring_exchange import (
 )
 from distributed_kernels.attention.row_views import RowRange, RowView
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 
+@answers_foreign_names
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -52,8 +56,10 @@ def ring_attention(
         group: the ranks that hold the sequence; torch's default group when None.
         causal: a query sees no later position.
         scale: factor on the scores; 1/sqrt(head_dim) when None.
-        layout: ``zigzag`` (slices cut by `zigzag_slice`) or ``contiguous`` (in the ranks' order). Without
-            a causal mask both are the same.
+        layout: ``zigzag`` (slices cut by `zigzag_slice`) or ``contiguous`` (in the ranks' order), which is
+            what ``x.chunk(size, 2)[rank]`` makes. Tensors do not tell which they are: contiguous slices in
+            the default layout give the attention of another order of positions. There is a warning where q
+            is a view of the whole sequence, as `chunk` returns. Without a causal mask both are the same.
         dropout_p: probability with which a weight is dropped after the softmax; others are divided by 1 - p.
             Masks are drawn from torch's global generator. 0.0 in evaluation.
         key_mask: bool (batch, length), True where a key of this rank's slice may be seen; on all ranks or on
@@ -74,6 +80,7 @@ def ring_attention(
     length, ring = q.shape[2], Ring.of(group)
     if layout == "zigzag" and ring.size > 1 and causal:
         _check_even(length)
+        _warn_of_chunk(q, ring)
 
     def pieces(source: int) -> list[Piece]:
         found = pieces_of(length, ring.position, source)
@@ -119,6 +126,23 @@ def _check_even(length: int) -> None:
             got=length,
             allowed="an even length",
             remedy="Cut the sequence with zigzag_slice, or choose layout='contiguous'",
+        )
+
+
+def _warn_of_chunk(q: Tensor, ring: Ring) -> None:
+    """Warn where `q` is the part at this rank's place of a tensor as long as the whole sequence."""
+    if isinstance(q, FakeTensor) or q.is_meta:
+        return
+    heads, length, width = q.shape[1:]
+    whole = ring.size * length
+    dense = (whole * heads * width, whole * width, width, 1), (whole * heads * width, width, heads * width, 1)
+    inside = q.untyped_storage().nbytes() == ring.size * q.numel() * q.element_size()
+    if inside and q.stride() in dense and q.storage_offset() == ring.position * length * q.stride(2):
+        warnings.warn(
+            "ring_attention: q is a view of the whole sequence at this rank's place, as chunk() returns it."
+            " layout='zigzag' is for slices of the chunks rank and 2 size - 1 - rank of 2 size. Pass"
+            " layout='contiguous', or cut q, k and v with zigzag_slice(x, group, dim=2).",
+            stacklevel=4,
         )
 
 

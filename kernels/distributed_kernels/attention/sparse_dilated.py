@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from distributed_kernels.attention.block_sparse import masked_pieces
 from distributed_kernels.attention.dilated import SlicePair, dilated_branches
+from distributed_kernels.attention.dilated_tiles import check_head_offsets
 from distributed_kernels.attention.engine import Piece, draw_dropout, piecewise_attention, with_every_head
 from distributed_kernels.attention.input_checks import (
     check_attention,
@@ -19,8 +20,10 @@ from distributed_kernels.attention.input_checks import (
 from distributed_kernels.attention.patterns import block_pattern
 from distributed_kernels.attention.row_views import RowView
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 
+@answers_foreign_names
 def block_sparse_dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -36,6 +39,8 @@ def block_sparse_dilated_attention(
     group: ProcessGroup | None = None,
     first_head: int = 0,
     dropout_p: float = 0.0,
+    head_offsets: str = "interleaved",
+    total_heads: int = 0,
 ) -> Tensor:
     """One softmax over the pairs of all dilated branches that lie in kept blocks of their segment.
 
@@ -44,8 +49,8 @@ def block_sparse_dilated_attention(
     of 1 `dilated_attention`.
 
     Args:
-        q, k, v, segment_lengths, dilation_rates, causal, scale, group, first_head, dropout_p: as for
-            `dilated_attention`.
+        q, k, v, segment_lengths, dilation_rates, causal, scale, group, first_head, dropout_p, head_offsets,
+            total_heads: as for `dilated_attention`.
         pattern, block_size, sparsity_ratio: as for `block_pattern`, with the rows that a segment keeps as
             the length.
 
@@ -59,6 +64,7 @@ def block_sparse_dilated_attention(
     check_attention(q, k, v)
     check_dropout(dropout_p)
     check_segments(segment_lengths, dilation_rates)
+    check_head_offsets(head_offsets)
     k, v = with_every_head(q, k, v)
 
     def cut(queries: RowView, keys: RowView, slice_pair: SlicePair) -> list[Piece]:
@@ -79,7 +85,7 @@ def block_sparse_dilated_attention(
         return list(masked_pieces(queries, keys, mask, block_size, diagonal, slice_pair.block))
 
     pairs = list(zip(segment_lengths, dilation_rates, strict=True))
-    branches = dilated_branches(q, pairs, cut, group, first_head)
+    branches = dilated_branches(q, pairs, cut, group, first_head, head_offsets, total_heads)
     return piecewise_attention(q, k, v, branches, scale_of(q, scale), draw_dropout(dropout_p, group))[0]
 
 

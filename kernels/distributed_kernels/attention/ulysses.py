@@ -27,10 +27,12 @@ from distributed_kernels.attention.ring_exchange import (
     gather_key_masks,
 )
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import answers_foreign_names
 
 _Step = Callable[[Tensor, ProcessGroup], Tensor]
 
 
+@answers_foreign_names
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -57,7 +59,7 @@ def ulysses_attention(
         scale: factor on the scores; 1/sqrt(head_dim) when None.
         attention: called as ``attention(q, k, v, causal=, scale=)`` on the whole sequence of this rank's
             share of the heads, neighbouring ones; dense attention when None. One that treats heads
-            differently takes ``first_head=`` as well, as `dilated_attention` does:
+            differently takes ``first_head=`` and ``total_heads=`` as well, as `dilated_attention` does:
             ``functools.partial(dilated_attention, segment_lengths=..., dilation_rates=...)``.
         dropout_p: probability with which dense attention drops a weight after the softmax; others are divided
             by 1 - p. Masks are drawn from torch's global generator. 0.0 in evaluation.
@@ -89,8 +91,11 @@ def ulysses_attention(
         )
     exchange: Callable[..., Tensor] = _Exchange.apply
     keywords: dict[str, Any] = {"causal": causal, "scale": scale}
-    if "first_head" in inspect.signature(attention).parameters:
+    taken = inspect.signature(attention).parameters
+    if "first_head" in taken:
         keywords["first_head"] = dist.get_rank(group) * (q.shape[1] // group.size())
+    if "total_heads" in taken:
+        keywords["total_heads"] = q.shape[1]
     q, k, v = (exchange(x, group, _to_heads, _to_rows) for x in (q, k, v))
     return exchange(attention(q, k, v, **keywords), group, _to_rows, _to_heads)
 

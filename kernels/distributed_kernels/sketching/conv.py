@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import refuse_foreign
 from distributed_kernels.sketching.costs import LayerReport, check_rank
 from distributed_kernels.sketching.factorizations import spectral
 
@@ -24,10 +26,10 @@ class SKConv2d(nn.Module):
     weights and FLOPs when rank is at most `break_even_rank` of these.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, bias, device, dtype: as for
-            `nn.Conv2d`.
-        rank: channels between the two.
-        groups: 1; others are refused.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
+            dtype: as for `nn.Conv2d`, in its order; groups other than 1 and paddings other than zeros are
+            refused.
+        rank: channels between the two; by keyword.
         allow_costly: accept a rank above break-even.
 
     Attributes:
@@ -37,7 +39,8 @@ class SKConv2d(nn.Module):
         report: the `LayerReport` of a layer that `factorize_conv` made, else None.
 
     Raises:
-        KernelError: a rank that saves nothing, or groups.
+        KernelError: a rank that is missing or saves nothing, groups, another padding, or an argument of
+            another library.
     """
 
     report: LayerReport | None = None
@@ -47,24 +50,34 @@ class SKConv2d(nn.Module):
         in_channels: int,
         out_channels: int,
         kernel_size: int | Pair,
-        rank: int,
-        *,
         stride: int | Pair = 1,
         padding: int | Pair | str = 0,
         dilation: int | Pair = 1,
         groups: int = 1,
         bias: bool = True,
+        padding_mode: str = "zeros",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        rank: int | None = None,
         allow_costly: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__()
-        if groups != 1:
+        refuse_foreign("SKConv2d.__init__", unknown, ("rank", "stride"))
+        if groups != 1 or padding_mode != "zeros":
             raise KernelError(
-                "groups: grouped convolutions are not supported",
-                got=groups,
-                allowed="1",
+                "groups, padding_mode: grouped convolutions and paddings other than zeros are not supported",
+                got=(groups, padding_mode),
+                allowed="groups=1, padding_mode='zeros'",
                 remedy="Keep nn.Conv2d",
+            )
+        if rank is None:
+            raise KernelError(
+                "rank: missing, and taken by keyword alone; the fourth position is nn.Conv2d's stride",
+                got=f"stride={stride}",
+                allowed="rank=, channels between the two convolutions",
+                remedy=f"Write SKConv2d({in_channels}, {out_channels}, {kernel_size}, rank=...)",
             )
         self.in_channels, self.out_channels, self.rank = in_channels, out_channels, rank
         self.kernel_size = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)

@@ -84,7 +84,7 @@ def factorize_conv(
         conv.in_channels,
         conv.out_channels,
         conv.kernel_size,  # type: ignore[arg-type]
-        factors.report.rank,
+        rank=factors.report.rank,
         stride=conv.stride,  # type: ignore[arg-type]
         padding=conv.padding,  # type: ignore[arg-type]
         dilation=conv.dilation,  # type: ignore[arg-type]

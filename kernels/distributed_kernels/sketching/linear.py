@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed_kernels.errors import KernelError
+from distributed_kernels.foreign_names import refuse_foreign
 from distributed_kernels.sketching.costs import LayerReport, break_even_rank, check_rank
 from distributed_kernels.sketching.factorizations import least_squares, rescaled, spectral
 from distributed_kernels.sketching.frozen_sketches import GivenSketch, SignSketch, Sketch
@@ -71,8 +72,10 @@ class SKLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         allow_costly: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_foreign("SKLinear.__init__", unknown, ("rank",))
         self.in_features, self.out_features = in_features, out_features
         self.rank = _one_rank(rank, sketch_size, num_terms, low_rank, sketch)
         if train_both is None:

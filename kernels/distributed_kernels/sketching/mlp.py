@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +72,49 @@ class SketchedMLP(nn.Module):
         return result
 
 
-DistributedSketchedModel = SketchedMLP
-"""Original name in the project's description."""
+class DistributedSketchedModel(SketchedMLP):
+    """A `SketchedMLP` that accepts ratios at which a layer saves nothing, with one warning about all of them.
+
+    Args:
+        input_size, hidden_sizes, output_size, sketch_ratios, options: as for `SketchedMLP`.
+
+    Raises:
+        KernelError: a ratio below one of the layer's inputs, or another number of ratios.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_sizes: Sequence[int],
+        output_size: int,
+        sketch_ratios: Sequence[float | None],
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size, hidden_sizes, output_size, sketch_ratios, **{"allow_costly": True, **options}
+        )
+        layers = [layer for layer in self.model if isinstance(layer, SKLinear)]
+        costly = [layer for layer in layers if layer.rank > _break_even(layer)]
+        if costly:
+            warnings.warn(_costs(layers, costly), stacklevel=2)
+
+
+def _break_even(layer: SKLinear) -> int:
+    return break_even_rank(layer.in_features, layer.out_features)
+
+
+def _costs(layers: Sequence[SKLinear], costly: Sequence[SKLinear]) -> str:
+    sizes = [(layer.in_features, layer.out_features, layer.rank) for layer in layers]
+    more = sum(rank * (into + out) for into, out, rank in sizes) / sum(into * out for into, out, _ in sizes)
+    each = ", ".join(
+        f"{layer.in_features} -> {layer.out_features} rank {layer.rank} (break-even {_break_even(layer)})"
+        for layer in costly
+    )
+    return (
+        f"{len(costly)} of {len(layers)} sketched layers save nothing: {each}. Together the layers take"
+        f" {more:.2f} times the weights of dense ones. Lower their sketch_ratios, or give None to keep a"
+        " layer dense"
+    )
 
 
 def _for_each_layer(ratios: Sequence[float | None], num_hidden: int) -> list[float | None]:

@@ -6,8 +6,6 @@ Untested on a GPU at this commit; its tests run it in Triton's interpreter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,15 +14,15 @@ from torch import Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(
-    x: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    y: Any,
-    num_rows: Any,
-    num_in: Any,
-    num_out: Any,
-    rank: Any,
+    x: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    num_rows: tl.tensor,
+    num_in: tl.tensor,
+    num_out: tl.tensor,
+    rank: tl.tensor,
     has_bias: tl.constexpr,
     precision: tl.constexpr,
     block_rows: tl.constexpr,

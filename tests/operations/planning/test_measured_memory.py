@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distributed import Trainer
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -130,6 +130,32 @@ def test_a_trial_on_cpu_measures_its_peak() -> None:
     assert memory.error is not None
     assert abs(memory.error) < WITHIN
     assert step.measured is not None
+
+
+_kept: list[Tensor] = []
+
+
+class KeepsBuffer(nn.Linear):
+    """Keeps 1 GiB from the first step on. Libraries keep workspaces, whose size depends on the processor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _kept and not torch._subclasses.fake_tensor.is_fake(x):
+            _kept.append(torch.empty(1 << 30, dtype=torch.uint8))
+        return super().forward(x)
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("layer", [nn.Linear, KeepsBuffer], ids=["keeps nothing", "keeps a buffer"])
+def test_what_a_library_keeps_does_not_decide_whether_a_peak_is_hidden(layer: type[nn.Linear]) -> None:
+    """A few KiB are less than a rank needs to start, on every processor."""
+    data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
+    fields: dict[str, Any] = {"global_batch_size": 8, "device": "cpu"}
+    trainer = Trainer(layer(16, 4), fields)
+    plans = plan(
+        trainer.model, data, fields, hardware="CPU", num_devices=2, axes=["data"], backend="pytorch-ddp"
+    )
+    found = verify(plans, trainer, data, steps=3)
+    assert (found.hidden, found.peak, found.unmeasured) == (True, None, "")
 
 
 def test_a_peak_that_a_rank_did_not_see_is_not_measured(tmp_path: Path) -> None:

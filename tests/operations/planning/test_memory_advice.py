@@ -33,10 +33,10 @@ from distributed.operations.planning.once_per_host import once_per_host
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.failure_reports import FailureReport, note_chosen_batch
-from distributed.system.addresses import free_port
 from distributed.system.host_memory import Room
 from tests.support import commands
 from tests.support.limited_memory import LimitedData, WideModel
+from tests.support.ports import free_port
 from tests.support.training import Die, make_trainer
 
 MIB = 1 << 20

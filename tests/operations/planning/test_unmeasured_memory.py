@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import Namespace
 from typing import Any, NoReturn
 
@@ -74,12 +76,37 @@ def test_counters_that_count_nothing_are_not_taken_for_a_hidden_peak(
 ) -> None:
     """As with an allocator that was loaded before that of the C library."""
     assert host_peak.can_measure()
-    monkeypatch.setattr(host_peak, "live_bytes", lambda: 0)
+    monkeypatch.setattr(host_peak, "_allocated_bytes", lambda: 0)
     assert not host_peak.can_measure()
     found, out = verified(capsys, Loss())
     assert (found.peak, found.hidden) == (None, False)
     assert "does not count what it has mapped, as glibc's does (check LD_PRELOAD)" in out
     assert "less than a rank needs" not in out
+
+
+FREE_HEAP = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.memset.restype = ctypes.c_void_p
+assert libc.mallopt(-3, 32 << 20) and libc.mallopt(-1, 1 << 30)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+blocks = [libc.malloc(ctypes.c_size_t(16 << 20)) for _ in range(12)]
+for block in blocks:
+    libc.free(ctypes.c_void_p(block))
+from distributed.operations.planning import host_peak
+before = host_peak.live_bytes()
+block = host_peak._allocate(host_peak._PROBED)
+assert host_peak.live_bytes() == before, "the heap has no room for the block"
+libc.free(block)
+assert host_peak.can_measure()
+"""
+"""A process whose heap holds more free bytes than the probe allocates, as after an earlier run."""
+
+
+@pytest.mark.starts_processes
+def test_a_heap_with_free_room_is_measured() -> None:
+    """Such a heap serves the block without a mapping; ranks start with heaps of their own."""
+    ended = subprocess.run([sys.executable, "-c", FREE_HEAP], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_run_in_this_process_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,19 +9,51 @@ from distributed.planner.estimates.numbers import model_numbers
 from distributed.planner.estimates.quick_answers import (
     choose_parallelism_strategy,
     estimate_memory,
+    predict_memory,
     predict_scaling_efficiency,
     scaling_efficiency,
 )
 
 
-def test_estimate_memory() -> None:
+def guide(params_b: float, precision: str = "bf16") -> float:
+    """The guide's own function."""
+    bytes_per_param = 2 if precision == "bf16" else 4
+    model_mem = params_b * bytes_per_param
+    grad_mem = params_b * bytes_per_param
+    opt_mem = params_b * 8
+    act_mem = params_b * 2 * bytes_per_param
+    return model_mem + grad_mem + opt_mem + act_mem
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", [0.1, 7, 70])
+def test_estimate_memory_is_the_guides(size: float, precision: str) -> None:
+    assert estimate_memory(size, precision) == pytest.approx(guide(size, precision), rel=1e-12)
+    assert estimate_memory(size, precision=precision) == estimate_memory(size * 1e9, precision)
+
+
+def test_predict_memory() -> None:
     """Weights, gradients, two moments and the roots of one of them in the update: 20 bytes a parameter. To
     it come workspaces of 64 MiB; a fifth is reserved besides, and a gigabyte is the libraries'."""
-    assert estimate_memory(7) == pytest.approx((7 * 20 + 64 * 2**20 / 1e9) * 1.2 + 1)
-    assert estimate_memory(7, precision="bf16") == estimate_memory(7)
-    assert estimate_memory(7, "fp32") == estimate_memory(7)
-    sizes = [estimate_memory(size) for size in (0.1, 1, 7, 70)]
+    assert predict_memory(7) == pytest.approx((7 * 20 + 64 * 2**20 / 1e9) * 1.2 + 1)
+    assert predict_memory(7, precision="bf16") == predict_memory(7)
+    assert predict_memory(7, "fp32") == predict_memory(7)
+    sizes = [predict_memory(size) for size in (0.1, 1, 7, 70)]
     assert sizes == sorted(sizes)
+
+
+def test_a_number_of_parameters_is_taken_as_it_is() -> None:
+    assert estimate_memory(num_parameters=50_000) == estimate_memory(50_000 / 1e9)
+    assert estimate_memory(num_parameters=50_000) == pytest.approx(50_000 * 16 / 1e9)
+    assert estimate_memory(50_000) == pytest.approx(50_000 * 16)
+    assert predict_memory(num_parameters=50_000) == predict_memory(50_000 / 1e9)
+    assert choose_parallelism_strategy(num_parameters=50_000, num_gpus=1) == ["data_parallel"]
+    with pytest.raises(UserError, match=r"params_b, num_parameters: it is given twice\. Got '7 and 9'"):
+        estimate_memory(7, num_parameters=9)
+    with pytest.raises(UserError, match=r"model_size, num_parameters: it is missing\. .*in billions below"):
+        choose_parallelism_strategy(num_gpus=8, memory_per_gpu=80)
+    with pytest.raises(UserError, match=r"num_parameters: it has to be a whole number\. Got 0\.5"):
+        estimate_memory(num_parameters=0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +105,9 @@ def test_predicted_scaling_efficiency() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_values_that_cannot_be_are_refused(value: float) -> None:
-    with pytest.raises(UserError):
-        estimate_memory(value)
+    for estimate in (estimate_memory, predict_memory):
+        with pytest.raises(UserError):
+            estimate(value)
     with pytest.raises(UserError):
         choose_parallelism_strategy(7, 8, value)
     with pytest.raises(UserError):
@@ -100,6 +133,8 @@ def test_what_is_no_number_of_devices_is_refused() -> None:
 def test_a_truth_value_is_no_number() -> None:
     wrong = (
         lambda: estimate_memory(True),
+        lambda: predict_memory(True),
+        lambda: estimate_memory(num_parameters=True),
         lambda: choose_parallelism_strategy(True, 8, 80),
         lambda: choose_parallelism_strategy(7, True, 80),
         lambda: choose_parallelism_strategy(7, 8, True),

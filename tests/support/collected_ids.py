@@ -2,10 +2,10 @@
 
 ::
 
-    python -m tests.support.test_ids collect before.txt
+    python -m tests.support.collected_ids collect before.txt
     ...                                       # move files, merge tests
-    python -m tests.support.test_ids collect after.txt
-    python -m tests.support.test_ids compare before.txt after.txt --map moved.json
+    python -m tests.support.collected_ids collect after.txt
+    python -m tests.support.collected_ids compare before.txt after.txt --map moved.json
 
 A map is a JSON object: old id -> id that has its assertions now, or old file or folder -> new one. An entry
 for an id wins over one for its file, and that over one for its folder.
@@ -55,7 +55,7 @@ def compare(before: Sequence[str], after: Sequence[str], moved: Mapping[str, str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 when an id is gone."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.test_ids")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.collected_ids")
     verbs = parser.add_subparsers(dest="verb", required=True)
     write = verbs.add_parser("collect", help="write all test ids to a file, one to a line")
     write.add_argument("file", type=Path)
