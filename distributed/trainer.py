@@ -59,6 +59,8 @@ class Trainer:
             `metrics`.
         metrics: ``{name: (output, target) -> (sum, count)}`` for validation; None is accuracy
             where the loss is a cross-entropy.
+        collate_fn: makes a batch of a list of samples, for a dataset that is given to `fit` without a
+            DataLoader; see also ``data.num_workers``.
         callbacks: see `Callback`.
         fields: any field of `DistributedConfig`, e.g. ``batch_size=32``.
 
@@ -80,6 +82,7 @@ class Trainer:
         training_step: Callable[..., Any] | None = None,
         validation_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Callback] = (),
         **fields: Any,
     ) -> None:
@@ -91,7 +94,7 @@ class Trainer:
             fields["scheduler"], scheduler = scheduler, None
         self._model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.loss_fn, self.training_step, self.validation_step = loss_fn, training_step, validation_step
-        self.metrics, self.callbacks = metrics, listed(callbacks)
+        self.metrics, self.collate_fn, self.callbacks = metrics, collate_fn, listed(callbacks)
         self._layers = [*self._defaults(), *config_layers(config), Layer("argument", fields)]
         self.config = self._configure({})
         self.history: History | None = None
@@ -264,12 +267,13 @@ class Trainer:
         from distributed.data import Source, validation_sources
 
         train_data = framework.read(train_loader, "train_loader", config)
+        reading = {"collate_fn": self.collate_fn, "options": config.data.loader_options}
         task = self._bare_task(
             validation_step=self.validation_step,
             metrics=self.metrics,
-            train_data=Source.of(train_data, "train_loader", config.data.shuffle),
+            train_data=Source.of(train_data, "train_loader", config.data.shuffle, **reading),
             val_data=validation_sources(
-                val_loader, lambda data, argument: framework.read(data, argument, config)
+                val_loader, lambda data, argument: framework.read(data, argument, config), **reading
             ),
             callbacks=self.callbacks,
         )

@@ -78,7 +78,17 @@ def load_task(path: str | os.PathLike[str]) -> Any:
     settings, task = torch.load(os.fspath(path), mmap=True, weights_only=False, map_location="cpu")
     apply_settings(settings)
     _register_outputs()
+    _name_classes()
     return task
+
+
+def _name_classes() -> None:
+    """Make the script's classes, which came by value, attributes of this process's ``__main__``: a batch or an
+    error of such a class passes from a DataLoader's worker to its rank by name."""
+    main = sys.modules["__main__"]
+    for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS):
+        if kind.__module__ == "__main__" and kind.__qualname__.isidentifier():
+            setattr(main, kind.__name__, kind)
 
 
 def _register_outputs() -> None:

@@ -112,12 +112,41 @@ class DataSection(Section):
         description="Compare dataset lengths and first samples between ranks: of map-style data if a launcher"
         " started the ranks, and of streams in each epoch.",
     )
+    num_workers: NonNegativeInt = Field(
+        0,
+        description="Number of processes per rank that read the samples of a dataset which is given without a"
+        " DataLoader; a DataLoader has its own.",
+    )
+    pin_memory: bool = Field(
+        False, description="Copy batches of such a dataset into pinned memory, as DataLoader does."
+    )
+    prefetch_factor: PositiveInt | None = Field(
+        None, description="Number of batches that each such process reads ahead. None: as DataLoader, 2."
+    )
+    persistent_workers: bool = Field(False, description="Keep these processes from one epoch to the next.")
     prefetch_to_device: bool = Field(
         True,
         description="Read the next batch and begin to copy it to the GPU while the GPU computes a step: of"
         " tensors, which are read into pinned memory, and of map-style data that a DataLoader's workers"
         " read.",
     )
+
+    @model_validator(mode="after")
+    def _need_workers(self) -> Self:
+        if not self.num_workers and (self.prefetch_factor or self.persistent_workers):
+            raise ValueError("prefetch_factor and persistent_workers need num_workers of at least 1")
+        return self
+
+    @property
+    def loader_options(self) -> dict[str, Any]:
+        """Arguments of a DataLoader over data that is given without one; empty where all are DataLoader's own."""
+        found = {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "prefetch_factor": self.prefetch_factor,
+            "persistent_workers": self.persistent_workers,
+        }
+        return {name: value for name, value in found.items() if value}
 
 
 class CheckpointSection(Section):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from distributed.data.error_notes import read
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
-from distributed.data.order import epoch_seed, split_window
+from distributed.data.order import split_window
 from distributed.data.rows import reader_of
-from distributed.data.sample_rng import PerSampleRng, RandomStreams
+from distributed.data.sampler_order import SamplerOrder
+from distributed.data.samples import Samples, first
 from distributed.data.source import Source
 from distributed.data.stream import loses_samples
 from distributed.data.stream_reader import StreamReader, loader_generator
@@ -30,8 +31,8 @@ _TOGETHER = 4096
 _PLANNED = 2048
 """Samples of a rank whose indices are listed at once."""
 
-_RANDPERM, _KEYED = "randperm", "keyed-1"
-"""Names of the shuffled orders in checkpoints."""
+_RANDPERM, _KEYED, _SAMPLER = "randperm", "keyed-1", "sampler"
+"""Names of the orders in checkpoints: two shuffled ones, and that of a user's sampler."""
 
 
 class Feed:
@@ -50,6 +51,7 @@ class Feed:
         per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
         evaluation: keep every sample and do not shuffle (C5).
         pin: read in-memory tensors into pinned memory, whatever the loader's ``pin_memory``.
+        keeps_size: refuse a batch sampler's batch of another size than `batch_size`, but for the last.
     """
 
     def __init__(
@@ -68,13 +70,17 @@ class Feed:
         per_sample_rng: bool = False,
         evaluation: bool = False,
         pin: bool = False,
+        keeps_size: bool = False,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.seed = rank, size, seed
         self.global_batch_size = batch_size * accumulation * size
         self.drop_last = not evaluation and (source.drop_last if drop_last is None else drop_last)
-        self.evaluation = evaluation
-        self._broadcast = broadcast
+        self.evaluation, self._keeps_size = evaluation, keeps_size
+        self._drawn: SamplerOrder | None = None
+        if source.is_map and source.sampler is not None:
+            # Validation sets are drawn once.
+            self._drawn = SamplerOrder(source, seed, rank, broadcast, None if evaluation else gather)
         self._keyed: bool | None = None
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
@@ -115,21 +121,24 @@ class Feed:
         `start` lies on a window boundary of some number of ranks; on another number of
         ranks the windows simply begin there (C4).
         """
-        for part in (self.source.dataset, self.source.sampler):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        if hasattr(self.source.dataset, "set_epoch"):
+            self.source.dataset.set_epoch(epoch)
         if not self.source.is_map:
             self._end, self._ahead = None, _Ahead(self._stream(epoch, start))
             return self._ahead
+        drawn = None if self._drawn is None else self._drawn.epoch(epoch)
+        if self._drawn is not None and drawn is None:
+            self._end, self._ahead = None, _Ahead(self._endless(self._drawn, epoch, start))
+            return self._ahead
         if self.source.order == "batch_sampler":
-            return self._ready_batches(epoch, start)
-        order = self._order(epoch)
+            return self._ready_batches(drawn or [], epoch, start)
+        order = self._order(drawn, epoch)
         length = len(self.source.dataset) if order is None else len(order)
         self._end = length - (length - start) % self.global_batch_size if self.drop_last else length
         tensors = self.source.tensors
         if tensors is not None and not self._per_sample_rng and not isinstance(order, list):
             return self._indexed(tensors, order, start)
-        return self._loaded(self._plan(order, start), epoch)
+        return self._loaded(self._plan(order, start), epoch, start)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -140,9 +149,8 @@ class Feed:
 
     @property
     def state(self) -> Any:
-        """State, besides the cursor, that a stream needs to resume after the last yielded window.
-
-        None for data with indices. The same on all ranks, unless the stream shards itself.
+        """State, besides the cursor, that resumes a stream or a sampler without an end after the last window.
+        None for other data with indices. The same on all ranks, unless the stream shards itself.
         """
         return self._ahead.state
 
@@ -163,9 +171,11 @@ class Feed:
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """Name of the shuffled order, its ``seed`` and ``num_samples``, for `continue_order`; None of other
-        orders."""
+        """Name of the shuffled order, its ``seed`` and ``num_samples``, or of a sampler its position, for
+        `continue_order`; None of other orders."""
         source = self.source
+        if self._drawn is not None and not self.evaluation:
+            return {"name": _SAMPLER, **self._drawn.position}
         if not source.is_map or source.order != "random" or self.evaluation:
             return None
         length = len(source.dataset)
@@ -183,9 +193,17 @@ class Feed:
                 within an epoch, seed or data are others, so that samples would be missed and repeated.
         """
         own = self.order
-        if inside and own is not None and saved is not None:
-            self._check_same(own, saved)
-        if own is None or saved is None or saved.get("num_samples", own["num_samples"]) != own["num_samples"]:
+        if inside and saved is not None:
+            self._check_same(own or {}, saved)
+        if self._drawn is not None and saved is not None and saved["name"] == _SAMPLER:
+            self._drawn.continue_from({name: saved[name] for name in ("epochs", "digest")})
+            return
+        if (
+            own is None
+            or saved is None
+            or _SAMPLER in (own["name"], saved["name"])
+            or saved.get("num_samples", own["num_samples"]) != own["num_samples"]
+        ):
             return
         if saved["name"] not in (_RANDPERM, _KEYED):
             raise UserError(
@@ -198,9 +216,18 @@ class Feed:
         self._keyed = saved["name"] == _KEYED
 
     def _check_same(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        if (saved["name"] == _SAMPLER) != (own.get("name") == _SAMPLER):
+            raise UserError(
+                "the checkpoint was saved within an epoch of another order, so that some samples would be"
+                " missed and others repeated",
+                field=self.source.argument,
+                got=f"order '{own.get('name', 'sequential')}'",
+                allowed=f"'{saved['name']}', as in the run that saved it",
+                remedy="Resume with the same sampler, or from a checkpoint at the end of an epoch",
+            )
         fields = {"seed": "seed", "num_samples": self.source.argument}
         for name, field in fields.items():
-            if saved.get(name, own[name]) != own[name]:
+            if name in own and saved.get(name, own[name]) != own[name]:
                 raise UserError(
                     "the checkpoint was saved within an epoch whose order depends on this, so that"
                     " some samples would be missed and others repeated",
@@ -223,33 +250,36 @@ class Feed:
         """
         return self._ahead.ended() if self._end is None else samples >= self._end
 
-    def _order(self, epoch: int) -> torch.Tensor | KeyedOrder | list[Any] | None:
+    def _order(self, drawn: list[Any] | None, epoch: int) -> torch.Tensor | KeyedOrder | list[Any] | None:
         """Sample indices of the epoch; None stands for 0, 1, 2, ...
 
-        A list holds what else a user's sampler may draw: names, or (index, size) pairs.
+        Args:
+            drawn: by a user's sampler: indices, names or (index, size) pairs.
         """
         source = self.source
-        if source.order == "sampler":
-            drawn = self._drawn(epoch)
+        if drawn is not None:
             plain = all(isinstance(index, int) for index in drawn)
             return torch.tensor(drawn, dtype=torch.int64) if plain else drawn
         if source.order == "sequential" or self.evaluation:
             return None
         return shuffled_order(len(source.dataset), self.seed, epoch, self._keyed)
 
-    def _drawn(self, epoch: int) -> list[Any]:
-        """Indices of a user's sampler, drawn on rank 0 under a separate seed and broadcast."""
-        drawn = None
-        if self.rank == 0:
-            with RandomStreams(epoch_seed(self.seed, epoch)):
-                generator = getattr(self.source.sampler, "generator", None)
-                if isinstance(generator, torch.Generator):
-                    generator.manual_seed(epoch_seed(self.seed, epoch))
-                drawn = list(self.source.sampler)
-        result: list[Any] = self._broadcast(drawn)
-        if not result:
-            raise UserError("its sampler drew no sample", field=self.source.argument)
-        return result
+    def _endless(self, drawn: SamplerOrder, epoch: int, start: int) -> Iterator[tuple[Window, Any]]:
+        """(window, digest of what was drawn up to its end) of a sampler without an end."""
+        whole = self.source.order == "batch_sampler"
+        size = self.accumulation * self.size if whole else self.global_batch_size
+        state, self._restored = self._restored if start else None, None
+        digests: deque[str] = deque()
+
+        def plan() -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:
+            for window, digest in drawn.windows(start, size, (state or {}).get("drawn", "")):
+                if len(window) < size and self.drop_last:
+                    return
+                digests.append(digest)
+                yield from self._dealt_batches(window) if whole else self._dealt(window, 0)
+
+        for window in self._loaded(plan(), epoch, start):
+            yield window, {"drawn": digests.popleft()}
 
     def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
         """(position, samples) of every window from `start` on."""
@@ -335,46 +365,59 @@ class Feed:
             yield from ahead
 
     def _loaded(
-        self, plan: Iterator[tuple[int, list[tuple[list[int], int]]]], epoch: int
+        self, plan: Iterator[tuple[int, list[tuple[list[Any], int]]]], epoch: int, start: int
     ) -> Iterator[Window]:
         """Windows through a DataLoader, whose workers run ahead of the loop."""
         # The loader draws indices ahead of what has been yielded, so the shape of each
         # window waits in a queue beside it.
         windows: deque[tuple[int, list[int]]] = deque()
         # Without a reference to this feed, so that persistent workers end with it.
-        keyed = self._per_sample_rng
+        rank = self.rank
 
         def draw() -> Iterator[list[Any]]:
+            position = start
             for count, micro_batches in plan:
                 windows.append((count, [number for _, number in micro_batches]))
-                for indices, _ in micro_batches:
-                    yield [(epoch, index) for index in indices] if keyed else indices
+                for number, (indices, _) in enumerate(micro_batches):
+                    yield [(epoch, f"{position} {rank} {number}"), *indices]
+                position += count
 
         self._batches.source = draw
         batches = read(self._dataloader(epoch), self.source.argument)
-        for first in batches:
+        for head in batches:
             count, numbers = windows.popleft()
             rest = [next(batches) for _ in numbers[1:]]
-            yield Window([MicroBatch(b, n) for b, n in zip([first, *rest], numbers, strict=True)], count)
+            yield Window([MicroBatch(b, n) for b, n in zip([head, *rest], numbers, strict=True)], count)
 
-    def _ready_batches(self, epoch: int, start: int) -> Iterator[Window]:
+    def _ready_batches(self, drawn: list[Any], epoch: int, start: int) -> Iterator[Window]:
         """A user's batch sampler: its batches stay whole and are dealt out in order."""
-        batches = [list(batch) for batch in self._drawn(epoch)]
-        ends = accumulate(map(len, batches))
-        done = sum(end <= start for end in ends)
+        batches = [list(batch) for batch in drawn]
+        done = sum(end <= start for end in accumulate(map(len, batches)))
         per_window = self.accumulation * self.size
         if self.drop_last:
             del batches[len(batches) - (len(batches) - done) % per_window :]
+        self._check_sizes(batches[:-1])
         self._end = sum(map(len, batches))
+        windows = (batches[first : first + per_window] for first in range(done, len(batches), per_window))
+        return self._loaded(chain.from_iterable(map(self._dealt_batches, windows)), epoch, start)
 
-        def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
-            for first in range(done, len(batches), per_window):
-                window = batches[first : first + per_window]
-                spans = split_window(len(window), self.rank, self.size, 1)
-                micro_batches = [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
-                yield sum(map(len, window)), micro_batches
+    def _check_sizes(self, batches: list[list[Any]]) -> None:
+        others = {len(batch) for batch in batches} - {self.batch_size}
+        if self._keeps_size and others:
+            raise UserError(
+                "the batch sampler yields batches of another size than in the beginning, by which the global"
+                " batch and the learning rate were planned",
+                field=self.source.argument,
+                got=f"{others.pop()} samples",
+                allowed=f"{self.batch_size} samples in all batches but the last",
+                remedy="Leave global_batch_size and lr_scaling out, or let all batches have the same size",
+            )
 
-        return self._loaded(plan(), epoch)
+    def _dealt_batches(self, window: list[Any]) -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:
+        spans = split_window(len(window), self.rank, self.size, 1)
+        batches = [list(batch) for batch in window]
+        micro_batches = [(batches[a], len(batches[a])) if b > a else (batches[0], 0) for a, b in spans]
+        yield sum(map(len, batches)), micro_batches
 
     def _stream(self, epoch: int, start: int) -> Iterator[tuple[Window, Any]]:
         """An iterable dataset: every rank reads the stream and keeps its own slices."""
@@ -390,13 +433,11 @@ class Feed:
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:
         if self._loader is None:
-            dataset: Dataset[Any] = self.source.dataset
-            if self._per_sample_rng:
-                dataset = PerSampleRng(dataset, self.seed)
+            dataset, collate_fn = self.source.dataset, self.source.collate_fn
             self._loader = DataLoader(
-                dataset,
+                Samples(dataset, collate_fn, self.seed, self._per_sample_rng),
                 batch_sampler=self._batches,
-                collate_fn=self.source.collate_fn,
+                collate_fn=first,
                 generator=torch.Generator(),
                 **self.source.options,
             )

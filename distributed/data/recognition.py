@@ -12,13 +12,15 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from distributed.errors import UserError
 
-__all__ = ["check_loader", "check_stream", "is_random", "refuse_loaders"]
+__all__ = ["check_loader", "check_shards", "check_stream", "is_random", "refuse_loaders"]
 
 _STATEFUL_LOADER = "torchdata.stateful_dataloader"
 _INSTEAD = (
     "Give a DataLoader over a dataset whose samples are final, with collate_fn for work on batches, or an"
     " IterableDataset that yields samples"
 )
+_WORLDS = ("num_replicas", "world_size", "num_shards", "num_processes")
+"""Names that samplers of libraries give to the number of ranks."""
 _FIRST = 8
 """Elements of a sequence that are looked at."""
 
@@ -70,6 +72,22 @@ def _is_loader(data: Any) -> bool:
         return False
     named = sum(hasattr(data, name) for name in ("dataset", "batch_size", "sampler", "batch_sampler"))
     return named > (1 if hasattr(type(data), "__getitem__") else 0)
+
+
+def check_shards(sampler: Any, argument: str) -> None:
+    """Raise a UserError for a sampler, or one inside of it, that was made for one of several ranks."""
+    for part in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
+        for name in _WORLDS:
+            number = getattr(part, name, 1)
+            if isinstance(number, int) and number > 1:
+                raise UserError(
+                    f"a sampler made for one of {number} ranks yields a part of the data, which would be dealt"
+                    " out to the ranks once more",
+                    field=argument,
+                    got=f"{type(part).__name__} with {name}={number}",
+                    allowed="a sampler that yields the samples of all ranks; DistributedSampler itself",
+                    remedy=f"Make it for a world of one ({name}=1, rank=0): each rank gets a part of its draws",
+                )
 
 
 def check_stream(dataset: Any, argument: str) -> None:

@@ -7,9 +7,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-
-from distributed.data.order import mix
 
 
 class RandomStreams:
@@ -27,7 +24,7 @@ class RandomStreams:
     def __enter__(self) -> None:
         self._outside = _states()
         if self._inside is None:
-            _seed(self.seed)
+            seed_all(self.seed)
         else:
             _put_back(self._inside)
 
@@ -45,21 +42,6 @@ class RandomStreams:
         self._inside = state
 
 
-class PerSampleRng(Dataset[Any]):
-    """Wraps a map-style dataset; asked with ``(epoch, index)``. Seeds before each sample."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        with RandomStreams(mix(self.seed, epoch, index, 2)):
-            return self.dataset[index]
-
-
 def _states() -> tuple[Any, Any, Any]:
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
@@ -72,7 +54,8 @@ def _put_back(states: tuple[Any, Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[2])
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed `random`, NumPy's global generator and torch's CPU generator."""
     random.seed(seed)
     # torch.manual_seed would seed the GPUs too, whose state is not put back.
     torch.default_generator.manual_seed(seed)

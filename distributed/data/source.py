@@ -20,7 +20,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from distributed.data.recognition import check_loader, check_stream, is_random, refuse_loaders
+from distributed.data.recognition import check_loader, check_shards, check_stream, is_random, refuse_loaders
+from distributed.data.sampler_order import size_of_batches
 from distributed.errors import UserError
 from distributed.system.addresses import check_worker_sockets
 
@@ -65,13 +66,22 @@ class Source:
     argument: str = "train_loader"
 
     @classmethod
-    def of(cls, data: Any, argument: str, shuffle: bool | None = None) -> Source:
+    def of(
+        cls,
+        data: Any,
+        argument: str,
+        shuffle: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Source:
         """Read a DataLoader, a Dataset, tensors, or a sequence of samples.
 
         Args:
             argument: its name, for messages.
             shuffle: None follows the DataLoader, and shuffles a bare dataset or tensors
                 given for training.
+            collate_fn: makes a batch of samples of data without a DataLoader.
+            options: arguments of a DataLoader over such data.
 
         Raises:
             UserError: not one of these, empty, or made of tensors of unequal length.
@@ -79,10 +89,15 @@ class Source:
         if isinstance(data, DataLoader):
             check_loader(data, argument)
             source = _of_loader(data, argument)
+            if argument == "train_loader":
+                _refuse_settings(collate_fn, options)
         else:
+            if options and options.get("num_workers"):
+                check_worker_sockets()
             dataset = _dataset(data, argument)
             bare: Order = "random" if argument == "train_loader" and _is_map(dataset) else "sequential"
             source = cls(dataset, order=bare, argument=argument)
+            source.collate_fn, source.options = collate_fn or default_collate, dict(options or {})
         if shuffle is not None and source.order in ("sequential", "random") and source.is_map:
             source.order = "random" if shuffle else "sequential"
         check_stream(source.dataset, argument)
@@ -127,12 +142,26 @@ class Source:
         return self.dataset.tensors if plain and not self.options.get("num_workers") else None
 
 
-def validation_sources(data: Any, read: Callable[[Any, str], Any]) -> dict[str, Source]:
+def _refuse_settings(collate_fn: Any, options: Mapping[str, Any] | None) -> None:
+    """Raise a UserError for settings of a loader beside a DataLoader, which has its own."""
+    given = {} if collate_fn is None else {"collate_fn": getattr(collate_fn, "__name__", "a function")}
+    for name, value in {**given, **{f"data.{n}": v for n, v in (options or {}).items()}}.items():
+        raise UserError(
+            "a DataLoader has settings of its own, beside which this one would be ignored",
+            field=name,
+            got=value,
+            allowed="a dataset, tensors or a sequence of samples as train_loader, with this setting",
+            remedy=f"Set {name.removeprefix('data.')} in the DataLoader, or give its dataset in place of it",
+        )
+
+
+def validation_sources(data: Any, read: Callable[[Any, str], Any], **reading: Any) -> dict[str, Source]:
     """Validation sets by name; one without a name is called "".
 
     Args:
         data: as `Source.of` takes it, or a mapping from names to such; None is no set.
         read: (data, argument) -> what `Source.of` takes.
+        reading: ``collate_fn`` and ``options`` of `Source.of`.
 
     Raises:
         UserError: as `Source.of`; or a name contains anything but letters, digits and ``_-.``.
@@ -140,7 +169,7 @@ def validation_sources(data: Any, read: Callable[[Any, str], Any]) -> dict[str, 
     if data is None:
         return {}
     if not isinstance(data, Mapping) or not data or any(_is_array(part) for part in data.values()):
-        return {"": Source.of(read(data, "val_loader"), "val_loader")}
+        return {"": Source.of(read(data, "val_loader"), "val_loader", **reading)}
     wrong = [name for name in data if not re.fullmatch(r"[\w.-]+", str(name))]
     if wrong:
         raise UserError(
@@ -151,7 +180,7 @@ def validation_sources(data: Any, read: Callable[[Any, str], Any]) -> dict[str, 
         )
     arguments = {str(name): f"val_loader[{name!r}]" for name in data}
     parts = {str(name): part for name, part in data.items()}
-    return {n: Source.of(read(parts[n], argument), argument) for n, argument in arguments.items()}
+    return {n: Source.of(read(parts[n], argument), argument, **reading) for n, argument in arguments.items()}
 
 
 def _check_length(source: Source) -> None:
@@ -214,6 +243,7 @@ def _dataset(data: Any, argument: str) -> Any:
     if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
         parts = [_tensor(part, argument) for part in data]
         lengths = [len(part) if part.dim() else 0 for part in parts]
+        _check_columns(data, parts, argument)
         if len(set(lengths)) > 1:
             raise UserError(
                 "the tensors differ in length",
@@ -247,6 +277,19 @@ def _dataset(data: Any, argument: str) -> Any:
         allowed="a DataLoader, a Dataset (map-style or iterable), tensors, or a sequence of samples",
         remedy="A generator of batches can be wrapped in an IterableDataset that yields samples",
     )
+
+
+def _check_columns(data: Any, parts: list[torch.Tensor], argument: str) -> None:
+    """Raise a UserError for a list whose tensors may be samples as well as columns."""
+    if isinstance(data, list) and len(parts) > 1 and len({(p.shape, p.dtype) for p in parts}) == 1:
+        raise UserError(
+            "a list of tensors of one shape may hold a sample in each, or a column of all samples",
+            field=argument,
+            got=f"a list of {len(parts)} tensors of shape {tuple(parts[0].shape)}",
+            allowed="a tuple of columns, such as (inputs, targets), or one tensor of all samples",
+            remedy=f"Give tuple({argument}) for columns, and torch.stack({argument}) or a DataLoader over the"
+            " list for samples",
+        )
 
 
 def _is_batch(sample: Any) -> bool:
@@ -294,15 +337,19 @@ def _read_sampler(source: Source, loader: DataLoader[Any]) -> None:
         batches = loader.batch_sampler
         if type(batches) is not BatchSampler:
             source.order, source.sampler = "batch_sampler", batches
+            check_shards(batches, source.argument)
+            if source.argument == "train_loader":
+                source.batch_size = size_of_batches(batches, source.dataset)
             return
         source.batch_size, source.drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     source.order, source.sampler = _order_of(sampler)
+    check_shards(source.sampler, source.argument)
 
 
 def _order_of(sampler: Any) -> tuple[Order, Any]:
     if type(sampler) is SequentialSampler:
         return "sequential", None
-    if isinstance(sampler, DistributedSampler):
+    if type(sampler) is DistributedSampler:
         # Its slices are for another number of ranks; only the shuffle flag is kept.
         return ("random" if sampler.shuffle else "sequential"), None
     if is_random(sampler) and not sampler.replacement and sampler._num_samples is None:

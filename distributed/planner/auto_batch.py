@@ -35,15 +35,13 @@ def check_auto(config: DistributedConfig, facts: Facts) -> None:
             allowed="nothing with batch_size=auto",
             remedy="Leave it out, or leave batch_size out to derive it from global_batch_size",
         )
-    if facts.train_batch_size is not None or facts.has_batches:
-        size = "a batch sampler" if facts.has_batches else f"batch_size={facts.train_batch_size}"
+    if facts.has_batches:
         raise UserError(
-            "batch_size=auto chooses the micro-batch, and the DataLoader makes batches of its own",
+            "batch_size=auto chooses the micro-batch, and those of a batch sampler stay whole",
             field="batch_size",
-            got=f"auto, and a DataLoader with {size}",
-            allowed="auto with a Dataset, tensors or a sequence of samples",
-            remedy="Pass the dataset in place of the DataLoader, or leave batch_size out to take the size of"
-            " the loader",
+            got="auto, and a DataLoader with a batch sampler",
+            allowed="auto with a sampler, or without one",
+            remedy="Give the DataLoader a sampler instead, or leave batch_size out",
         )
 
 

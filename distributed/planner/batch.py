@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.plan import BatchPlan
+from distributed.interfaces.plan import BatchPlan, Facts
 
-__all__ = ["rescale_batch", "resolve_batch"]
+__all__ = ["check_batches", "rescale_batch", "resolve_batch"]
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -17,9 +18,13 @@ def resolve_batch(
     global_batch_size: int | None,
     data_parallel_size: int,
     loader_batch_size: int | None,
+    has_batches: bool = False,
     argument: str = "train_loader",
 ) -> BatchPlan:
     """Derive the values that are not explicit.
+
+    Beside a global batch, the size of a DataLoader's batches is the largest micro-batch that is derived. 1 is
+    DataLoader's default, and limits nothing.
 
     Args:
         batch_size: explicit samples per rank and micro-batch, or None.
@@ -28,12 +33,16 @@ def resolve_batch(
         data_parallel_size: into how many slices, a rank or a group of ranks each, a global
             batch is cut.
         loader_batch_size: the DataLoader's own, or None.
+        has_batches: its batches are those of a batch sampler, and stay whole.
         argument: what the loader is called in messages.
 
     Raises:
         UserError: explicit values contradict each other, with the nearest that do not.
     """
-    if loader_batch_size is not None:
+    size = data_parallel_size
+    if global_batch_size is not None and batch_size is None and loader_batch_size and not has_batches:
+        return _rebatched(global_batch_size, accumulation, size, loader_batch_size)
+    if loader_batch_size is not None and (global_batch_size is None or has_batches):
         if batch_size is not None and batch_size != loader_batch_size:
             raise UserError(
                 f"the config sets {batch_size} samples per rank and {argument} yields batches of"
@@ -44,7 +53,6 @@ def resolve_batch(
                 remedy="Change one of them, or leave batch_size out to take the loader's",
             )
         batch_size = loader_batch_size
-    size = data_parallel_size
     if global_batch_size is None:
         return BatchPlan(batch_size or DEFAULT_BATCH_SIZE, accumulation or 1, size)
     if batch_size is None:
@@ -71,6 +79,21 @@ def resolve_batch(
             remedy="Leave one of the three out and it is derived",
         )
     return plan
+
+
+def _rebatched(total: int, accumulation: int | None, size: int, largest: int) -> BatchPlan:
+    """Divide `total` samples over `size` ranks, into micro-batches of at most `largest` where their number is
+    free."""
+    parts = (accumulation or 1) * size
+    share = _divide(total, parts, "batch_size", accumulation or 1, size)
+    if accumulation is not None or largest == 1:
+        return BatchPlan(share, accumulation or 1, size)
+    micro_batch = _largest_divisor(share, largest)
+    return BatchPlan(micro_batch, share // micro_batch, size)
+
+
+def _largest_divisor(share: int, limit: int) -> int:
+    return next(size for size in range(min(limit, share), 0, -1) if share % size == 0)
 
 
 def _divide(total: int, unit: int, derived: str, other: int, size: int) -> int:
@@ -104,5 +127,27 @@ def rescale_batch(batch: BatchPlan, data_parallel_size: int) -> BatchPlan:
             got=batch.global_batch_size,
             allowed=f"a multiple of {data_parallel_size}",
         )
-    size = next(size for size in range(min(batch.batch_size, share), 0, -1) if share % size == 0)
+    size = _largest_divisor(share, batch.batch_size)
     return BatchPlan(size, share // size, data_parallel_size)
+
+
+def check_batches(config: DistributedConfig, facts: Facts) -> None:
+    """Raise a UserError for settings that need the size of a global batch, where a batch sampler's batches
+    differ in size."""
+    if not facts.has_batches or facts.train_batch_size is not None:
+        return
+    needs = {
+        "global_batch_size": config.global_batch_size,
+        "lr_scaling.rule": None if config.lr_scaling.rule == "none" else config.lr_scaling.rule,
+    }
+    for field, value in needs.items():
+        if value is not None:
+            raise UserError(
+                "the batches of the loader's batch sampler differ in size, so that steps have different"
+                " numbers of samples",
+                field=field,
+                got=value,
+                allowed="nothing beside such a batch sampler",
+                remedy="Leave it out: a step takes gradient_accumulation_steps batches on each rank. Or give"
+                " the DataLoader a sampler and a batch_size",
+            )

@@ -22,7 +22,7 @@ from distributed.planner.backend_choice import (
     check_capabilities,
     choose_backend,
 )
-from distributed.planner.batch import rescale_batch, resolve_batch
+from distributed.planner.batch import check_batches, rescale_batch, resolve_batch
 from distributed.planner.compression import check_codec, choose_codec, codec_notes
 from distributed.planner.hosts import as_host, check_nodes, meeting_notes
 from distributed.planner.low_communication import (
@@ -100,6 +100,7 @@ def _resolve_batch(
     config: DistributedConfig, spec: BackendSpec, facts: Facts, dims: ParallelDims, num_slices: int
 ) -> tuple[BatchPlan, tuple[int, ...]]:
     """The batch, and under ``batch_size=auto`` the sizes of a micro-batch, of which it has the largest."""
+    check_batches(config, facts)
     given = config.batch_size
     if given is None or isinstance(given, int):
         batch = resolve_batch(
@@ -108,6 +109,7 @@ def _resolve_batch(
             global_batch_size=config.global_batch_size,
             data_parallel_size=num_slices,
             loader_batch_size=facts.train_batch_size,
+            has_batches=facts.has_batches,
         )
         return batch, ()
     if not spec.capabilities.auto_batch:

@@ -54,9 +54,20 @@ def sample_notes(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> l
     Raises:
         UserError: ``drop_last`` would drop it, so that an epoch has no step.
     """
-    samples = facts.num_samples
+    own, samples = facts.train_batch_size, facts.num_samples
+    if facts.has_batches and own is None:
+        number = batch.gradient_accumulation_steps * batch.data_parallel_size
+        return [
+            f"batches of the loader's batch sampler differ in size; a step takes {number}, whatever they hold"
+        ]
+    notes = []
+    if own not in (None, 1, batch.batch_size):
+        notes.append(
+            f"the DataLoader has batch_size={own}, and is read in micro-batches of {batch.batch_size}, which"
+            " the global batch needs"
+        )
     if samples is None or samples >= batch.global_batch_size:
-        return []
+        return notes
     if facts.drop_last if config.data.drop_last is None else config.data.drop_last:
         raise UserError(
             f"drop_last drops the only global batch: the dataset has fewer samples than a {batch}",
@@ -65,7 +76,10 @@ def sample_notes(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> l
             allowed=f"at least {batch.global_batch_size} samples",
             remedy="Reduce the batch, or set drop_last to false",
         )
-    return [f"the dataset has {samples} samples, and a {batch}: each epoch is one step on {samples} samples"]
+    return [
+        *notes,
+        f"the dataset has {samples} samples, and a {batch}: each epoch is one step on {samples} samples",
+    ]
 
 
 def _count_cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.data.order import share
@@ -68,11 +69,56 @@ class Stepper:
         return record.loss
 
     def _window(self, data: Any, target: Any) -> Window:
-        length = len(target)
-        spans = [share(length, part, self.accumulation) for part in range(self.accumulation)]
-        micro_batches = [
-            MicroBatch([data[a:b], target[a:b]] if b > a else [data, target], b - a) for a, b in spans
-        ]
+        length = _num_rows(target) or 0
+        if self.accumulation == 1:
+            micro_batches = [MicroBatch([data, target], length)]
+        else:
+            spans = [share(length, part, self.accumulation) for part in range(self.accumulation)]
+            micro_batches = [
+                MicroBatch(_rows([data, target], length, slice(a, b) if b > a else slice(None)), b - a)
+                for a, b in spans
+            ]
         # Only the other ranks know how many samples they bring.
         total = int(self.backend.all_reduce([float(length)])[0]) // self.backend.world.model_parallel_size
         return Window(micro_batches, total)
+
+
+def _num_rows(value: Any) -> int | None:
+    """Length of the first dimension of a batch in nested mappings, tuples and lists; None of a number."""
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(parts, (tuple, list)):
+        found = {_num_rows(part) for part in parts} - {None}
+        return found.pop() if len(found) == 1 else len(parts)
+    return None if isinstance(value, (str, bytes)) or not getattr(value, "shape", True) else _length(value)
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if hasattr(value, "__len__") else None
+
+
+def _holds_rows(value: Sequence[Any], length: int) -> bool:
+    """A list holds a row in each element, rather than parts with all rows."""
+    return len(value) == length and {_num_rows(part) for part in value} - {None} != {length}
+
+
+def _rows(value: Any, length: int, which: slice) -> Any:
+    """`which` of the `length` rows of each part of a batch; numbers and None are the same for all rows.
+
+    Raises:
+        UserError: a part has another number of rows.
+    """
+    if isinstance(value, Mapping):
+        return {name: _rows(part, length, which) for name, part in value.items()}
+    num_rows = _num_rows(value)
+    if isinstance(value, (tuple, list)) and not _holds_rows(value, length):
+        parts = [_rows(part, length, which) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if num_rows not in (None, length):
+        raise UserError(
+            f"a {type(value).__name__} of the batch has {num_rows} rows and the target {length}, so that it"
+            " cannot be divided into micro-batches",
+            field="gradient_accumulation_steps",
+            allowed="1, or data whose parts all have the rows of the target",
+            remedy="Set gradient_accumulation_steps=1, or call train_step with the samples in dimension 0",
+        )
+    return value if num_rows is None else value[which]

@@ -151,6 +151,7 @@ def _same_micro_batches(
         global_batch_size=space.sizes.global_batch,
         data_parallel_size=slices,
         loader_batch_size=facts.train_batch_size,
+        has_batches=facts.has_batches,
     )
     size, number = batch.batch_size, batch.gradient_accumulation_steps
     parts = f"{number} micro-batch{'es' if number > 1 else ''} of {size} sample{'s' if size > 1 else ''}"

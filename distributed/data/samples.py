@@ -1,0 +1,66 @@
+"""Samples of map-style data, as a DataLoader's workers read and join them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from distributed.data.order import mix
+from distributed.data.sample_rng import RandomStreams, seed_all
+
+__all__ = ["Samples", "first"]
+
+
+def first(batches: list[Any]) -> Any:
+    """The collate function of a loader over `Samples`."""
+    return batches[0]
+
+
+class Samples(Dataset[Any]):
+    """Makes a batch of ``[(epoch, place), index, ...]`` where the samples are read.
+
+    A worker draws its random numbers from (seed, epoch, place), so that a batch is the same in a run that
+    resumes within the epoch. It tells `dataset` of a new epoch: a persistent worker has a copy of its own.
+
+    Args:
+        dataset: map-style.
+        collate_fn: makes a batch of a list of samples.
+        seed: of the run.
+        per_sample: seed before each sample, by (seed, epoch, index), in whatever process it is read.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int, per_sample: bool
+    ) -> None:
+        self.dataset, self.collate_fn, self.seed, self.per_sample = dataset, collate_fn, seed, per_sample
+        self._epoch: int | None = None
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        (epoch, place), *indices = keys
+        if get_worker_info() is not None:
+            self._begin(epoch)
+            seed_all(mix(self.seed, epoch, place, 4))
+        try:
+            return [self.collate_fn(self._read(epoch, indices))]
+        except StopIteration as error:
+            raise RuntimeError(
+                f"the dataset or collate_fn raised StopIteration for samples {indices[:8]}, which would end"
+                " the epoch without an error"
+            ) from error
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._epoch = epoch
+
+    def _read(self, epoch: int, indices: list[Any]) -> list[Any]:
+        if self.per_sample:
+            return [self._seeded(epoch, index) for index in indices]
+        read_together = getattr(self.dataset, "__getitems__", None)
+        return read_together(indices) if read_together else [self.dataset[index] for index in indices]
+
+    def _seeded(self, epoch: int, index: int) -> Any:
+        with RandomStreams(mix(self.seed, epoch, index, 2)):
+            return self.dataset[index]
