@@ -83,8 +83,8 @@ def load_task(path: str | os.PathLike[str]) -> Any:
 
 
 def _name_classes() -> None:
-    """Make the script's classes, which came by value, attributes of this process's ``__main__``: a batch or an
-    error of such a class passes from a DataLoader's worker to its rank by name."""
+    """Make the script's classes, which came by value, attributes of this process's ``__main__``: a batch or
+    an error of such a class passes from a DataLoader's worker to its rank by name."""
     main = sys.modules["__main__"]
     for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS):
         if kind.__module__ == "__main__" and kind.__qualname__.isidentifier():

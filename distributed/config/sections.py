@@ -139,7 +139,7 @@ class DataSection(Section):
 
     @property
     def loader_options(self) -> dict[str, Any]:
-        """Arguments of a DataLoader over data that is given without one; empty where all are DataLoader's own."""
+        """Arguments of a DataLoader over data that is given without one, other than its defaults."""
         found = {
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,

@@ -15,7 +15,7 @@ from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import split_window
 from distributed.data.rows import reader_of
 from distributed.data.sampler_order import SamplerOrder
-from distributed.data.samples import Samples, first
+from distributed.data.samples import Samples, WorkerInit, first
 from distributed.data.source import Source
 from distributed.data.stream import loses_samples
 from distributed.data.stream_reader import StreamReader, loader_generator
@@ -51,6 +51,7 @@ class Feed:
         per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
         evaluation: keep every sample and do not shuffle (C5).
         pin: read in-memory tensors into pinned memory, whatever the loader's ``pin_memory``.
+        repeats: refuse to resume where samples draw on random numbers that do not repeat.
         keeps_size: refuse a batch sampler's batch of another size than `batch_size`, but for the last.
     """
 
@@ -70,6 +71,7 @@ class Feed:
         per_sample_rng: bool = False,
         evaluation: bool = False,
         pin: bool = False,
+        repeats: bool = False,
         keeps_size: bool = False,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
@@ -77,6 +79,7 @@ class Feed:
         self.global_batch_size = batch_size * accumulation * size
         self.drop_last = not evaluation and (source.drop_last if drop_last is None else drop_last)
         self.evaluation, self._keeps_size = evaluation, keeps_size
+        self._repeats, self._resumed = repeats, False
         self._drawn: SamplerOrder | None = None
         if source.is_map and source.sampler is not None:
             # Validation sets are drawn once.
@@ -84,6 +87,7 @@ class Feed:
         self._keyed: bool | None = None
         self._batches = _Batches()
         self._per_sample_rng = per_sample_rng
+        self._samples = Samples(source.dataset, source.collate_fn, seed, per_sample_rng)
         self._pins = pin or bool(source.options.get("pin_memory"))
         self._loader: DataLoader[Any] | None = None
         self._end: int | None = None
@@ -192,7 +196,9 @@ class Feed:
             UserError: another version of this package saved it, and this one does not know the order; or
                 within an epoch, seed or data are others, so that samples would be missed and repeated.
         """
-        own = self.order
+        own, options = self.order, self.source.options
+        # Workers that are made in each epoch begin with what this process has.
+        self._resumed = inside or not options.get("num_workers") or bool(options.get("persistent_workers"))
         if inside and saved is not None:
             self._check_same(own or {}, saved)
         if self._drawn is not None and saved is not None and saved["name"] == _SAMPLER:
@@ -241,6 +247,11 @@ class Feed:
     def rereads(self) -> bool:
         """Whether resuming means to read and skip the samples that were read before."""
         return not self.source.is_map and "dataset" not in (self._restored or {})
+
+    @property
+    def num_read(self) -> int | None:
+        """Samples of the epoch that `windows` began; None if unknown."""
+        return self._end
 
     def ended(self, samples: int) -> bool:
         """Whether the first `samples` of the epoch that `windows` began are all that it yields.
@@ -383,6 +394,12 @@ class Feed:
                 position += count
 
         self._batches.source = draw
+        if self._repeats and self._resumed:
+            self._resumed = False
+            head = list(islice(plan, 1))
+            plan = chain(head, plan)
+            for _, micro_batches in head:
+                self._samples.check_repeats(epoch, micro_batches[0][0])
         batches = read(self._dataloader(epoch), self.source.argument)
         for head in batches:
             count, numbers = windows.popleft()
@@ -405,8 +422,8 @@ class Feed:
         others = {len(batch) for batch in batches} - {self.batch_size}
         if self._keeps_size and others:
             raise UserError(
-                "the batch sampler yields batches of another size than in the beginning, by which the global"
-                " batch and the learning rate were planned",
+                "the batch sampler yields batches of another size than in the beginning, by which the"
+                " global batch and the learning rate were planned",
                 field=self.source.argument,
                 got=f"{others.pop()} samples",
                 allowed=f"{self.batch_size} samples in all batches but the last",
@@ -433,13 +450,13 @@ class Feed:
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:
         if self._loader is None:
-            dataset, collate_fn = self.source.dataset, self.source.collate_fn
+            options = self.source.options
             self._loader = DataLoader(
-                Samples(dataset, collate_fn, self.seed, self._per_sample_rng),
+                self._samples,
                 batch_sampler=self._batches,
                 collate_fn=first,
                 generator=torch.Generator(),
-                **self.source.options,
+                **{**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))},
             )
         self._loader.generator = loader_generator(self.seed, epoch, self.rank)
         return self._loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def _add_to_digest(value: Any, digest: Any) -> None:
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             _add_to_digest(value[key], digest)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            _add_to_digest(getattr(value, part.name, None), digest)
     elif isinstance(value, torch.Tensor):
         digest.update(_bytes_of(value))
     elif getattr(getattr(value, "dtype", None), "hasobject", False):

@@ -81,12 +81,12 @@ def check_shards(sampler: Any, argument: str) -> None:
             number = getattr(part, name, 1)
             if isinstance(number, int) and number > 1:
                 raise UserError(
-                    f"a sampler made for one of {number} ranks yields a part of the data, which would be dealt"
-                    " out to the ranks once more",
+                    f"a sampler made for one of {number} ranks yields a part of the data, which would be"
+                    " dealt out to the ranks once more",
                     field=argument,
                     got=f"{type(part).__name__} with {name}={number}",
                     allowed="a sampler that yields the samples of all ranks; DistributedSampler itself",
-                    remedy=f"Make it for a world of one ({name}=1, rank=0): each rank gets a part of its draws",
+                    remedy=f"Make it for a world of one ({name}=1, rank=0): each rank gets its part",
                 )
 
 

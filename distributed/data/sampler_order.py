@@ -229,7 +229,7 @@ class SamplerOrder:
 
 
 def size_of_batches(batches: Any, dataset: Any) -> int | None:
-    """Size of all batches of a batch sampler but the last, as a copy of it draws them; None if they differ."""
+    """Size of a batch sampler's batches but the last, as a copy of it draws them; None if they differ."""
     with RandomStreams(0):
         copied = _copied(batches, dataset)
         sizes = [] if copied is batches else [len(list(b)) for b in islice(copied, _LOOKED_AT)]

@@ -7,10 +7,30 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from distributed.data.fingerprint import fingerprint
 from distributed.data.order import mix
 from distributed.data.sample_rng import RandomStreams, seed_all
+from distributed.errors import UserError
 
-__all__ = ["Samples", "first"]
+__all__ = ["Samples", "WorkerInit", "first"]
+
+
+class WorkerInit:
+    """Runs the user's ``worker_init_fn`` in a worker, whose info has the user's dataset.
+
+    Args:
+        function: None does nothing else.
+    """
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self.function = function
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # it is frozen
+        if self.function is not None:
+            self.function(worker)
 
 
 def first(batches: list[Any]) -> Any:
@@ -64,3 +84,21 @@ class Samples(Dataset[Any]):
     def _seeded(self, epoch: int, index: int) -> Any:
         with RandomStreams(mix(self.seed, epoch, index, 2)):
             return self.dataset[index]
+
+    def check_repeats(self, epoch: int, indices: list[Any]) -> None:
+        """Raise a UserError if two reads of a batch, with equal random numbers, differ."""
+        digests = set()
+        for _ in range(2):
+            with RandomStreams(self.seed):
+                sample = self._read(epoch, indices[:1])
+                digests.add(fingerprint([sample, self.__getitems__([(epoch, ""), *indices])]))
+        if len(digests) > 1:
+            raise UserError(
+                "samples draw random numbers from a generator of their own, or depend on how often they were"
+                " read, so that a resumed run cannot read what the uninterrupted one would",
+                field="deterministic",
+                got=f"true, with {type(self.dataset).__name__}",
+                allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
+                remedy="Draw from random, numpy.random or torch without a generator of the dataset's own, or"
+                " set deterministic=false",
+            )

@@ -281,7 +281,7 @@ def _dataset(data: Any, argument: str) -> Any:
 
 def _check_columns(data: Any, parts: list[torch.Tensor], argument: str) -> None:
     """Raise a UserError for a list whose tensors may be samples as well as columns."""
-    if isinstance(data, list) and len(parts) > 1 and len({(p.shape, p.dtype) for p in parts}) == 1:
+    if isinstance(data, list) and len(parts) > 2 and len({(p.shape, p.dtype) for p in parts}) == 1:
         raise UserError(
             "a list of tensors of one shape may hold a sample in each, or a column of all samples",
             field=argument,

@@ -100,9 +100,9 @@ def _resolve_batch(
     config: DistributedConfig, spec: BackendSpec, facts: Facts, dims: ParallelDims, num_slices: int
 ) -> tuple[BatchPlan, tuple[int, ...]]:
     """The batch, and under ``batch_size=auto`` the sizes of a micro-batch, of which it has the largest."""
-    check_batches(config, facts)
     given = config.batch_size
     if given is None or isinstance(given, int):
+        check_batches(config, facts)
         batch = resolve_batch(
             batch_size=given,
             accumulation=config.gradient_accumulation_steps,

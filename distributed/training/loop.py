@@ -98,6 +98,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.history.best_accuracy = self.progress.best_accuracy
         self.goal = Goal.of(plan.config, self.progress)
         self.feed: Any = train_feed(plan, task, backend)
+        self.num_samples = None if self.feed is None else self.feed.num_samples
         self.steps_per_epoch = None if self.feed is None else self.feed.num_windows
         self.total_steps = self.goal.total_steps(self.steps_per_epoch)
         self.schedule = Schedule()
@@ -232,6 +233,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.records.begin_epoch()
         self.timers.enter("data", progress.step + 1, progress.epoch)
         windows = self.feed.windows(progress.epoch, progress.samples)
+        self._check_length()
         if self.backend.loads_ahead and self.feed.can_read_ahead:
             windows = ReadAhead(windows, self.backend)
         for record in self.steps(windows):
@@ -245,6 +247,21 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if self.state.open_epoch.steps and not self.history.preempted:  # The resumed run closes the interval.
             self._end_interval()
         return complete
+
+    def _check_length(self) -> None:
+        """Raise a UserError for an epoch of another length than that by which a schedule was planned."""
+        planned, found = self.num_samples, self.feed.num_read
+        if self.progress.samples or None in (planned, found, self.total_steps) or planned == found:
+            return
+        if self.schedule.has_end:
+            raise UserError(
+                f"epoch {self.progress.epoch} has another number of samples than the first one, by which the"
+                " schedule of the learning rate was planned",
+                field="train_loader",
+                got=f"{found} samples",
+                allowed=f"{planned}, the length at the start",
+                remedy="Give max_steps, or a scheduler whose rates do not depend on the length of the run",
+            )
 
     def _after_step(self, record: StepRecord) -> None:
         """Whatever is due after an optimizer step: callbacks, log, signals, checkpoint."""

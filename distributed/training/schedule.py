@@ -23,6 +23,7 @@ class Schedule:
     def __init__(self) -> None:
         self.scheduler: Any = None
         self.interval = "step"
+        self._is_planned = False
 
     def build(self, given: Any, optimizer: Any, config: DistributedConfig, total_steps: int | None) -> None:
         """Build the scheduler from the user's object or factory, or from the configuration.
@@ -31,8 +32,14 @@ class Schedule:
             UserError: it drives another optimizer, or a decay has no known end.
         """
         self.scheduler, self.interval = build_scheduler(given, optimizer, config, total_steps)
+        self._is_planned = given is None and config.scheduler != "constant" and config.max_steps is None
         if total_steps is not None:
             _check_end(self.scheduler, self.interval, total_steps, config.epochs)
+
+    @property
+    def has_end(self) -> bool:
+        """The rates depend on the number of steps of the run."""
+        return self._is_planned or hasattr(self.scheduler, "total_steps")
 
     def after_step(self) -> None:
         """Step a per-step scheduler. Not called for a skipped optimizer step."""

@@ -105,8 +105,10 @@ def test_a_loader_keeps_what_it_says() -> None:
     assert (source.dataset, source.batch_size, source.drop_last) == (loader.dataset, 5, True)
     assert source.collate_fn is collate
     rebuilt = Feed(source, 5)._dataloader(0)
-    for name in ("num_workers", "worker_init_fn", "pin_memory", "prefetch_factor", "persistent_workers",
-                 "timeout", "multiprocessing_context", "dataset", "collate_fn"):  # fmt: skip
+    assert (rebuilt.dataset.dataset, rebuilt.dataset.collate_fn) == (loader.dataset, collate)
+    assert rebuilt.worker_init_fn.function is init
+    for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout",
+                 "multiprocessing_context"):  # fmt: skip
         assert getattr(rebuilt, name) == getattr(loader, name), name
 
 

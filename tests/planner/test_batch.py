@@ -38,7 +38,41 @@ def test_any_one_of_them_follows_from_the_others(batch: int, steps: int, ranks: 
     assert numbers(resolve(ranks, accumulation=steps, global_batch_size=whole)) == expected
     assert numbers(resolve(ranks, batch_size=batch, accumulation=steps, global_batch_size=whole)) == expected
     assert numbers(resolve(ranks, loader_batch_size=batch, accumulation=steps)) == expected
-    assert numbers(resolve(ranks, loader_batch_size=batch, global_batch_size=whole)) == expected
+    assert numbers(resolve(ranks, loader_batch_size=batch, has_batches=True, global_batch_size=whole)) == expected
+    if batch > 1:
+        assert numbers(resolve(ranks, loader_batch_size=batch, global_batch_size=whole)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loader", "whole", "expected"),
+    [
+        (1, 64, 64, (64, 1)),
+        (2, 64, 64, (32, 1)),
+        (4, 64, 64, (16, 1)),
+        (1, 16, 64, (16, 4)),
+        (1, 1, 64, (64, 1)),
+        (2, 1, 64, (32, 1)),
+        (1, 24, 60, (20, 3)),
+        (1, 4, 7, (1, 7)),
+    ],
+)
+def test_a_loaders_size_is_the_largest_micro_batch(
+    ranks: int, loader: int, whole: int, expected: tuple[int, int]
+) -> None:
+    found = resolve(ranks, loader_batch_size=loader, global_batch_size=whole)
+    assert numbers(found) == (*expected, ranks, whole)
+    size, steps = expected
+    for given in ({"accumulation": steps}, {"batch_size": size}):
+        assert resolve(ranks, loader_batch_size=loader, global_batch_size=whole, **given) == found
+
+
+@quick
+@given(number, number, number)
+def test_accumulation_is_the_least_that_a_loaders_size_allows(share: int, loader: int, ranks: int) -> None:
+    assume(loader > 1)
+    found = resolve(ranks, loader_batch_size=loader, global_batch_size=share * ranks)
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and share // n <= loader]
+    assert numbers(found) == (share // fitting[0], fitting[0], ranks, share * ranks)
 
 
 def test_what_nobody_says() -> None:
@@ -68,6 +102,11 @@ def test_an_impossible_identity_names_the_nearest_that_hold(whole: int, unit: in
     [
         ({"batch_size": 4, "accumulation": 2, "global_batch_size": 24}, "global_batch_size", "16"),
         ({"batch_size": 4, "loader_batch_size": 8}, "batch_size", "8, the loader's own"),
+        (
+            {"batch_size": 4, "loader_batch_size": 8, "has_batches": True, "global_batch_size": 16},
+            "batch_size",
+            "8, the loader's own",
+        ),
     ],
 )
 def test_explicit_values_that_conflict(given: dict[str, int], field: str, allowed: str) -> None:

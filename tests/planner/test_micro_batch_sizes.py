@@ -62,6 +62,10 @@ def test_every_torch_backend_chooses(backend: str) -> None:
     assert plan(backend=backend, num_processes=1, global_batch_size=4).micro_batches == (4, 2, 1)
 
 
+def test_a_loaders_size_limits_nothing() -> None:
+    assert plan(Facts(train_batch_size=2), num_processes=1, global_batch_size=4).micro_batches == (4, 2, 1)
+
+
 def test_the_first_line_names_the_sizes() -> None:
     text = plan(num_processes=2, global_batch_size=8).summary()
     assert "global batch 8, in micro-batches of one of 4, 2, 1 samples" in text
@@ -73,11 +77,10 @@ def test_the_first_line_names_the_sizes() -> None:
         ("global_batch_size", Facts(), {}),
         ("global_batch_size", Facts(), {"num_processes": 2, "global_batch_size": 9}),
         ("gradient_accumulation_steps", Facts(), {"global_batch_size": 8, "gradient_accumulation_steps": 2}),
-        ("batch_size", Facts(train_batch_size=4), {"global_batch_size": 8}),
         ("batch_size", Facts(has_batches=True), {"global_batch_size": 8}),
         ("batch_size", Facts(), {"global_batch_size": 8, "backend": "tensorflow"}),
     ],
-    ids=["no global batch", "unequal shares", "accumulation", "a loader", "a batch sampler", "tensorflow"],
+    ids=["no global batch", "unequal shares", "accumulation", "a batch sampler", "tensorflow"],
 )
 def test_contradictions_are_refused(field: str, facts: Facts, fields: dict[str, Any]) -> None:
     with pytest.raises(UserError) as raised:
