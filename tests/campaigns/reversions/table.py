@@ -138,6 +138,21 @@ REVERSIONS = {
         "distributed.data.source", "Source._stream_length", _nothing,
         f"{_STREAMS}test_a_streams_length_is_the_end_of_a_decay",
     ),
+    "drawn orders": Reversion(
+        "A sampler that draws something else after a resume misses samples and repeats others",
+        "distributed.data.sampler_order", "SamplerOrder._draw_again", _nothing,
+        "tests/data/test_sampler_order.py::test_another_order_is_refused[pair1-True]",
+    ),
+    "epochs of workers": Reversion(
+        "Persistent workers read every epoch as the first",
+        "distributed.data.samples", "Samples._begin", _nothing,
+        "tests/data/test_loaders_on_ranks.py::test_persistent_workers_know_the_epoch",
+    ),
+    "shards of samplers": Reversion(
+        "A sampler that draws the part of one rank trains a part of the data",
+        "distributed.data.sampler_order", "SamplerOrder._check_whole", _nothing,
+        "tests/data/test_loaders_on_ranks.py::test_a_sampler_that_shards_is_refused",
+    ),
     "states with arguments": Reversion(
         "A stream's state_dict that requires arguments is called without",
         "distributed.data.stream", "_callable_with",
