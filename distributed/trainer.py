@@ -267,7 +267,7 @@ class Trainer:
         from distributed.data import Source, validation_sources
 
         train_data = framework.read(train_loader, "train_loader", config)
-        reading = {"collate_fn": self.collate_fn, "options": config.data.loader_options}
+        reading: dict[str, Any] = {"collate_fn": self.collate_fn, "options": config.data.loader_options}
         task = self._bare_task(
             validation_step=self.validation_step,
             metrics=self.metrics,

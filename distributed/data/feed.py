@@ -279,7 +279,8 @@ class Feed:
         """(window, digest of what was drawn up to its end) of a sampler without an end."""
         whole = self.source.order == "batch_sampler"
         size = self.accumulation * self.size if whole else self.global_batch_size
-        state, self._restored = self._restored if start else None, None
+        state: Any = self._restored if start else None
+        self._restored = None
         digests: deque[str] = deque()
 
         def plan() -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:

@@ -103,7 +103,7 @@ class SamplerOrder:
             drawn = list(islice(opened, self._limit))
             after = list(islice(opened, 1))
             if after or self._limit == 0:
-                drawn, self._endless = None, chain(drawn, after, opened)
+                self._endless, drawn = chain(drawn, after, opened), None
         self._last = self._broadcast(drawn)
         if self._last is not None:
             digest = fingerprint([self._position["digest"], *_as_tensors(self._last)])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import run
 
-SCRIPT = '''
+SCRIPT = """
 from dataclasses import dataclass
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def trained(ranks, function):
 if __name__ == "__main__":
     print((trained(2, collate) - trained(1, collate)).abs().max().item() < 1e-12)
     trained(2, failing)
-'''
+"""
 
 
 @pytest.mark.starts_processes

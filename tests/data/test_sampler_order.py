@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ class Unseeded(Own):
 class Periodic(Own):
     """Two orders in turn, of which the second run has the other first."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.calls = first
 
     def __iter__(self) -> Iterator[int]:
@@ -187,10 +188,10 @@ class Periodic(Own):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
-    "pair", [(Unseeded(), Unseeded()), (Periodic(0), Periodic(1))], ids=["unseeded", "phase"]
+    "kinds", [(Unseeded, Unseeded), (Periodic, partial(Periodic, 1))], ids=["unseeded", "phase"]
 )
-def test_another_order_is_refused(pair: tuple[Any, Any], inside: bool) -> None:
-    first, second = map(feed_of, pair)
+def test_another_order_is_refused(kinds: tuple[Any, Any], inside: bool) -> None:
+    first, second = (feed_of(kind()) for kind in kinds)
     read([first], 0)
     read([first], 1, limit=1)
     second.continue_order(first.order, inside=inside)

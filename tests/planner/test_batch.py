@@ -38,7 +38,10 @@ def test_any_one_of_them_follows_from_the_others(batch: int, steps: int, ranks: 
     assert numbers(resolve(ranks, accumulation=steps, global_batch_size=whole)) == expected
     assert numbers(resolve(ranks, batch_size=batch, accumulation=steps, global_batch_size=whole)) == expected
     assert numbers(resolve(ranks, loader_batch_size=batch, accumulation=steps)) == expected
-    assert numbers(resolve(ranks, loader_batch_size=batch, has_batches=True, global_batch_size=whole)) == expected
+    assert (
+        numbers(resolve(ranks, loader_batch_size=batch, has_batches=True, global_batch_size=whole))
+        == expected
+    )
     if batch > 1:
         assert numbers(resolve(ranks, loader_batch_size=batch, global_batch_size=whole)) == expected
 
@@ -62,8 +65,8 @@ def test_a_loaders_size_is_the_largest_micro_batch(
     found = resolve(ranks, loader_batch_size=loader, global_batch_size=whole)
     assert numbers(found) == (*expected, ranks, whole)
     size, steps = expected
-    for given in ({"accumulation": steps}, {"batch_size": size}):
-        assert resolve(ranks, loader_batch_size=loader, global_batch_size=whole, **given) == found
+    for named in ({"accumulation": steps}, {"batch_size": size}):
+        assert resolve(ranks, loader_batch_size=loader, global_batch_size=whole, **named) == found
 
 
 @quick

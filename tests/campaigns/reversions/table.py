@@ -141,7 +141,7 @@ REVERSIONS = {
     "drawn orders": Reversion(
         "A sampler that draws something else after a resume misses samples and repeats others",
         "distributed.data.sampler_order", "SamplerOrder._draw_again", _nothing,
-        "tests/data/test_sampler_order.py::test_another_order_is_refused[pair1-True]",
+        "tests/data/test_sampler_order.py::test_another_order_is_refused[phase-True]",
     ),
     "epochs of workers": Reversion(
         "Persistent workers read every epoch as the first",
