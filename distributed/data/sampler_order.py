@@ -168,7 +168,8 @@ class SamplerOrder:
         if self._gather is None:
             return
         own, self._sampler = self._sampler, _copied(self._sampler, self.source.dataset)
-        parts = [set(part) for part in self._gather(_flat(islice(self._opened(epoch), _UNKNOWN)))]
+        drawn = [] if self._sampler is own else _flat(islice(self._opened(epoch), _UNKNOWN))
+        parts = [set(part) for part in self._gather(drawn)]
         self._sampler = own
         together = set().union(*parts)
         if len(parts) > 1 and all(parts) and len(together) == sum(map(len, parts)) > 0.9 * self._num_samples:
@@ -239,9 +240,11 @@ def size_of_batches(batches: Any, dataset: Any) -> int | None:
 
 
 def _copied(sampler: Any, dataset: Any) -> Any:
-    """A copy that refers to the same dataset; the sampler itself where it cannot be copied."""
+    """A copy that shares the dataset and what it holds; the sampler itself where it cannot be copied."""
+    shared = [dataset, *getattr(dataset, "__dict__", {}).values()]
+    shared += [part for values in shared[1:] if isinstance(values, (list, tuple)) for part in values[:_CHUNK]]
     try:
-        return copy.deepcopy(sampler, {id(dataset): dataset})
+        return copy.deepcopy(sampler, {id(part): part for part in shared})
     except Exception:  # noqa: BLE001 - whatever a class of the user raises
         return sampler
 

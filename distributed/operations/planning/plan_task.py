@@ -87,11 +87,12 @@ def plan_task(
     source = known.source(with_free_stages(config, kept), precision, profile.device)
     whole = source(Cut())
     sizes = FactsSizes(_global_batch(config, facts, devices), max(1, len(whole.blocks) - 1), _experts(model))
+    keeps_size = facts.has_batches or config.global_batch_size is None
     space = space_of(sizes, config, kept, profile, devices, catalog, options.codecs)
     space = replace(
         space,
         optimizer=known.optimizer(config)[0],
-        micro_batch=facts.train_batch_size or space.micro_batch,
+        micro_batch=(facts.train_batch_size if keeps_size else None) or space.micro_batch,
         checkpointing=space.checkpointing if whole.first_recomputed else (False,),
     )
     effect = effect_of_size(task, model, known.samples())
