@@ -91,7 +91,13 @@ ACCEPTED: list[dict[str, Any]] = [
     {"sparse_gradients": False, "pipeline": {}, "scheduler": {"type": None}, "zero_optimization": None},
     {"prescale_gradients": False, "gradient_predivide_factor": "1.0", "gradient_allreduce_op": "mean"},
     {"dataloader_drop_last": False, "sequence_parallel_size": 1, "managed_gradient_accumulation": "true"},
-    {"checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": 0}}},
+    {
+        "checkpoint": {
+            "tag_validation": "Warn",
+            "load_universal": False,
+            "parallel_write": {"pipeline_stage": 0},
+        }
+    },
     {"data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"}},
     {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "round_robin_gradients": "false"}},
     {"bf16": {"enabled": True, "check_grad_overflow": True}, "zero_force_ds_cpu_optimizer": True},
@@ -118,7 +124,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam", "params": []}}, {}, r"optimizer.params: it is a section.*Got \[\]"),
     ({"optimizer": {"params": {"lr": 0.1, "betas": [0.8, 0.9]}}}, {}, r"without a type .* Name the type"),
     ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, {}, "params.lr: not a value of it"),
-    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, {}, "no optimizer clips.*gradient_clip"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        {},
+        "no optimizer clips.*gradient_clip",
+    ),
     ({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}, {}, "changes the training"),
     ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, {}, "always corrects"),
     ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {}, "not finite is always skipped"),
@@ -126,13 +136,29 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"train_batch_size": "many"}, {}, "train_batch_size: not a value of it"),
     ({"train_batch_size": 6.5}, {}, "train_batch_size: not a value of it"),
     ({"gradient_clipping": float("nan")}, {}, "gradient_clipping: not a value of it"),
-    ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0}, {}, "factor: .*the mean.*Leave it"),
+    (
+        {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+        {},
+        "factor: .*the mean.*Leave it",
+    ),
     ({"prescale_gradients": "true"}, {}, "prescale_gradients: .*the mean over the global batch"),
-    ({"zero_optimization": {"stage": 2, "unknown": 1}}, {}, "zero_optimization.unknown: 'unknown' is not among"),
-    ({"zero_optimization": {"stage": 3, "stage3_param_persitence_threshold": 1}}, {}, "Did you mean 'stage3_para"),
+    (
+        {"zero_optimization": {"stage": 2, "unknown": 1}},
+        {},
+        "zero_optimization.unknown: 'unknown' is not among",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_param_persitence_threshold": 1}},
+        {},
+        "Did you mean 'stage3_para",
+    ),
     ({"compile": {"backend": "inductor"}}, {}, "compile: not supported.*Set compile=blocks"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel: not supported.*see parallel.tensor"),
-    ({"sparse_attention": {"mode": "fixed"}}, {}, "sparse_attention: not supported: DeepSpeed has removed it"),
+    (
+        {"sparse_attention": {"mode": "fixed"}},
+        {},
+        "sparse_attention: not supported: DeepSpeed has removed it",
+    ),
     ({"data_types": {"grad_accum_dtype": "fp32"}}, {}, "grad_accum_dtype: not supported.*Leave it out"),
     ({"tp_size": 2}, {}, r"'tp_size' is not among(?!.*Did you mean).*Leave it out"),
     ({"comms_config": {}}, {}, "its own section is comms_logger"),
@@ -286,7 +312,7 @@ def test_an_optimizer_beside_that_of_the_file_is_refused_and_each_alone_trains()
     alone(small_model(), {}, optimizer=torch.optim.SGD).fit(problem(8), max_steps=1)
     trainer = alone(small_model(), native)
     trainer.fit(problem(8), max_steps=1)
-    assert trainer.fit(problem(8), max_steps=2).steps["step"][-1] == 2  # goes on with the first one's
+    assert trainer.fit(problem(8), max_steps=2).steps["step"][-1] == 3  # which has its optimizer
 
 
 def test_a_type_of_communication_for_float64_is_refused() -> None:

@@ -172,7 +172,7 @@ def check_reading(config: DistributedConfig, stage: int) -> None:
             config.scaler_growth_interval,
         )
     for path, (theirs, ours) in pairs.items():
-        if theirs != ours and config.origin(FIELDS[path][1]) == NATIVE:
+        if theirs != ours and config.origin(FIELDS[path]) == NATIVE:
             raise UserError(
                 f"DeepSpeed reads {theirs}, and this run {ours}",
                 field=f"{NATIVE}.{path}",

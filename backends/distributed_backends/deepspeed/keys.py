@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 CHECKPOINTING = "activation_checkpointing"
 """DeepSpeed's section, and our field."""
@@ -54,21 +54,20 @@ HANDED: dict[str, str] = {
 }
 """Section -> its ``key:kind`` that reach DeepSpeed as they are."""
 
-FIELDS: dict[str, tuple[str, str]] = {
-    "train_micro_batch_size_per_gpu": ("int", "batch_size"),
-    "train_batch_size": ("int", "global_batch_size"),
-    "gradient_accumulation_steps": ("int", "gradient_accumulation_steps"),
-    "gradient_clipping": ("number", "gradient_clipping"),
-    "zero_optimization.stage": ("int", "zero_stage"),
-    "zero_optimization.offload_optimizer.device": ("text", "zero.offload_optimizer"),
-    "zero_optimization.offload_param.device": ("text", "zero.offload_parameters"),
-    "optimizer.params.lr": ("number", "learning_rate"),
-    "optimizer.params.weight_decay": ("number", "weight_decay"),
-    "optimizer.params.momentum": ("number", "momentum"),
-    "fp16.initial_scale_power": ("int", "scaler_init_scale"),
-    "fp16.loss_scale_window": ("int", "scaler_growth_interval"),
+_FIELDS = {
+    "train_micro_batch_size_per_gpu:int": "batch_size",
+    "train_batch_size:int": "global_batch_size",
+    "gradient_accumulation_steps:int": "gradient_accumulation_steps",
+    "gradient_clipping:number": "gradient_clipping",
+    "zero_optimization.stage:int": "zero_stage",
+    "zero_optimization.offload_optimizer.device:text": "zero.offload_optimizer",
+    "zero_optimization.offload_param.device:text": "zero.offload_parameters",
+    "optimizer.params.lr:number": "learning_rate",
+    "optimizer.params.weight_decay:number": "weight_decay",
+    "optimizer.params.momentum:number": "momentum",
+    "fp16.initial_scale_power:power": "scaler_init_scale",
+    "fp16.loss_scale_window:int": "scaler_growth_interval",
 }
-"""Key -> (kind, our field that takes its value)."""
 _OWNED = {
     "`optimizer`": "optimizer.type:text optimizer.params.adam_w_mode:bool",
     "an argument of torch's class, as other params": "optimizer.params.betas:numbers"
@@ -76,7 +75,7 @@ _OWNED = {
     "torch's optimizer steps, on the CPU as well": "optimizer.params.torch_adam:bool"
     " zero_force_ds_cpu_optimizer:bool",
     "`mixed_precision`": "bf16.enabled:bool fp16.enabled:bool fp16.auto_cast:bool",
-    "the loss scale moves by DeepSpeed's own rule": "fp16.loss_scale:number fp16.min_loss_scale:number"
+    "the loss scale moves by DeepSpeed's own rule": "fp16.loss_scale:number fp16.min_loss_scale:int"
     " fp16.hysteresis:int fp16.consecutive_hysteresis:bool",
     f"`{CHECKPOINTING}: full`": f"{CHECKPOINTING}.partition_activations:bool",
     f"`{CHECKPOINTING}: offload`": f"{CHECKPOINTING}.cpu_checkpointing:bool",
@@ -86,19 +85,12 @@ _OWNED = {
     " zero_optimization.stage3_gather_16bit_weights_on_model_save:bool"
     " zero_optimization.stage3_gather_fp16_weights_on_model_save:bool",
 }
-OWNED = {path: f"`{field}`" for path, (_, field) in FIELDS.items()} | {
+FIELDS = {key.partition(":")[0]: field for key, field in _FIELDS.items()}
+"""Key -> our field that takes its value."""
+OWNED = {path: f"`{field}`" for path, field in FIELDS.items()} | {
     key.partition(":")[0]: ours for ours, keys in _OWNED.items() for key in keys.split()
 }
 """Key -> what takes its place."""
-
-
-class Refused(NamedTuple):
-    """Why a key is refused: `harmless` values, which change nothing, are accepted."""
-
-    harmless: tuple[Any, ...]
-    reason: str
-    remedy: str
-
 
 _PORTABLE, _REMOVED = "checkpoints are written in the portable format", "DeepSpeed has removed it"
 _OTHERS, _LEAVE = "it is not part of this backend", "Leave it out"
@@ -149,28 +141,21 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 )  # fmt: skip
 
 
-def _refused() -> Iterator[tuple[str, Refused]]:
+def _refused() -> Iterator[tuple[str, tuple[list[Any], str, str]]]:
     for reason, remedy, blocks in _REFUSED:
         for block in blocks.split(";"):
             section, _, keys = block.rpartition(":")
             for key in keys.split():
                 name, _, harmless = key.partition("=")
-                values = tuple(json.loads(value) for value in harmless.split("|") if value)
-                yield f"{section.strip()}.{name}".lstrip("."), Refused(values, reason, remedy)
-
-
-def _kinds() -> Iterator[tuple[str, str]]:
-    spelled = [f"{section}.{key}".lstrip(".") for section, keys in HANDED.items() for key in keys.split()]
-    for key in (*spelled, *(key for keys in _OWNED.values() for key in keys.split())):
-        name, _, kind = key.partition(":")
-        yield name, kind
-    for path, (kind, _) in FIELDS.items():
-        yield path, kind
+                values = [json.loads(value) for value in harmless.split("|") if value]
+                yield f"{section.strip()}.{name}".lstrip("."), (values, reason, remedy)
 
 
 REFUSED = dict(_refused())
-"""Key -> why it is refused."""
-KINDS = dict(_kinds())
+"""Key -> (values that change nothing and are accepted, why others are refused, what to do)."""
+_SPELLED = [f"{section}.{key}".lstrip(".") for section, keys in HANDED.items() for key in keys.split()]
+_SPELLED += [*_FIELDS, *(key for keys in _OWNED.values() for key in keys.split())]
+KINDS: dict[str, str] = {name: kind for name, _, kind in (key.partition(":") for key in _SPELLED)}
 """Key that is handed on or owned -> kind of its values."""
 _PARENTS = {path.rpartition(".")[0] for path in (*KINDS, *REFUSED)}
 SECTIONS = (_PARENTS | {path.rpartition(".")[0] for path in _PARENTS}) - {""}

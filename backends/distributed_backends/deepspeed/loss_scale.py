@@ -40,14 +40,12 @@ class NativeScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if getattr(self._rule, "dynamic", False):
+        moves = getattr(self._rule, "dynamic", self._rule is None)
+        super().load_state_dict(state_dict if moves else state_dict | {"scale": self._init_scale})
+        if self._rule is not None and moves:
             self._rule.cur_scale, self._rule.last_overflow_iter = state_dict["scale"], -1
             self._rule.cur_iter = state_dict.get("finite_steps", state_dict["_growth_tracker"])
             self._rule.cur_hysteresis = state_dict.get("hysteresis", self._rule.delayed_shift)
-        elif self._rule is not None:  # a scale that never moves
-            self.follow(self._rule)
-            self._scale = None
 
 
 class EngineScaler(NativeScaler):

@@ -11,9 +11,9 @@ from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
 from distributed.errors import UserError
 from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS, KINDS, REFUSED, SECTIONS, SWITCHES
@@ -29,6 +29,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "bool": TypeAdapter(bool),
     "int": TypeAdapter(int),
     "count": TypeAdapter(PositiveInt),
+    "power": TypeAdapter(Annotated[int, Field(ge=-126, le=126)]),  # 2 to it is a number in float32
     "number": TypeAdapter(FiniteFloat),
     "numbers": TypeAdapter(list[FiniteFloat]),
     "text": TypeAdapter(str),
@@ -39,7 +40,7 @@ _INSTEAD = {
     "monitor_config": "DeepSpeed ignores it; its own sections are tensorboard, wandb, csv_monitor and comet",
 }
 _OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-_LARGEST_FILE, _LARGEST_POWER = 1_000_000, 126
+_LARGEST_FILE = 1_000_000
 
 
 def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -155,11 +156,9 @@ def _section(values: Any, path: str) -> dict[str, Any]:
             allowed=f"a mapping, such as {_EXAMPLES.get(path, '{}')}",
         )
     found: dict[str, Any] = {}
-    if f"{path}.enabled" in KINDS and path != "timers.throughput":
-        on = values.get("enabled")
-        on = on if on in (None, AUTO) else _typed(on, "bool", f"{path}.enabled")
-        if not on:
-            return {} if on is None else {"enabled": False}
+    switch = f"{path}.enabled" if f"{path}.enabled" in KINDS and path != "timers.throughput" else ""
+    if switch and _means(values.get("enabled"), False):
+        return {"enabled": False}
     for name, value in values.items():
         where = f"{path}.{name}" if path else name
         if value is None or name[:1] in tuple("_#/"):  # nothing, or a remark
@@ -173,7 +172,7 @@ def _section(values: Any, path: str) -> dict[str, Any]:
             found[name] = value if kind is None or value == AUTO else _typed(value, kind, where)
         else:
             _refuse_unknown(name, path)
-    return found
+    return {} if switch and "enabled" not in found else found
 
 
 def _typed(value: Any, kind: str, path: str) -> Any:
@@ -190,7 +189,9 @@ def _refuse(path: str, value: Any) -> None:
     harmless, reason, remedy = REFUSED[path]
     if value == AUTO or any(_means(value, one) for one in harmless):
         return
-    if not harmless and (_means(value, False) or _is_off(path, value)):
+    switch, off = SWITCHES.get(path, ("enabled", (False,)))
+    inner = value.get(switch) if isinstance(value, Mapping) else value
+    if not harmless and (value == {} or any(_means(inner, one) for one in (False, *off))):
         return
     raise UserError(
         f"not supported: {reason}",
@@ -201,20 +202,13 @@ def _refuse(path: str, value: Any) -> None:
     )
 
 
-def _is_off(path: str, section: Any) -> bool:
-    if not isinstance(section, Mapping):
-        return False
-    name, off = SWITCHES.get(path, ("enabled", (False,)))
-    return not section or any(_means(section.get(name), one) for one in off)
-
-
 def _means(value: Any, other: Any) -> bool:
     """Whether DeepSpeed reads `value` as `other`."""
     if other is None or isinstance(other, str):
         return bool(value == other or str(value).lower() == other)
     try:
-        return bool(_typed(value, "bool" if isinstance(other, bool) else "number", "") == other)
-    except UserError:
+        return bool(_KINDS["bool" if isinstance(other, bool) else "number"].validate_python(value) == other)
+    except ValidationError:
         return False
 
 
@@ -223,15 +217,15 @@ def _refuse_unknown(name: str, path: str) -> None:
     every = {*KINDS, *REFUSED, *SECTIONS}
     known = sorted({p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    elsewhere = [known.rpartition(".")[0] for known in sorted(every) if known.rpartition(".")[2] == name]
+    place = next((p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name), None)
     remedy = _INSTEAD.get(name, "Leave it out")
-    if elsewhere and not near:
-        remedy = f"It belongs into {elsewhere[0]}" if elsewhere[0] else "It belongs at the top"
+    if place is not None:
+        remedy = f"It belongs into {place[:-1]}" if place else "It belongs at the top"
     raise UserError(
         f"'{name}' is not among what this backend hands to DeepSpeed."
         + (f" Did you mean '{near[0]}'?" if near else ""),
         field=f"{NATIVE}.{below}{name}",
-        allowed=", ".join(known),
+        allowed=", ".join(one for one in known if below + one not in REFUSED),
         remedy=None if near else remedy,
     )
 
@@ -241,12 +235,12 @@ def _refuse_unknown(name: str, path: str) -> None:
 
 def _owned(native: dict[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
     """(key, our name, value in our terms, said explicitly and no default) of what is ours to decide."""
-    for path, (_, name) in FIELDS.items():
+    for path, name in FIELDS.items():
         value = _get(native, path)
         if value in (None, AUTO):
             continue
         if path == "fp16.initial_scale_power":
-            value = _scale(value)
+            value = 2.0**value
         yield path, name, value or None if name == "gradient_clipping" else value, True
     if _get(native, "zero_optimization.stage") is None:
         yield "zero_optimization.stage", "zero_stage", 0, False
@@ -254,17 +248,6 @@ def _owned(native: dict[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[s
     if mode := recomputation(native):
         yield CHECKPOINTING, CHECKPOINTING, mode, True
     yield from _optimizer(native.get("optimizer") or {})
-
-
-def _scale(power: int) -> float:
-    if abs(power) > _LARGEST_POWER:
-        raise UserError(
-            "2 to that power is no number in float32",
-            field=f"{NATIVE}.fp16.initial_scale_power",
-            got=power,
-            allowed=f"at most {_LARGEST_POWER}",
-        )
-    return float(2.0**power)
 
 
 def recomputation(native: Mapping[str, Any]) -> str | None:
