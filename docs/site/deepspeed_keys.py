@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 
 from distributed_backends.deepspeed.keys import HANDED, OWNED, REFUSED
+
 from docs.site.markdown import table
 
 __all__ = ["keys_table"]
@@ -17,11 +18,14 @@ def keys_table() -> str:
         [_keys(section, (key.partition(":")[0] for key in keys.split())), "handed to DeepSpeed", ""]
         for section, keys in HANDED.items()
     ]
-    rows += [[_keys("", (k for k, v in OWNED.items() if v == ours)), "owned", ours] for ours in dict.fromkeys(OWNED.values())]
+    for ours in dict.fromkeys(OWNED.values()):
+        rows.append([_keys("", (key for key, place in OWNED.items() if place == ours)), "owned", ours])
     groups: dict[tuple[str, str], list[str]] = {}
     for key, (harmless, reason, remedy) in REFUSED.items():
         accepted = " or ".join(f"`{json.dumps(value)}`" for value in harmless)
-        groups.setdefault((reason, remedy), []).append(f"`{key}`" + (f" (but {accepted})" if accepted else ""))
+        groups.setdefault((reason, remedy), []).append(
+            f"`{key}`" + (f" (but {accepted})" if accepted else "")
+        )
     rows += [[", ".join(keys), "refused", f"{why}. {remedy}"] for (why, remedy), keys in groups.items()]
     return table(rows, "DeepSpeed's key", "here", "")
 

@@ -81,11 +81,13 @@ def keys_of_deepspeed() -> set[str]:
     below["checkpoint"] = asked("checkpoint", seen, parallel_write=writes)
     below["optimizer"] = asked("optimizer", seen, type="AdamW", params={})
     below["timers"] = asked("timers", seen, throughput={})
-    with mock.patch("deepspeed.runtime.config.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)):
+    with mock.patch(
+        "deepspeed.runtime.config.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)
+    ):
         DeepSpeedConfig(asked("", seen, train_batch_size=1, **below))
     classes = {
-        "zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config,
-        "tensorboard": TensorBoardConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig, "comet": CometConfig,
+        "zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config, "tensorboard": TensorBoardConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig, "comet": CometConfig,
         "comms_logger": CommsLoggerConfig, "timers.throughput": DeepSpeedThroughputTimerConfig,
     }  # fmt: skip
     for path, model in classes.items():
@@ -112,7 +114,11 @@ def test_every_key_of_the_table_is_deepspeeds() -> None:
 
 
 def test_a_key_is_in_one_place() -> None:
-    handed = {f"{section}.{key.partition(':')[0]}".lstrip(".") for section in HANDED for key in HANDED[section].split()}
+    handed = {
+        f"{section}.{key.partition(':')[0]}".lstrip(".")
+        for section in HANDED
+        for key in HANDED[section].split()
+    }
     assert not handed & set(OWNED)
     assert not (handed | set(OWNED)) & set(REFUSED)
     assert handed | set(OWNED) == set(KINDS)
@@ -128,8 +134,8 @@ def test_a_default_of_deepspeed_is_accepted() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     read, tried = DeepSpeedConfig({"train_batch_size": 1}), 0
-    places = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config,
-              "": read, "activation_checkpointing": read.activation_checkpointing_config}  # fmt: skip
+    places = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "": read,
+              "bf16": read.bfloat16_config, "activation_checkpointing": read.activation_checkpointing_config}  # fmt: skip
     for key in REFUSED:
         section, _, name = key.rpartition(".")
         default = getattr(places.get(section), name, None)
@@ -140,8 +146,8 @@ def test_a_default_of_deepspeed_is_accepted() -> None:
     assert tried > 15
 
 
-SPELLED = {"bool": ("true", "off", 1), "int": ("7", 7.0), "count": ("7",), "power": ("7",), "number": ("0.5", 1),
-           "text": ("x",), "list": (["x"],)}  # fmt: skip
+SPELLED = {"bool": ("true", "off", 1), "int": ("7", 7.0), "count": ("7",), "power": ("7",),
+           "number": ("0.5", 1), "text": ("x",), "list": (["x"],)}  # fmt: skip
 CONVERTED = ("zero_optimization", "fp16", "bf16", "tensorboard", "wandb", "csv_monitor", "comet", "timers")
 
 
@@ -160,7 +166,9 @@ def test_a_value_of_another_kind_is_converted_as_deepspeed_converts_it(turn: int
             inner: Any = raw
             for part in section.split("."):
                 inner = inner.setdefault(part, {})
-            inner[name] = {"device": "cpu", "stage": "3", "output_path": "x"}.get(name, values[turn % len(values)])
+            inner[name] = {"device": "cpu", "stage": "3", "output_path": "x"}.get(
+                name, values[turn % len(values)]
+            )
     raw["bf16"]["enabled"] = "false"
     for name in ("fp16", "tensorboard", "wandb", "csv_monitor", "comet"):
         raw[name]["enabled"] = "true"
@@ -197,7 +205,9 @@ def scaler_of(fp16: dict[str, Any], stage: int) -> NativeScaler:
 
 
 @pytest.mark.parametrize("fp16", RULES, ids=str)
-def test_under_zero_the_loss_scale_moves_as_deepspeeds(fp16: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_zero_the_loss_scale_moves_as_deepspeeds(
+    fp16: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step by step beside DeepSpeed's own object, and saved and loaded on the way."""
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
@@ -242,7 +252,10 @@ def test_another_backend_goes_on_from_the_saved_scale() -> None:
     plain.scale(torch.ones(()))
     for _ in range(3):
         scaler.after_step(optimizer, False)
-        plain._per_optimizer_states[0] = {"stage": None, "found_inf_per_device": {torch.device("cpu"): torch.zeros(())}}
+        plain._per_optimizer_states[0] = {
+            "stage": None,
+            "found_inf_per_device": {torch.device("cpu"): torch.zeros(())},
+        }
         plain.update()
         assert plain.get_scale() == scaler.get_scale()
     assert scaler.get_scale() == 2.0**17
@@ -260,7 +273,9 @@ def test_a_reading_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(field, "default", 500)
     DeepSpeedFP16Config.model_rebuild(force=True)
     try:
-        with pytest.raises(UserError, match=r"loss_scale_window: DeepSpeed reads 500, and this run 1000.*Set it"):
+        with pytest.raises(
+            UserError, match=r"loss_scale_window: DeepSpeed reads 500, and this run 1000.*Set it"
+        ):
             check_reading(config, 2)
         native["fp16"]["loss_scale_window"] = 1000  # the remedy
         check_reading(PyTorchDDPTrainer(nn.Linear(2, 2), deepspeed_config=native).config, 2)

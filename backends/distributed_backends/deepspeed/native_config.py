@@ -115,7 +115,9 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twin = next((name for name in names if names.count(name) > 1), None)
     if twin is not None:
-        raise UserError("a key is set twice, which DeepSpeed refuses, too", field=f"{NATIVE}: {twin}")
+        raise UserError(
+            "the key is set twice", field=f"{NATIVE}: {twin}", remedy="Keep one, as for DeepSpeed"
+        )
     return dict(pairs)
 
 
@@ -180,8 +182,12 @@ def _typed(value: Any, kind: str, path: str) -> Any:
     try:
         return _KINDS[kind].validate_python(value)
     except ValidationError as error:
+        said = error.errors()[0]["msg"]
         raise UserError(
-            f"not a value of it: {error.errors()[0]['msg']}", field=f"{NATIVE}.{path}", got=value
+            f"not a value of it: {said}",
+            field=f"{NATIVE}.{path}",
+            got=value,
+            remedy="Change it, or leave it out",
         ) from None
 
 
@@ -215,17 +221,18 @@ def _means(value: Any, other: Any) -> bool:
 def _refuse_unknown(name: str, path: str) -> None:
     below = f"{path}." if path else ""
     every = {*KINDS, *REFUSED, *SECTIONS}
-    known = sorted({p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)})
+    known = {p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
     place = next((p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name), None)
     remedy = _INSTEAD.get(name, "Leave it out")
     if place is not None:
         remedy = f"It belongs into {place[:-1]}" if place else "It belongs at the top"
+    known -= {one for one in known if below + one in REFUSED}
     raise UserError(
-        f"'{name}' is not among what this backend hands to DeepSpeed."
-        + (f" Did you mean '{near[0]}'?" if near else ""),
+        f"'{name}' is not among what this backend hands to DeepSpeed.{hint}",
         field=f"{NATIVE}.{below}{name}",
-        allowed=", ".join(one for one in known if below + one not in REFUSED),
+        allowed=", ".join(sorted(known)),
         remedy=None if near else remedy,
     )
 
@@ -268,7 +275,7 @@ def _precision(native: Mapping[str, Any], given: Any) -> Iterator[tuple[str, str
     on = [name for name, enabled in said.items() if enabled is True]
     left = on or [name for name, enabled in said.items() if enabled is not False]
     if len(on) == 2:
-        raise UserError("fp16 and bf16 cannot be enabled both", field=f"{NATIVE}.fp16.enabled", got=True)
+        raise UserError("bf16 is enabled, too", field=f"{NATIVE}.fp16.enabled", remedy="Enable one of them")
     if on or (_is_true(given) and len(left) == 1):
         yield f"{left[0]}.enabled", "mixed_precision", left[0], True
     elif (str(given) in said and given not in left) or (_is_true(given) and not left):
