@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from distributed_backends.deepspeed.keys import FIELDS, HANDED, KINDS, OWNED, REFUSED, SECTIONS
+from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS, HANDED, KINDS, OWNED, REFUSED, SECTIONS
 from distributed_backends.deepspeed.loss_scale import EngineScaler, NativeScaler, native_rule
 from distributed_backends.deepspeed.native_config import understood
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ from torch import nn
 from distributed import PyTorchDDPTrainer, UserError
 from docs.site.deepspeed_keys import keys_table
 
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 OLDER = {"bfloat16", "allgather_size"} | {
     f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 }
@@ -87,7 +89,8 @@ def keys_of_deepspeed() -> set[str]:
         DeepSpeedConfig(asked("", seen, train_batch_size=1, **below))
     classes = {
         "zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config,
-        "bf16": DeepSpeedBF16Config, "tensorboard": TensorBoardConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig, "comet": CometConfig,
+        "bf16": DeepSpeedBF16Config, "tensorboard": TensorBoardConfig, "wandb": WandbConfig,
+        "csv_monitor": CSVConfig, "comet": CometConfig,
         "comms_logger": CommsLoggerConfig, "timers.throughput": DeepSpeedThroughputTimerConfig,
     }  # fmt: skip
     for path, model in classes.items():
@@ -135,7 +138,7 @@ def test_a_default_of_deepspeed_is_accepted() -> None:
 
     read, tried = DeepSpeedConfig({"train_batch_size": 1}), 0
     places = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "": read,
-              "bf16": read.bfloat16_config, "activation_checkpointing": read.activation_checkpointing_config}  # fmt: skip
+              "bf16": read.bfloat16_config, CHECKPOINTING: read.activation_checkpointing_config}  # fmt: skip
     for key in REFUSED:
         section, _, name = key.rpartition(".")
         default = getattr(places.get(section), name, None)
@@ -177,10 +180,11 @@ def test_a_value_of_another_kind_is_converted_as_deepspeed_converts_it(turn: int
         assert getattr(theirs, name).model_dump() == getattr(ours, name).model_dump(), name
 
 
-def test_the_page_names_every_key() -> None:
-    page = keys_table()
+def test_the_page_names_every_key_and_is_current() -> None:
+    table = keys_table()
     for key in {*KINDS, *REFUSED}:
-        assert f"`{key.rpartition('.')[2]}`" in page or f"`{key}`" in page, key
+        assert f"`{key.rpartition('.')[2]}`" in table or f"`{key}`" in table, key
+    assert table in PAGE.read_text(encoding="utf-8"), "run `python -m docs.site.generate`"
 
 
 # -- the loss scale --------------------------------------------------------------------------

@@ -221,7 +221,7 @@ STAGE_3 = {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto", "ove
            "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
 PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
     "transformers zero 3": (
-        {"fp16": FP16, "optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5}},
+        {"fp16": FP16, "optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {}},
          "zero_optimization": {**STAGE_3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}},
         "scheduler: not supported.*warmup_steps"),
     "transformers zero 2 bf16": (
@@ -253,7 +253,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
     "examples cifar": (
         {"train_batch_size": 4, "prescale_gradients": False, "gradient_clipping": 1.0,
          "zero_optimization": {"stage": 2, "cpu_offload": True},
-         "fp16": {**FP16, "fp16_master_weights_and_grads": True}}, "fp16_master_weights.*DeepSpeed's own Adam"),
+         "fp16": {**FP16, "fp16_master_weights_and_grads": True}}, "fp16_master.*DeepSpeed's own Adam"),
     "examples bing_bert": (
         {"train_batch_size": 4096, "optimizer": {"type": "Adam", "params": {
             "lr": 2e-4, "max_grad_norm": 1.0, "weight_decay": 0.01, "bias_correction": False}}},

@@ -221,15 +221,14 @@ def checked(options: dict[str, Any]) -> Any:
     """DeepSpeed's configuration of `options`, or its refusal as a UserError."""
     try:
         return DeepSpeedConfig(options)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        raise UserError(
-            f"DeepSpeed refuses it: {found['msg']}",
-            field=f"{NATIVE} ({'.'.join(map(str, found['loc']))})",
-            got=found["input"],
-        ) from None
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"DeepSpeed refuses it: {error}", field=NATIVE) from None
+        found: Any = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else {}
+        place = ".".join(map(str, found.get("loc", ())))
+        raise UserError(
+            f"DeepSpeed refuses it: {found.get('msg', error)}",
+            field=f"deepspeed_config ({place})" if place else NATIVE,
+            got=found.get("input"),
+        ) from None
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
