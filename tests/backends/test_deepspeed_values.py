@@ -370,7 +370,8 @@ SWEEP: dict[str, Any] = {
         "stage3_max_live_parameters": "0", "max_reuse_distance": 0, "ignore_unused_parameters": False,
         "stage3_use_all_reduce_for_fetch_params": True, "stage3_allgather_sequential": True,
         "memory_efficient_linear": False, "gather_16bit_weights_on_model_save": True,
-        "load_from_fp32_weights": False, "enable_sanity_checks": True, "leaf_module": {"classes": "Block"},
+        "load_from_fp32_weights": False, "enable_sanity_checks": True, "parameter_alignment": True,
+        "leaf_module": {"classes": "Block"},
     },
 }  # fmt: skip
 

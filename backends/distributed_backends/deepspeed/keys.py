@@ -34,7 +34,8 @@ HANDED: dict[str, str] = {
     " use_multi_rank_bucket_allreduce:bool allgather_partitions:bool allgather_bucket_size:int"
     " overlap_comm:bool sub_group_size:int ignore_unused_parameters:bool memory_efficient_linear:bool"
     " override_module_apply:bool log_trace_cache_warnings:bool enable_sanity_checks:bool"
-    f" save_muon_momentum_buffer_in_memory:bool {_OF_STAGE_3} stage3_{_OF_STAGE_3.replace(' ', ' stage3_')}",
+    " parameter_alignment:bool save_muon_momentum_buffer_in_memory:bool"
+    f" {_OF_STAGE_3} stage3_{_OF_STAGE_3.replace(' ', ' stage3_')}",
     "zero_optimization.offload_optimizer": "nvme_path:text buffer_count:int pin_memory:bool fast_init:bool"
     " pipeline_read:bool pipeline_write:bool cpuadam_cores_perc:number",
     "zero_optimization.offload_param": "nvme_path:text buffer_count:int buffer_size:int max_in_cpu:int"
@@ -101,7 +102,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
      " bf16_master_weights_and_grads=false bf16_optimizer_states=false;"
      " optimizer.params: fp32_optimizer_states=true"),
     ("its partitions are not in the portable checkpoints", _LEAVE, "zero_optimization:"
-     " round_robin_gradients=false parameter_alignment=false zero_hpz_partition_size=1"),
+     " round_robin_gradients=false zero_hpz_partition_size=1"),
     ("clipping and the log need the norm", _LEAVE, "zero_optimization: compute_grad_norm=true"),
     (_PORTABLE, _LEAVE, "zero_optimization: elastic_checkpoint=false; datastates_ckpt=false; checkpoint:"
      ' writer tag_validation="warn"|"ignore"|"fail" checkpoint_serialization=true load_universal=false'
