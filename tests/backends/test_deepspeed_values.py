@@ -124,6 +124,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam", "params": []}}, {}, r"optimizer.params: it is a section.*Got \[\]"),
     ({"optimizer": {"params": {"lr": 0.1, "betas": [0.8, 0.9]}}}, {}, r"without a type .* Name the type"),
     ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, {}, "params.lr: not a value of it"),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, {}, "params.betas: not a value of it"),
     (
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         {},
@@ -293,7 +294,7 @@ def alone(model: nn.Module, native: Any, **given: Any) -> Trainer:
 
 
 def test_values_in_quotation_marks_train_the_same() -> None:
-    params = {"lr": "1e-2", "betas": ["0.8", "0.9"], "eps": "1e-6", "weight_decay": "0.1"}
+    params = {"lr": "1e-2", "betas": ["0.8", "0.9"], "eps": "1e-6", "weight_decay": "0.1", "amsgrad": "false"}
     native = {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": "1"},
               "zero_force_ds_cpu_optimizer": "true", "zero_allow_untested_optimizer": "false"}  # fmt: skip
     native["zero_optimization"] |= {"cpu_offload": "true"}  # type: ignore[operator]

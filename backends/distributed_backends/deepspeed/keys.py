@@ -71,8 +71,9 @@ _FIELDS = {
 }
 _OWNED = {
     "`optimizer`": "optimizer.type:text optimizer.params.adam_w_mode:bool",
-    "an argument of torch's class, as other params": "optimizer.params.betas:numbers"
-    " optimizer.params.eps:number",
+    "an argument of torch's class, as other params": "optimizer.params.betas:pair optimizer.params.eps:number"
+    " optimizer.params.amsgrad:bool optimizer.params.nesterov:bool optimizer.params.dampening:number"
+    " optimizer.params.maximize:bool optimizer.params.foreach:bool optimizer.params.fused:bool",
     "torch's optimizer steps, on the CPU as well": "optimizer.params.torch_adam:bool"
     " zero_force_ds_cpu_optimizer:bool",
     "`mixed_precision`": "bf16.enabled:bool fp16.enabled:bool fp16.auto_cast:bool",

@@ -31,7 +31,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "count": TypeAdapter(PositiveInt),
     "power": TypeAdapter(Annotated[int, Field(ge=-126, le=126)]),  # 2 to it is a number in float32
     "number": TypeAdapter(FiniteFloat),
-    "numbers": TypeAdapter(list[FiniteFloat]),
+    "pair": TypeAdapter(tuple[FiniteFloat, FiniteFloat]),
     "text": TypeAdapter(str),
     "list": TypeAdapter(list[str] | str),
 }

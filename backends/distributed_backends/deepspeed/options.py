@@ -63,8 +63,6 @@ def native_optimizer(config: DistributedConfig, own: Any = None) -> Any:
             got=sorted(given),
             remedy="Give the Trainer the optimizer's class with what you need",
         ) from None
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
     return partial(kind, **options)
 
 
