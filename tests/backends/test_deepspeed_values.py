@@ -116,6 +116,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"bf16": {"enabled": "maybe"}}, {}, r"bf16.enabled: not a value of it.*Got 'maybe'"),
     ({"bf16": True}, {}, r'bf16: it is a section.*Got True.*such as \{"enabled": true\}'),
     ({"fp16": 5}, {}, "fp16: it is a section"),
+    ({"zero_optimization": 2}, {}, r'zero_optimization: it is a section.*such as \{"stage": 2\}'),
     ({"fp16": ON, "bf16": ON}, {}, "fp16.enabled: bf16 is enabled, too"),
     ({"bf16": OFF, "fp16": OFF}, {"mixed_precision": True}, "contradicts it"),
     ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, {}, "initial_scale_power: .*Got 5000"),
@@ -167,6 +168,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"offload_optimizer": {"device": "cpu"}}, {}, "It belongs into zero_optimization"),
     ({"lr": 0.1}, {}, "It belongs into optimizer.params"),
     ({"zero_optimization": {"stage": 2, "gradient_clipping": 1.0}}, {}, "It belongs at the top"),
+    (
+        {"communication_data_type": "fp16"},
+        {"compression.codec": "int8"},
+        "the codec int8 decides.*Leave out one",
+    ),
     ({"wandb": ON}, {}, "the package wandb is not installed.*pip install wandb"),
     ({"comet": ON}, {}, "the package comet_ml is not installed"),
 ]

@@ -107,7 +107,15 @@ def check_plan(plan: RunPlan) -> list[str]:
             remedy="Set zero_stage=0, or use backend='fsdp' with parallel.data",
         )
     _check_offloading(config, stage)
-    _check_monitors(native_config(config))
+    native = native_config(config)
+    _check_monitors(native)
+    if plan.codec is not None and native.get("communication_data_type", AUTO) != AUTO:
+        raise UserError(
+            f"the codec {plan.codec.name} decides how gradients are sent",
+            field=f"{NATIVE}.communication_data_type",
+            got=native["communication_data_type"],
+            remedy="Leave out one of them",
+        )
     if stage == 3 and config.compile != "none":
         raise UserError(
             "ZeRO 3 gathers parameters inside of modules, which leaves little to compile",

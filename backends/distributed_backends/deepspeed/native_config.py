@@ -24,7 +24,7 @@ NATIVE = "deepspeed_config"
 AUTO = "auto"
 """A value that is left to the other side."""
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
-_EXAMPLES = {"fp16": '{"enabled": true}', "bf16": '{"enabled": true}', "optimizer": '{"type": "AdamW"}'}
+_EXAMPLES = {"zero_optimization": '{"stage": 2}', "optimizer": '{"type": "AdamW"}'}
 _KINDS: dict[str, TypeAdapter[Any]] = {
     "bool": TypeAdapter(bool),
     "int": TypeAdapter(int),
@@ -151,11 +151,12 @@ def understood(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(values: Any, path: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
+        switched = '{"enabled": true}' if f"{path}.enabled" in KINDS else "{}"
         raise UserError(
             "it is a section of options",
             field=f"{NATIVE}.{path}",
             got=values,
-            allowed=f"a mapping, such as {_EXAMPLES.get(path, '{}')}",
+            allowed=f"a mapping, such as {_EXAMPLES.get(path, switched)}",
         )
     found: dict[str, Any] = {}
     switch = f"{path}.enabled" if f"{path}.enabled" in KINDS and path != "timers.throughput" else ""
