@@ -167,6 +167,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"monitor_config": {}}, {}, "its own sections are tensorboard"),
     ({"offload_optimizer": {"device": "cpu"}}, {}, "It belongs into zero_optimization"),
     ({"lr": 0.1}, {}, "It belongs into optimizer.params"),
+    ({"wandb": {"api_key": "x"}}, {}, r"wandb.api_key: 'api_key' is not among(?!.*comet)"),
     ({"zero_optimization": {"stage": 2, "gradient_clipping": 1.0}}, {}, "It belongs at the top"),
     (
         {"communication_data_type": "fp16"},

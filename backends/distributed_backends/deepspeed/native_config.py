@@ -225,7 +225,8 @@ def _refuse_unknown(name: str, path: str) -> None:
     known = {p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    place = next((p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name), None)
+    places = [p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name]
+    place = next((p for p in places if p.startswith(below) or below.startswith(p)), None)
     remedy = _INSTEAD.get(name, "Leave it out")
     if place is not None:
         remedy = f"It belongs into {place[:-1]}" if place else "It belongs at the top"
