@@ -12,6 +12,7 @@ from distributed.interfaces.backend_spec import LEVERS
 from distributed.registry.catalog import get_catalog
 from docs.site.codecs import bytes_table, codec_backends
 from docs.site.command_line import command_line_page
+from docs.site.deepspeed_keys import keys_table
 from docs.site.import_figure import draw
 from docs.site.import_graph import import_graph, package_edges
 from docs.site.markdown import table
@@ -32,12 +33,14 @@ _BUILT_IN = ("serial", "pytorch-ddp", "fsdp", "deepspeed", "horovod", "ray", "te
 def generated() -> dict[Path, str]:
     """The pages that are made from the program, and what they should hold."""
     backends, codecs = DOCS / "backends.md", DOCS / "communication-codecs.md"
+    deepspeed = DOCS / "deepspeed.md"
     return {
         DOCS / "architecture.svg": draw(package_edges(import_graph())),
         DOCS / "cli.md": command_line_page(),
         DOCS / "messages.md": messages_page(),
         DOCS / "reference.md": f"{_REFERENCE}\n{overview()}",
         backends: _filled(backends, {"abilities": abilities()}),
+        deepspeed: _filled(deepspeed, {"keys": keys_table()}),
         codecs: _filled(codecs, {"bytes": bytes_table(), "codecs": codec_backends(_BUILT_IN)}),
     }
 

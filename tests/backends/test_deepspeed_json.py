@@ -113,8 +113,7 @@ def test_zero_2_with_fp16_on_gpus() -> None:
     assert (config.scaler_init_scale, config.scaler_growth_interval) == (2.0**16, 1000)
     assert (config.optimizer, config.learning_rate, config.weight_decay) == ("adamw", 1e-4, 0.1)
     assert (config.zero_stage, config.gradient_clipping) == (2, 1.0)
-    (note,) = [note for note in plan.notes if "fp16" in note]
-    assert "hysteresis, min_loss_scale, auto_cast change nothing" in note
+    assert not [note for note in plan.notes if "hysteresis" in note]  # it is DeepSpeed's own rule
 
 
 def test_zero_3_with_offloading() -> None:

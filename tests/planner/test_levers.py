@@ -138,7 +138,7 @@ def test_deepspeeds_own_block_is_ours(section: dict[str, Any], given: dict[str, 
             {"activation_checkpointing": "none"},
             "deepspeed_config contradicts it",
         ),
-        ({"cpu_checkpointing": "yes"}, {}, "cpu_checkpointing: not supported: it is a switch. Got 'yes'"),
+        ({"cpu_checkpointing": "maybe"}, {}, "cpu_checkpointing: not a value of it.* Got 'maybe'"),
         ({"cpu_checkpoint": True}, {}, "Did you mean 'cpu_checkpointing'"),
     ],
 )

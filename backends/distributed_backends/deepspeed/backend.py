@@ -42,6 +42,7 @@ from distributed.training.torch_backend import StepModule
 from distributed.training.whole_model import copy_with, read_only
 from distributed_backends.deepspeed.hooks import stage_of
 from distributed_backends.deepspeed.import_deepspeed import import_deepspeed
+from distributed_backends.deepspeed.loss_scale import EngineScaler, NativeScaler, native_rule
 from distributed_backends.deepspeed.options import check_weights, native_optimizer, weights_dtype
 from distributed_backends.deepspeed.restore import Before
 from distributed_backends.deepspeed.state import ShardedOptimizer
@@ -60,23 +61,6 @@ def _cannot(stage: int) -> dict[Trait, str]:
     if stage == 3:
         found[EMPTY] = "ZeRO 3 does not gather such parameters"
     return found
-
-
-class EngineScaler(torch.amp.GradScaler):
-    """The loop's loss scale, where DeepSpeed unscales itself and reports an overflow."""
-
-    overflowed = False
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        return {found_inf.device: found_inf.fill_(float(self.overflowed))}
-
-    def after_step(self, optimizer: torch.optim.Optimizer, overflowed: bool) -> None:
-        """Grow or shrink the scale according to the step's overflow."""
-        self.overflowed = overflowed
-        self.unscale_(optimizer)
-        self.update()
 
 
 class DeepSpeedBackend(ProcessGroupBackend):
@@ -118,8 +102,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     def setup(self, plan: RunPlan) -> World:
         self.stage = stage_of(plan.config)
-        if self.stage > 0:
-            self.scaler_class = EngineScaler
+        self.scaler_class = EngineScaler if self.stage > 0 else NativeScaler
         world = super().setup(plan)
         self._joined = plan.joined is not None
         if world.size == 1:
@@ -127,9 +110,13 @@ class DeepSpeedBackend(ProcessGroupBackend):
             self._init_single_rank_group(plan)
         self._export_local_rank(world)
         import_deepspeed(world.device)
-        from distributed_backends.deepspeed.engine import attach_process_group
+        from distributed_backends.deepspeed.engine import attach_process_group, check_reading
 
         attach_process_group(world.device)
+        check_reading(plan.config, self.stage)
+        rule = native_rule(plan.config, self.stage)
+        if isinstance(self.scaler, NativeScaler) and rule is not None:
+            self.scaler.follow(rule)
         return world
 
     def _init_single_rank_group(self, plan: RunPlan) -> None:
@@ -182,8 +169,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return model
 
     def prepare(self, task: Task) -> None:
-        native = native_optimizer(self.config) if task.optimizer is None else None
-        super().prepare(task if native is None else replace(task, optimizer=native))
+        if not task.run_state:  # a later fit goes on with the optimizer of the first
+            task = replace(task, optimizer=native_optimizer(self.config, task.optimizer))
+        super().prepare(task)
 
     def offload_optimizer(self) -> None:
         return None  # the engine does so: see `engine_options`

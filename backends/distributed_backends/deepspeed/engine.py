@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch import nn
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
-from distributed_backends.deepspeed.native_config import CHECKPOINTING
+from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS
+from distributed_backends.deepspeed.native_config import AUTO, NATIVE
 from distributed_backends.deepspeed.options import bucket_size
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
@@ -115,7 +115,7 @@ def engine_options(
         weights: dtype of the parameters that the engine holds.
         numel: number of elements of the trainable parameters.
     """
-    options: dict[str, Any] = _without_auto(deepcopy(native_config(config)))
+    options: dict[str, Any] = without_auto(native_config(config))
     for name in ("optimizer", "gradient_clipping", "fp16", "bf16", CHECKPOINTING):
         options.pop(name, None)
     section, zero = ZeroSection.of(config), options.setdefault("zero_optimization", {})
@@ -137,9 +137,9 @@ def engine_options(
         own = {"check_grad_overflow": True} if weights is torch.bfloat16 else {"loss_scale": 1}
         options["bf16" if weights is torch.bfloat16 else "fp16"] = {"enabled": True, **own}
     return {
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
         **options,
+        "zero_allow_untested_optimizer": True,  # see `check_weights`
+        "zero_force_ds_cpu_optimizer": False,
         "train_batch_size": batch.global_batch_size,
         "train_micro_batch_size_per_gpu": batch.batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
@@ -147,10 +147,37 @@ def engine_options(
     }
 
 
-def _without_auto(tree: Any) -> Any:
+def without_auto(tree: Any) -> Any:
+    """A copy without what is left to the other side."""
     if isinstance(tree, dict):
-        return {key: _without_auto(value) for key, value in tree.items() if value != "auto"}
+        return {key: without_auto(value) for key, value in tree.items() if value != AUTO}
     return tree
+
+
+def check_reading(config: DistributedConfig, stage: int) -> None:
+    """Refuse what DeepSpeed's own classes refuse, or read in another way than this run does."""
+    if getattr(config, NATIVE) is None:
+        return
+    sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    asked = without_auto(native_config(config))
+    read = checked(asked | sizes)
+    pairs: dict[str, tuple[float, Any]] = {"zero_optimization.stage": (int(read.zero_config.stage), stage)}
+    if read.float16_config.enabled:
+        pairs["fp16.initial_scale_power"] = (
+            read.float16_config.initial_dynamic_scale(),
+            config.scaler_init_scale,
+        )
+        pairs["fp16.loss_scale_window"] = (
+            read.float16_config.loss_scale_window,
+            config.scaler_growth_interval,
+        )
+    for path, (theirs, ours) in pairs.items():
+        if theirs != ours and config.origin(FIELDS[path]) == NATIVE:
+            raise UserError(
+                f"DeepSpeed reads {theirs}, and this run {ours}",
+                field=f"{NATIVE}.{path}",
+                remedy="Set it there",
+            )
 
 
 def build_engine(
@@ -179,7 +206,7 @@ def build_engine(
                 optimizer=optimizer,
                 dist_init_required=False,
                 config=options,
-                config_class=_checked(options),
+                config_class=checked(options),
                 dont_change_device=True,
             )
         # ZeRO-3 replaces it for the whole process; the root, or an engine without one, does so while it runs.
@@ -190,15 +217,17 @@ def build_engine(
     return engine
 
 
-def _checked(options: dict[str, Any]) -> Any:
+def checked(options: dict[str, Any]) -> Any:
+    """DeepSpeed's configuration of `options`, or its refusal as a UserError."""
     try:
         return DeepSpeedConfig(options)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        found: Any = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else {}
+        place = ".".join(map(str, found.get("loc", ())))
         raise UserError(
-            f"DeepSpeed refuses it: {found['msg']}",
-            field=f"deepspeed_config ({'.'.join(map(str, found['loc']))})",
-            got=found["input"],
+            f"DeepSpeed refuses it: {found.get('msg', error)}",
+            field=f"deepspeed_config ({place})" if place else NATIVE,
+            got=found.get("input"),
         ) from None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
-from distributed_backends.deepspeed.native_config import CHECKPOINTING, IDLE_IN_FP16, NATIVE, recomputation
-from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
+from distributed_backends.deepspeed.keys import CHECKPOINTING
+from distributed_backends.deepspeed.native_config import AUTO, NATIVE, recomputation
+from distributed_backends.deepspeed.section import ZeroSection, half_of, native_config, optimizer_place
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 _TARGET = "distributed_backends.deepspeed.backend:DeepSpeedBackend"
 _DEFAULT_STAGE = 2
 _BUCKETS = ("bucket_cap_mb", "gradient_as_bucket_view")
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def stage_of(config: DistributedConfig) -> int:
@@ -103,6 +107,15 @@ def check_plan(plan: RunPlan) -> list[str]:
             remedy="Set zero_stage=0, or use backend='fsdp' with parallel.data",
         )
     _check_offloading(config, stage)
+    native = native_config(config)
+    _check_monitors(native)
+    if plan.codec is not None and native.get("communication_data_type", AUTO) != AUTO:
+        raise UserError(
+            f"the codec {plan.codec.name} decides how gradients are sent",
+            field=f"{NATIVE}.communication_data_type",
+            got=native["communication_data_type"],
+            remedy="Leave out one of them",
+        )
     if stage == 3 and config.compile != "none":
         raise UserError(
             "ZeRO 3 gathers parameters inside of modules, which leaves little to compile",
@@ -126,13 +139,23 @@ def _notes_on_native(config: DistributedConfig) -> list[str]:
             f"{NATIVE}.{CHECKPOINTING} is {CHECKPOINTING}={config.activation_checkpointing}, which recomputes"
             " the model's blocks, whether or not the model calls deepspeed.checkpointing"
         )
-    idle = [name for name in IDLE_IN_FP16 if name in (native.get("fp16") or {})]
-    if idle and native["fp16"].get("enabled") is True:
+    unsaid = native.get("gradient_clipping", AUTO) == AUTO and getattr(config, NATIVE) is not None
+    if unsaid and config.gradient_clipping is None:
         notes.append(
-            f"{NATIVE}.fp16: {', '.join(idle)} change nothing, because torch's loss scaler, which has none,"
-            " halves the scale at each overflow"
+            f"{NATIVE} has no gradient_clipping, and nothing is clipped; DeepSpeed by itself clips at 1.0"
         )
     return notes
+
+
+def _check_monitors(native: Mapping[str, Any]) -> None:
+    for name, package in _MONITORS.items():
+        if native.get(name, {}).get("enabled") is True and find_spec(package) is None:
+            raise UserError(
+                f"the package {package} is not installed",
+                field=f"{NATIVE}.{name}.enabled",
+                got=True,
+                remedy=f"Install it: pip install {package}",
+            )
 
 
 def _check_offloading(config: DistributedConfig, stage: int) -> None:
@@ -157,11 +180,10 @@ def _check_offloading(config: DistributedConfig, stage: int) -> None:
 
 
 def _check_half_weights(plan: RunPlan, stage: int) -> list[str]:
-    native = native_config(plan.config)
-    asked = [name for name in ("bf16", "fp16") if (native.get(name) or {}).get("enabled") is True]
+    asked = half_of(plan.config)
     if asked and stage == 0:
-        return [f"stage 0 keeps weights in their own dtype: {asked[0]} is autocast"]
-    if asked == ["fp16"] and plan.device == "cpu":
+        return [f"stage 0 keeps weights in their own dtype: {asked} is autocast"]
+    if asked == "fp16" and plan.device == "cpu":
         raise UserError(
             "DeepSpeed has no fp16 weights on a CPU",
             field="deepspeed_config.fp16.enabled",

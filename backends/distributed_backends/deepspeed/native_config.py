@@ -2,96 +2,45 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from distributed.errors import UserError, did_you_mean
+from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+
+from distributed.errors import UserError
+from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS, KINDS, REFUSED, SECTIONS, SWITCHES
 
 NATIVE = "deepspeed_config"
 """The field, and the origin of values that come from it."""
 
-CHECKPOINTING = "activation_checkpointing"
-"""DeepSpeed's section, and our field."""
-
-IDLE_IN_FP16 = ("hysteresis", "min_loss_scale", "auto_cast")
-"""Options of fp16 that DeepSpeed's loss scaler has, and torch's, which the loop uses, lacks."""
-
-_AUTO = "auto"
-_CHECKPOINTING_SWITCHES = ("partition_activations", "cpu_checkpointing")
-_FIELDS = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "train_batch_size": "global_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "zero_optimization.stage": "zero_stage",
-    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
-    "zero_optimization.offload_param.device": "zero.offload_parameters",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.momentum": "momentum",
-    "fp16.loss_scale_window": "scaler_growth_interval",
-}
-_PASSED = {
-    *("zero_optimization", "optimizer", "fp16", "bf16", "gradient_clipping", "communication_data_type"),
-    *("prescale_gradients", "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown"),
-    *("memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "activation_checkpointing"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "log_level", "disable_python_gc"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-}
+AUTO = "auto"
+"""A value that is left to the other side."""
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
-_REMEDIES = {
-    "scheduler": "Set scheduler, warmup_steps and min_lr_ratio, or give the Trainer a scheduler",
-    "amp": "Set mixed_precision=fp16",
-    "torch_autocast": "Set mixed_precision=bf16 or fp16, which is autocast",
-    "data_efficiency": "Give the Trainer a DataLoader with your own sampler",
-    "checkpoint": "Checkpoints are written in the portable format; see the section checkpoint",
-    "managed_gradient_accumulation": "Leave it out: the loop determines where a window ends",
-    "gradient_allreduce_op": "Leave it out: the loop makes the mean over the global batch",
-    "elasticity": "Set global_batch_size; it is kept on any number of ranks",
+_EXAMPLES = {"zero_optimization": '{"stage": 2}', "optimizer": '{"type": "AdamW"}'}
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    "bool": TypeAdapter(bool),
+    "int": TypeAdapter(int),
+    "count": TypeAdapter(PositiveInt),
+    "power": TypeAdapter(Annotated[int, Field(ge=-126, le=126)]),  # 2 to it is a number in float32
+    "number": TypeAdapter(FiniteFloat),
+    "pair": TypeAdapter(tuple[FiniteFloat, FiniteFloat]),
+    "text": TypeAdapter(str),
+    "list": TypeAdapter(list[str] | str),
 }
-_CHANGES, _CUTS = "it changes the training", "its partitions are not in the portable checkpoints"
-# Name -> (values that change nothing, why not another).
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "zero_optimization.compute_grad_norm": ((True,), "clipping and the log need the norm of the gradient"),
-    "zero_optimization.zenflow": ((), _CHANGES),
-    "zero_optimization.zero_quantized_weights": ((False,), _CHANGES),
-    "zero_optimization.zero_quantized_gradients": ((False,), _CHANGES),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _CHANGES),
-    "zero_optimization.round_robin_gradients": ((False,), _CUTS),
-    "zero_optimization.zero_hpz_partition_size": ((1,), _CUTS),
-    "zero_optimization.mics_shard_size": ((-1,), _CUTS),
-    "zero_optimization.cpu_offload": ((False,), "DeepSpeed replaced it by offload_optimizer"),
-    "zero_optimization.cpu_offload_param": ((False,), "DeepSpeed replaced it by offload_param"),
-    "zero_optimization.offload_optimizer.ratio": ((1,), "it takes DeepSpeed's own Adam"),
-    "zero_optimization.offload_optimizer.super_offload": ((False,), "it takes DeepSpeed's own Adam"),
-    "fp16.loss_scale": ((0,), "the loop's scaler finds its own scale"),
-    "fp16.hysteresis": ((2,), "the loop's scaler, torch's, has none"),
-    "fp16.consecutive_hysteresis": ((False,), "the loop's scaler, torch's, has none"),
-    "fp16.min_loss_scale": ((1,), "the loop's scaler, torch's, has none"),
-    "fp16.auto_cast": ((False, True), "autocast casts the inputs"),
-    "fp16.fp16_master_weights_and_grads": ((False,), "it takes DeepSpeed's own Adam"),
-    "bf16.bf16_master_weights_and_grads": ((False,), _CHANGES),
-    "bf16.bf16_optimizer_states": ((False,), _CHANGES),
-    "bf16.check_grad_overflow": ((True, False), "it is always checked"),
-    **{
-        f"{CHECKPOINTING}.{name}": (
-            (False, None),
-            "DeepSpeed applies it only where the model calls deepspeed.checkpointing",
-        )
-        for name in (
-            *("contiguous_memory_optimization", "synchronize_checkpoint_boundary"),
-            *("number_checkpoints", "profile"),
-        )
-    },
-    **{f"{CHECKPOINTING}.{name}": ((False, True), "it is a switch") for name in _CHECKPOINTING_SWITCHES},
-    "bf16.immediate_grad_update": ((True, False), "there is nothing to choose with ZeRO"),
+_INSTEAD = {
+    "comms_config": "DeepSpeed ignores it; its own section is comms_logger",
+    "monitor_config": "DeepSpeed ignores it; its own sections are tensorboard, wandb, csv_monitor and comet",
 }
-_REPLACED = {
-    CHECKPOINTING: "Leave it out and set activation_checkpointing=full, selective or offload",
-}
-_NAMED_IN_FULL = ("fp16", "bf16", CHECKPOINTING)
+_OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_LARGEST_FILE = 1_000_000
 
 
 def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -108,16 +57,13 @@ def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         UserError: it cannot be read, sets what we do not support, or contradicts `values`.
     """
     found = dict(values)
-    native = _read(values.get(NATIVE))
-    if native is None:
+    given = _read(values.get(NATIVE))
+    if given is None:
         return found, {}
-    if "bfloat16" in native:  # an older name of it
-        native["bf16"] = native.pop("bfloat16")
-    _check_names(native)
-    found[NATIVE] = native
+    found[NATIVE] = given
     origins: dict[str, str] = {}
-    for path, name, value in _owned(native):
-        if _settle(found, path, name, value):
+    for path, name, value, explicit in _owned(understood(given), found):
+        if (explicit or _get(found, name) is None) and _settle(found, path, name, value):
             origins[name] = NATIVE
     return found, origins
 
@@ -127,14 +73,14 @@ def _read(value: Any) -> dict[str, Any] | None:
     value = getattr(value, "_param_dict", value)
     if value is None:
         return None
-    if isinstance(value, (str, os.PathLike)):
-        value = _read_file(Path(value))
-    if isinstance(value, Mapping):
-        try:
+    try:
+        if isinstance(value, (str, os.PathLike)):
+            value = _read_file(Path(value))
+        if isinstance(value, Mapping):
             copied: dict[str, Any] = json.loads(json.dumps(dict(value)))
-        except TypeError as error:
-            raise UserError(f"not a DeepSpeed configuration: {error}", field=NATIVE) from None
-        return copied
+            return copied
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"not a DeepSpeed configuration: {error}", field=NATIVE) from None
     raise UserError(
         "not a DeepSpeed configuration",
         field=NATIVE,
@@ -144,8 +90,10 @@ def _read(value: Any) -> dict[str, Any] | None:
 
 
 def _read_file(path: Path) -> Any:
+    """JSON, or what DeepSpeed itself also reads: with comments and without the last comma, by hjson."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_LARGEST_FILE)
     except OSError as error:
         raise UserError(
             f"the file cannot be read: {error.strerror}",
@@ -153,62 +101,162 @@ def _read_file(path: Path) -> Any:
             got=str(path),
             remedy="Check the path",
         ) from None
+    try:
+        return json.loads(text, object_pairs_hook=_without_twins)
     except ValueError as error:
+        with suppress(ImportError, ValueError):
+            found = import_module("hjson").loads(text, object_pairs_hook=_without_twins)
+            if isinstance(found, dict):
+                return found
         raise UserError(f"the file is not JSON: {error}", field=NATIVE, got=str(path)) from None
 
 
-def _check_names(native: Mapping[str, Any]) -> None:
-    known = _PASSED | {name.partition(".")[0] for name in _FIELDS}
-    _refuse_others(native, known, NATIVE, _REMEDIES)
-    for path, (harmless, reason) in _REFUSED.items():
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twin = next((name for name in names if names.count(name) > 1), None)
+    if twin is not None:
+        raise UserError(
+            "the key is set twice", field=f"{NATIVE}: {twin}", remedy="Keep one, as for DeepSpeed"
+        )
+    return dict(pairs)
+
+
+# -- what it says ------------------------------------------------------------------------
+
+
+def understood(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as DeepSpeed reads it: newest names, values of their kind, nothing without effect.
+
+    Raises:
+        UserError: a value of another kind, or a key that is unknown or refused.
+    """
+    tree = deepcopy(dict(given))
+    older = tree.pop("bfloat16", None)
+    if tree.get("bf16") is None:  # DeepSpeed looks at the older name only then
+        tree["bf16"] = older
+    if tree.get("steps_per_print") == math.inf:  # never
+        del tree["steps_per_print"]
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, bool):
+        size = tree.pop("allgather_size", None)
+        tree["zero_optimization"] = {"stage": int(zero), "allgather_bucket_size": size if zero else None}
+    elif isinstance(zero, dict):
+        zero.pop("cpu_offload_use_pin_memory", None)  # DeepSpeed does nothing with it
+        for name, newer in _OLDER.items():
+            asked = zero.pop(name, None)
+            if asked not in (None, AUTO) and _typed(asked, "bool", f"zero_optimization.{name}"):
+                zero[newer] = zero.get(newer) or {"device": "cpu"}
+    return _section(tree, "")
+
+
+def _section(values: Any, path: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        switched = '{"enabled": true}' if f"{path}.enabled" in KINDS else "{}"
+        raise UserError(
+            "it is a section of options",
+            field=f"{NATIVE}.{path}",
+            got=values,
+            allowed=f"a mapping, such as {_EXAMPLES.get(path, switched)}",
+        )
+    found: dict[str, Any] = {}
+    switch = f"{path}.enabled" if f"{path}.enabled" in KINDS and path != "timers.throughput" else ""
+    if switch and _means(values.get("enabled"), False):
+        return {"enabled": False}
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else name
+        if value is None or name[:1] in tuple("_#/"):  # nothing, or a remark
+            continue
+        if where in SECTIONS:
+            found[name] = _section(value, where)
+        elif where in REFUSED:
+            _refuse(where, value)
+        elif where in KINDS or path == "optimizer.params":
+            kind = KINDS.get(where)
+            found[name] = value if kind is None or value == AUTO else _typed(value, kind, where)
+        else:
+            _refuse_unknown(name, path)
+    return {} if switch and "enabled" not in found else found
+
+
+def _typed(value: Any, kind: str, path: str) -> Any:
+    """The value as DeepSpeed's classes would convert it: true for "true", 0.001 for "1e-3"."""
+    try:
+        return _KINDS[kind].validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise UserError(
+            f"not a value of it: {said}",
+            field=f"{NATIVE}.{path}",
+            got=value,
+            remedy="Change it, or leave it out",
+        ) from None
+
+
+def _refuse(path: str, value: Any) -> None:
+    harmless, reason, remedy = REFUSED[path]
+    if value == AUTO or any(_means(value, one) for one in harmless):
+        return
+    switch, off = SWITCHES.get(path, ("enabled", (False,)))
+    inner = value.get(switch) if isinstance(value, Mapping) else value
+    if not harmless and (value == {} or any(_means(inner, one) for one in (False, *off))):
+        return
+    raise UserError(
+        f"not supported: {reason}",
+        field=f"{NATIVE}.{path}",
+        got=value,
+        allowed=" or ".join(map(repr, harmless)) or None,
+        remedy=remedy,
+    )
+
+
+def _means(value: Any, other: Any) -> bool:
+    """Whether DeepSpeed reads `value` as `other`."""
+    if other is None or isinstance(other, str):
+        return bool(value == other or str(value).lower() == other)
+    try:
+        return bool(_KINDS["bool" if isinstance(other, bool) else "number"].validate_python(value) == other)
+    except ValidationError:
+        return False
+
+
+def _refuse_unknown(name: str, path: str) -> None:
+    below = f"{path}." if path else ""
+    every = {*KINDS, *REFUSED, *SECTIONS}
+    known = {p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    places = [p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name]
+    place = next((p for p in places if p.startswith(below) or below.startswith(p)), None)
+    remedy = _INSTEAD.get(name, "Leave it out")
+    if place is not None:
+        remedy = f"It belongs into {place[:-1]}" if place else "It belongs at the top"
+    known -= {one for one in known if below + one in REFUSED}
+    raise UserError(
+        f"'{name}' is not among what this backend hands to DeepSpeed.{hint}",
+        field=f"{NATIVE}.{below}{name}",
+        allowed=", ".join(sorted(known)),
+        remedy=None if near else remedy,
+    )
+
+
+# -- what becomes ours -------------------------------------------------------------------
+
+
+def _owned(native: dict[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    """(key, our name, value in our terms, said explicitly and no default) of what is ours to decide."""
+    for path, name in FIELDS.items():
         value = _get(native, path)
-        if value not in (None, _AUTO, *harmless):
-            raise UserError(
-                f"not supported: {reason}",
-                field=f"{NATIVE}.{path}",
-                got=value,
-                allowed=" or ".join(map(repr, harmless)) or None,
-                remedy=_REPLACED.get(path.partition(".")[0], "Leave it out"),
-            )
-    for section in _NAMED_IN_FULL:
-        _check_section(native, section)
-
-
-def _check_section(native: Mapping[str, Any], section: str) -> None:
-    own = [name.partition(".")[2] for name in (*_REFUSED, *_FIELDS) if name.startswith(f"{section}.")]
-    more = {"fp16": ["enabled", "initial_scale_power"], "bf16": ["enabled"]}
-    known = [*more.get(section, []), *own]
-    _refuse_others(native.get(section) or {}, known, f"{NATIVE}.{section}", {})
-
-
-def _refuse_others(names: Iterable[str], known: Collection[str], path: str, remedies: dict[str, str]) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"'{name}' is not among what this backend hands to DeepSpeed.{did_you_mean(name, known)}",
-                field=f"{path}.{name}",
-                allowed=", ".join(sorted(known)),
-                remedy=remedies.get(name),
-            )
-
-
-def _owned(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(native name, our name, value in our terms) of everything that is ours to decide."""
-    for path, name in _FIELDS.items():
-        value = _get(native, path)
-        if value not in (None, _AUTO):
-            yield path, name, value
+        if value in (None, AUTO):
+            continue
+        if path == "fp16.initial_scale_power":
+            value = 2.0**value
+        yield path, name, value or None if name == "gradient_clipping" else value, True
     if _get(native, "zero_optimization.stage") is None:
-        yield "zero_optimization.stage", "zero_stage", None
-    clipping = native.get("gradient_clipping")
-    if clipping not in (None, _AUTO):
-        yield "gradient_clipping", "gradient_clipping", clipping or None
-    yield from _precision(native)
+        yield "zero_optimization.stage", "zero_stage", 0, False
+    yield from _precision(native, given.get("mixed_precision"))
     if mode := recomputation(native):
-        yield CHECKPOINTING, CHECKPOINTING, mode
-    kind = _get(native, "optimizer.type")
-    if kind not in (None, _AUTO):
-        yield "optimizer.type", "optimizer", _optimizer(kind, _get(native, "optimizer.params") or {})
+        yield CHECKPOINTING, CHECKPOINTING, mode, True
+    yield from _optimizer(native.get("optimizer") or {})
 
 
 def recomputation(native: Mapping[str, Any]) -> str | None:
@@ -217,61 +265,75 @@ def recomputation(native: Mapping[str, Any]) -> str | None:
     DeepSpeed applies the section where the model calls deepspeed.checkpointing; here it recomputes the
     model's blocks.
     """
-    switches = [_get(native, f"{CHECKPOINTING}.{name}") for name in _CHECKPOINTING_SWITCHES]
-    partitioned, on_host = (value not in (None, _AUTO, False) for value in switches)
+    partitioned, on_host = (
+        _get(native, f"{CHECKPOINTING}.{name}") is True
+        for name in ("partition_activations", "cpu_checkpointing")
+    )
     return "offload" if on_host else "full" if partitioned else None
 
 
-def _precision(native: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    for name in ("bf16", "fp16"):
-        enabled = _get(native, f"{name}.enabled")
-        if enabled not in (None, _AUTO):
-            yield f"{name}.enabled", "mixed_precision", (name, bool(enabled))
-    power = _get(native, "fp16.initial_scale_power")
-    if power not in (None, _AUTO):
-        yield "fp16.initial_scale_power", "scaler_init_scale", 2.0**power
+def _precision(native: Mapping[str, Any], given: Any) -> Iterator[tuple[str, str, Any, bool]]:
+    said = {name: _get(native, f"{name}.enabled") for name in ("bf16", "fp16")}
+    on = [name for name, enabled in said.items() if enabled is True]
+    left = on or [name for name, enabled in said.items() if enabled is not False]
+    if len(on) == 2:
+        raise UserError("bf16 is enabled, too", field=f"{NATIVE}.fp16.enabled", remedy="Enable one of them")
+    if on or (_is_true(given) and len(left) == 1):
+        yield f"{left[0]}.enabled", "mixed_precision", left[0], True
+    elif (str(given) in said and given not in left) or (_is_true(given) and not left):
+        off = given if given in said else "fp16"
+        yield f"{off}.enabled", "mixed_precision", f"not {off}", True
+    if on == ["fp16"] or (said["fp16"] == AUTO and given == "fp16"):
+        yield "fp16.loss_scale_window", "scaler_growth_interval", 1000, False
+        yield "fp16.initial_scale_power", "scaler_init_scale", 2.0**16, False
 
 
-def _optimizer(kind: Any, parameters: Mapping[str, Any]) -> str:
-    name = _OPTIMIZERS.get(str(kind).lower())
+def _is_true(given: Any) -> bool:
+    return given is not None and str(given).lower() in ("true", "1")
+
+
+def _optimizer(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    kind, params = section.get("type"), section.get("params") or {}
+    if kind in (None, AUTO):
+        if any(value != AUTO for value in params.values()):
+            raise UserError(
+                "without a type DeepSpeed builds no optimizer, and the params have no effect",
+                field=f"{NATIVE}.optimizer.type",
+                got=kind,
+                allowed="Adam, AdamW, SGD",
+                remedy="Name the type, or leave the section optimizer out",
+            )
+        return
+    name = _OPTIMIZERS.get(kind.lower())
     if name is None:
         raise UserError(
             "not an optimizer that a configuration can build here",
             field=f"{NATIVE}.optimizer.type",
             got=kind,
             allowed="Adam, AdamW, SGD",
-            remedy="Give the Trainer the optimizer itself, its class, or a function from the model to it",
+            remedy="Leave the section out. Give the Trainer the optimizer itself, its class, or a function"
+            " from the model to it",
         )
     # DeepSpeed's Adam decouples the weight decay by default.
-    return "adamw" if name == "adam" and parameters.get("adam_w_mode", True) else name
+    name = "adamw" if name == "adam" and params.get("adam_w_mode", True) else name
+    yield "optimizer.type", "optimizer", name, True
+    if name == "adamw" and params.get("torch_adam") is True:  # torch's own default
+        yield "optimizer.params.weight_decay", "weight_decay", 0.01, False
 
 
 def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
     """Whether the native value becomes ours, because none was given; equal ones are accepted."""
     given = _get(found, name)
-    if name == "mixed_precision":
-        precision, enabled = value
-        if given is None:
-            if enabled:
-                found[name] = precision
-            return bool(enabled)
-        if (enabled and given in (True, precision)) or (not enabled and given != precision):
-            return False
-        value = precision if enabled else f"not {precision}"
-    elif name == "zero_stage" and value is None:
-        if given is None:
-            found[name] = 0
-        return given is None
-    elif given is None:
+    if given is None or (value in ("bf16", "fp16") and _is_true(given)):
         _put(found, name, value)
         return True
-    elif _same(given, value) or (name == CHECKPOINTING and given != "none"):
+    if _same(given, value) or (name == CHECKPOINTING and given != "none"):
         return False
     raise UserError(
         f"{NATIVE} contradicts it: {path} says {value!r}",
         field=name,
         got=given,
-        allowed=f"the same in both, or '{_AUTO}' in {NATIVE}",
+        allowed=f"the same in both, or '{AUTO}' in {NATIVE}",
         remedy=f"Set it once: leave {path} out of {NATIVE}, or {name} out here",
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distributed.errors import UserError
-from distributed_backends.deepspeed.section import native_config
+from distributed_backends.deepspeed.section import half_of, native_config
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -30,34 +30,39 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
 }
 _LARGEST_BUCKET = 500_000_000
 """Elements; DeepSpeed's own default."""
-# Options of how DeepSpeed's own kernels run, without an effect on results.
-_KERNELS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "lr"}
+# Not torch's: options of how DeepSpeed's own kernels run, and the rate, which a schedule sets.
+_KERNELS = {"torch_adam", "adam_w_mode", "lr"}
 
 
-def native_optimizer(config: DistributedConfig) -> Any:
-    """The optimizer that the DeepSpeed configuration describes, None when it describes none.
+def native_optimizer(config: DistributedConfig, own: Any = None) -> Any:
+    """The optimizer that the DeepSpeed configuration describes, or the user's `own` when it describes none.
 
     Raises:
-        UserError: it has an option that torch's optimizer lacks.
+        UserError: there are both, or it has an option that torch's optimizer lacks.
     """
     section = native_config(config).get("optimizer") or {}
     given = {k: v for k, v in section.get("params", {}).items() if k not in _KERNELS and v != "auto"}
     if section.get("type") in (None, "auto"):
-        return None
+        return own
+    if own is not None:
+        raise UserError(
+            "an optimizer was given, and deepspeed_config describes another",
+            field="deepspeed_config.optimizer",
+            got=section["type"],
+            remedy="Leave out one of them",
+        )
     kind, options = _KINDS[config.optimizer], {"weight_decay": config.weight_decay, **given}
     if config.optimizer == "sgd":
         options.setdefault("momentum", config.momentum)
     try:
         kind([nn.Parameter(torch.zeros(1))], **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(
             f"torch's {kind.__name__} cannot be built with them: {error}",
             field="deepspeed_config.optimizer.params",
             got=sorted(given),
             remedy="Give the Trainer the optimizer's class with what you need",
         ) from None
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
     return partial(kind, **options)
 
 
@@ -77,12 +82,8 @@ def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> to
     """Dtype of the parameters that the engine holds: 16 bits where the DeepSpeed configuration sets
     it, else the model's own."""
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
-    for name, dtype in _HALVES.items():
-        section = native_config(config).get(name) or {}
-        enabled = section.get("enabled")
-        if stage and (enabled is True or (enabled == "auto" and config.mixed_precision == name)):
-            return dtype
-    return own
+    half = half_of(config)
+    return _HALVES[half] if half and stage else own
 
 
 def check_weights(
@@ -95,6 +96,14 @@ def check_weights(
             known to be elementwise.
     """
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    sent = native_config(config).get("communication_data_type", "auto")
+    if sent != "auto" and "float64" in dtypes:
+        raise UserError(
+            "gradients of float64 are sent as they are",
+            field="deepspeed_config.communication_data_type",
+            got=sent,
+            remedy="Leave it out",
+        )
     if stage == 0:
         if len(dtypes) > 1 and "float64" in dtypes:
             raise UserError(

@@ -19,6 +19,7 @@ from distributed_backends.deepspeed.engine import (
     build_engine,
     engine_options,
     linear_of,
+    without_auto,
 )
 from distributed_backends.deepspeed.hooks import stage_of
 from distributed_backends.deepspeed.options import check_weights, native_optimizer, weights_dtype
@@ -94,8 +95,7 @@ def initialize(
     if config.mixed_precision == "bf16" and weights is not torch.bfloat16:
         kind = world.device.partition(":")[0]
         model.forward = torch.autocast(kind, torch.bfloat16)(model.forward)
-    own = native_optimizer(config) if optimizer is None else optimizer
-    built = build_optimizer(own, model, config, plan.learning_rate)
+    built = build_optimizer(native_optimizer(config, optimizer), model, config, plan.learning_rate)
     check_optimizer(built, model)
     check_weights(built, model, stage, config)
     members = [list(group["params"]) for group in built.param_groups if group["params"]]
@@ -103,7 +103,7 @@ def initialize(
     options = engine_options(config, plan.batch, stage, weights, numel)
     options["gradient_clipping"] = config.gradient_clipping or 0.0
     if weights is torch.float16:
-        options["fp16"] = native_config(config)["fp16"]
+        options["fp16"] = {**without_auto(native_config(config)["fp16"]), "enabled": True}
     engine = build_engine(model, built, options, world.device, weights, (_OwnLoop, _OwnWideLoop))
     engine.enable_backward_allreduce = stage > 0 or world.size > 1
     if stage and weights.itemsize > 2:

@@ -156,7 +156,7 @@ TOKEN = "0123456789abcdefghij"
                 ),
             )
         ),
-        ("slurm", {"deepspeed_config": {"wandb": {"api_key": "x"}}}, {}, "contains a password"),
+        ("slurm", {"deepspeed_config": {"comet": {"api_key": "x"}}}, {}, "contains a password"),
         ("slurm", {}, {"setup": ["DBPASS=x psql"]}, "setup contains a line with a secret"),
         (
             "slurm",
