@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.data.error_notes import read
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
-from distributed.data.order import epoch_seed, split_window
+from distributed.data.order import epoch_seed, share, split_window, window_sizes
 from distributed.data.rows import reader_of
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
@@ -50,7 +50,14 @@ class Feed:
         per_sample_rng: tie the randomness of a sample to (seed, epoch, index).
         evaluation: keep every sample and do not shuffle (C5).
         pin: read in-memory tensors into pinned memory, whatever the loader's ``pin_memory``.
+
+    Attributes:
+        fewest: samples that a micro-batch with samples has at least, as far as the data allows.
+        every_rank: in evaluation, every rank has a sample in each window, if there are enough.
     """
+
+    fewest = 1
+    every_rank = False
 
     def __init__(
         self,
@@ -254,18 +261,23 @@ class Feed:
     def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
         """(position, samples) of every window from `start` on."""
         size = self.global_batch_size
-        for position in range(start, length, size):
-            count = min(size, length - position)
+        for count in window_sizes(max(length - start, 0), size, self._fewest * self.size * self.every_rank):
             if count < size and self.drop_last:
                 return
-            yield position, count
+            yield start, count
+            start += count
+
+    @property
+    def _fewest(self) -> int:
+        return min(self.fewest, self.batch_size)
 
     def _spans(self, length: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
         """Per window: samples over all ranks, and this rank's micro-batches as (first position, end, samples
         that count)."""
         for position, count in self._starts(length, start):
             spans = []
-            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
+            most = max(self.batch_size, -(-count // (self.size * self.accumulation)))
+            for begin, end in split_window(count, self.rank, self.size, most, self._fewest):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
                 spans.append((position + low, position + high, end - begin))
             yield count, spans
@@ -278,7 +290,7 @@ class Feed:
         Without an order, indices are a slice.
         """
         windows = self._spans(len(self.source.dataset) if order is None else len(order), start)
-        if isinstance(order, torch.Tensor):
+        if isinstance(order, torch.Tensor) and not self.every_rank:
             start = yield from self._dealt_together(order, start)
             windows = self._spans(len(order), start)
         if not isinstance(order, KeyedOrder):
@@ -370,6 +382,10 @@ class Feed:
         def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
             for first in range(done, len(batches), per_window):
                 window = batches[first : first + per_window]
+                if self.every_rank and len(window) < self.size:
+                    rows = [index for batch in window for index in batch]
+                    parts = (share(len(rows), rank, self.size) for rank in range(self.size))
+                    window = [rows[a:b] for a, b in parts if b > a]
                 spans = split_window(len(window), self.rank, self.size, 1)
                 micro_batches = [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
                 yield sum(map(len, window)), micro_batches
@@ -386,6 +402,7 @@ class Feed:
                 allowed="false for iterable datasets",
             )
         state, self._restored = self._restored if start else None, None
+        self._reader.fewest, self._reader.every_rank = self._fewest, self.every_rank
         return self._reader.windows(epoch, start, state)
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "check_whole",
     "micro_batch_field",
     "refuse",
+    "sparse_parameters",
     "with_statistics",
     "written_weights",
 ]
@@ -210,6 +211,11 @@ def _meta(model: nn.Module) -> Iterator[str]:
 
 def _sparse(model: nn.Module) -> Iterator[str]:
     return (name for name, module in _embeddings(model) if module.sparse)
+
+
+def sparse_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose gradients are sparse."""
+    return {module.weight for _, module in _embeddings(model) if module.sparse}
 
 
 def written_weights(name: str, backend: str) -> UserError:

@@ -14,7 +14,7 @@ TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "valid
 SENT = (*PHASES, "other", "hidden")
 """What a slot holds of a rank: seconds of its phases, and the share of communication that was hidden behind
 backward. ``communication`` and ``hidden`` are NaN if they are not known."""
-_NUM_FLAGS = 4
+_NUM_FLAGS = 5
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ReducedInterval:
         counts: samples or tokens of each step.
         phases: what ranks have sent of `SENT`, one mapping per rank, or rank 0's alone.
         same_replicas: all ranks with copies of the same have the same checksum of their parameters.
-        same_settings: all ranks have the same digest of their `Backend.settings`.
+        same_settings: all ranks that compare them have the same digest of their `Backend.settings`.
         wants_times: rank 0 asks for the phases of every rank in the next interval.
         saved: a rank has finished writing the checkpoint in progress.
         stop: a rank asks for a stop.
@@ -48,7 +48,7 @@ class ReducedInterval:
         losses: Sequence[float],
         counts: Sequence[float],
         seconds: Mapping[str, float],
-        flags: tuple[bool, bool, bool, bool],
+        flags: tuple[bool, bool, bool, bool, bool],
         rank: int,
         num_slots: int,
         replica_set: tuple[int, int] = (0, 1),
@@ -59,7 +59,7 @@ class ReducedInterval:
             losses: this rank's sum of losses, one per step.
             counts: as many.
             seconds: what `SENT` names, the ``checksum`` and the digest of ``settings``.
-            flags: wants_times, saved, stop and go.
+            flags: wants_times, saved, stop, go, and whether this rank compares its settings.
             rank: whose slot to fill, if there is one.
             num_slots: ranks whose phases are sent: all, or rank 0 alone.
             replica_set: `Backend.replica_set`.
@@ -76,7 +76,7 @@ class ReducedInterval:
     @classmethod
     def unpack(cls, values: Sequence[float], num_steps: int, size: int, sets: int = 1) -> ReducedInterval:
         """The inverse of `pack`, of the sum over all `size` ranks with their `sets` of replicas."""
-        totals, flags = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
+        totals, (*flags, num_compared) = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
         end = -(1 + sets) * NUM_TERMS
         replicas, settings = totals[end:-NUM_TERMS], totals[-NUM_TERMS:]
         slots = totals[2 * num_steps : end]
@@ -84,7 +84,7 @@ class ReducedInterval:
         phases = [dict(zip(SENT, slots[at : at + len(SENT)], strict=True)) for at in starts]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
         by_set = (replicas[at : at + NUM_TERMS] for at in range(0, len(replicas), NUM_TERMS))
-        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, size)
+        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, int(num_compared))
         return cls(losses, counts, phases, *same, *(flag > 0 for flag in flags))
 
     @property

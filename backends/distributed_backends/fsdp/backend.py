@@ -240,6 +240,10 @@ class FSDPBackend(MeshBackend):
 
     # -- evaluation ------------------------------------------------------------------
 
+    @property
+    def needs_every_rank_in_evaluation(self) -> bool:
+        return super().needs_every_rank_in_evaluation or self._sharded is not None
+
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         if self.pipeline is not None:
             return super().evaluate(batch, num_samples)
