@@ -378,14 +378,16 @@ class Feed:
         if self.drop_last:
             del batches[len(batches) - (len(batches) - done) % per_window :]
         self._end = sum(map(len, batches))
+        rest = len(batches) % self.size
+        if self.every_rank and rest:
+            last = [index for batch in batches[-self.size - rest :] for index in batch]
+            number = self.size * (2 if len(batches) > self.size and len(last) >= 2 * self.size else 1)
+            spans = [share(len(last), part, number) for part in range(number)]
+            batches[-self.size - rest :] = [last[a:b] for a, b in spans if b > a]
 
         def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
             for first in range(done, len(batches), per_window):
                 window = batches[first : first + per_window]
-                if self.every_rank and len(window) < self.size:
-                    rows = [index for batch in window for index in batch]
-                    parts = (share(len(rows), rank, self.size) for rank in range(self.size))
-                    window = [rows[a:b] for a, b in parts if b > a]
                 spans = split_window(len(window), self.rank, self.size, 1)
                 micro_batches = [(window[a], len(window[a])) if b > a else (window[0], 0) for a, b in spans]
                 yield sum(map(len, window)), micro_batches

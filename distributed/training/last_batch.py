@@ -104,10 +104,12 @@ class LastBatch:
         unit = batch.data_parallel_size * batch.gradient_accumulation_steps
         near = (batch.global_batch_size + sign * k * unit for k in count(1) for sign in (-1, 1))
         size = next(size for size in near if size > 0 and fits(size))
-        drop = "data.drop_last=true, or " if batch.batch_size > 1 else ""
+        remedy = f"Set {'data.drop_last=true, or ' * (batch.batch_size > 1)}global_batch_size={size}"
+        if self._length is None and batch.batch_size > 1:
+            remedy = "Set data.drop_last=true, and give all ranks equally many samples"
         return UserError(
             text,
             field="global_batch_size",
             got=f"{batch.global_batch_size} with {self._length or 'an unknown number of'} samples",
-            remedy=f"Set {drop}global_batch_size={size}",
+            remedy=remedy,
         )
