@@ -1,8 +1,8 @@
 """The last, smaller global batch of an epoch, where layers compute statistics over the samples of a batch.
 
 torch cannot normalise a single value per channel. Samples are therefore dealt out so that a micro-batch has
-two or none. What that does not cure is refused before the first step: a single sample in all, and ranks without
-a sample where statistics are computed over all ranks, to which a placeholder would add copies.
+two or none. What that does not cure is refused before the first step: a single sample in all, and ranks
+without a sample where statistics are computed over all ranks, to which a placeholder would add copies.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class LastBatch:
 
     def _check(self, name: str) -> Callable[..., None]:
         def check(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not inputs:
+                return  # passed by name
             values = inputs[0].numel() // max(inputs[0].shape[1], 1)
             if layer.training and 0 < values <= self._num_samples:
                 least = 2 * self._batch.global_batch_size // self._batch.batch_size
@@ -93,7 +95,7 @@ class LastBatch:
         return check
 
     def _lacks(self, size: int, rest: int) -> bool:
-        """Whether a rank has a micro-batch without a sample, where `rest` follows global batches of `size`."""
+        """Whether a rank has a micro-batch without a sample, where `rest` follow global batches of `size`."""
         ranks = self._batch.data_parallel_size
         per_rank = size // (ranks * self._batch.gradient_accumulation_steps)
         spans = split_window(rest, ranks - 1, ranks, per_rank)

@@ -14,7 +14,7 @@ TIMED = tuple(phase for phase in PHASES if phase not in ("communication", "valid
 SENT = (*PHASES, "other", "hidden")
 """What a slot holds of a rank: seconds of its phases, and the share of communication that was hidden behind
 backward. ``communication`` and ``hidden`` are NaN if they are not known."""
-_NUM_FLAGS = 5
+_NUM_FLAGS = 4
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class ReducedInterval:
         losses: Sequence[float],
         counts: Sequence[float],
         seconds: Mapping[str, float],
-        flags: tuple[bool, bool, bool, bool, bool],
+        flags: tuple[bool, bool, bool, bool],
         rank: int,
         num_slots: int,
         replica_set: tuple[int, int] = (0, 1),
+        compares: bool = True,
     ) -> list[float]:
         """One rank's addend: losses, counts, slots of phases, checksums and the flags.
 
@@ -59,10 +60,11 @@ class ReducedInterval:
             losses: this rank's sum of losses, one per step.
             counts: as many.
             seconds: what `SENT` names, the ``checksum`` and the digest of ``settings``.
-            flags: wants_times, saved, stop, go, and whether this rank compares its settings.
+            flags: wants_times, saved, stop and go.
             rank: whose slot to fill, if there is one.
             num_slots: ranks whose phases are sent: all, or rank 0 alone.
             replica_set: `Backend.replica_set`.
+            compares: this rank knows its settings.
         """
         slots = [0.0] * (len(SENT) * num_slots)
         if rank < num_slots:
@@ -71,12 +73,13 @@ class ReducedInterval:
         replicas = [0.0] * (NUM_TERMS * sets)
         replicas[number * NUM_TERMS : (number + 1) * NUM_TERMS] = equality_terms(seconds["checksum"])
         compared = [*replicas, *equality_terms(seconds["settings"])]
-        return [*losses, *counts, *slots, *compared, *map(float, flags)]
+        return [*losses, *counts, *slots, *compared, float(compares), *map(float, flags)]
 
     @classmethod
     def unpack(cls, values: Sequence[float], num_steps: int, size: int, sets: int = 1) -> ReducedInterval:
         """The inverse of `pack`, of the sum over all `size` ranks with their `sets` of replicas."""
-        totals, (*flags, num_compared) = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
+        totals, flags = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
+        num_compared = int(totals.pop())
         end = -(1 + sets) * NUM_TERMS
         replicas, settings = totals[end:-NUM_TERMS], totals[-NUM_TERMS:]
         slots = totals[2 * num_steps : end]
@@ -84,7 +87,7 @@ class ReducedInterval:
         phases = [dict(zip(SENT, slots[at : at + len(SENT)], strict=True)) for at in starts]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
         by_set = (replicas[at : at + NUM_TERMS] for at in range(0, len(replicas), NUM_TERMS))
-        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, int(num_compared))
+        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, num_compared)
         return cls(losses, counts, phases, *same, *(flag > 0 for flag in flags))
 
     @property

@@ -250,6 +250,12 @@ class FSDPBackend(MeshBackend):
         found: dict[str, Any] = self.through("evaluation", partial(super().evaluate, batch, num_samples))
         return found
 
+    def evaluate_stand_in(self, batch: Any) -> None:
+        if self._sharded is None or self._order is None or self.pipeline is not None or self.shares_model:
+            super().evaluate_stand_in(batch)
+        else:
+            self._order.follow("evaluation", self._sharded.gather)
+
     def set_training(self, training: bool) -> None:
         super().set_training(training)
         if self._sharded is None:

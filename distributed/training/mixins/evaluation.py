@@ -39,7 +39,7 @@ class EvaluationMixin(PrecisionMixin):
         with torch.no_grad(), self.autocast():
             for batch, num_samples in window.micro_batches:
                 if not num_samples:
-                    self._evaluate_stand_in(batch)
+                    self.evaluate_stand_in(batch)
                     continue
                 terms = self.evaluate(self.to_device(batch), num_samples)
                 for name, (total, count) in terms.items():
@@ -47,7 +47,8 @@ class EvaluationMixin(PrecisionMixin):
                     found[name] = (before[0] + total, before[1] + count)
         return found
 
-    def _evaluate_stand_in(self, batch: Any) -> None:
+    def evaluate_stand_in(self, batch: Any) -> None:
+        """Take part in the collectives of a forward pass of the other ranks."""
         if self.needs_every_rank_in_evaluation:
             before = Untouched(self.module)
             self.evaluate(self.to_device(stand_in(batch)), 0)
