@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.data.error_notes import read
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
-from distributed.data.order import epoch_seed, share, split_window, window_sizes
+from distributed.data.order import epoch_seed, split_window, window_sizes
 from distributed.data.rows import reader_of
 from distributed.data.sample_rng import PerSampleRng, RandomStreams
 from distributed.data.source import Source
@@ -53,7 +53,7 @@ class Feed:
 
     Attributes:
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
-        every_rank: in evaluation, every rank has a sample in each window, if there are enough.
+        every_rank: in evaluation, every rank has a sample in each window of a map-style set with enough.
     """
 
     fewest = 1
@@ -378,12 +378,6 @@ class Feed:
         if self.drop_last:
             del batches[len(batches) - (len(batches) - done) % per_window :]
         self._end = sum(map(len, batches))
-        rest = len(batches) % self.size
-        if self.every_rank and rest:
-            last = [index for batch in batches[-self.size - rest :] for index in batch]
-            number = self.size * (2 if len(batches) > self.size and len(last) >= 2 * self.size else 1)
-            spans = [share(len(last), part, number) for part in range(number)]
-            batches[-self.size - rest :] = [last[a:b] for a, b in spans if b > a]
 
         def plan() -> Iterator[tuple[int, list[tuple[list[int], int]]]]:
             for first in range(done, len(batches), per_window):
@@ -404,7 +398,7 @@ class Feed:
                 allowed="false for iterable datasets",
             )
         state, self._restored = self._restored if start else None, None
-        self._reader.fewest, self._reader.every_rank = self._fewest, self.every_rank
+        self._reader.fewest = self._fewest
         return self._reader.windows(epoch, start, state)
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:

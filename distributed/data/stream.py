@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from distributed.data.fingerprint import fingerprint
-from distributed.data.order import split_window, window_sizes
+from distributed.data.order import split_window
 from distributed.data.sample_rng import RandomStreams
 from distributed.data.source import Source
 from distributed.errors import UserError
@@ -26,8 +26,6 @@ from distributed.errors import UserError
 __all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_samples", "same"]
 
 logger = logging.getLogger("distributed")
-
-Windows = Iterator[tuple[list[Any], Any]]
 
 
 def copied(batch: Any) -> Any:
@@ -82,21 +80,6 @@ def _callable_with(part: Any, name: str, *args: Any) -> bool:
     return True
 
 
-def _divided_anew(windows: Windows, size: int, fewest: int) -> Windows:
-    """`windows`, of which none has fewer than `fewest` samples if all together have as many."""
-    held: list[tuple[list[Any], Any]] = []
-    for window, state in windows:
-        if held and len(window) < fewest:
-            samples = held.pop()[0] + window
-            for number in window_sizes(len(samples), size, fewest):
-                held.append((samples[:number], state))
-                samples = samples[number:]
-            break
-        yield from held
-        held = [(window, state)]
-    yield from held
-
-
 class DealtStream(IterableDataset[Any]):
     """Every rank reads the whole stream; each keeps its slice of every global batch.
 
@@ -116,7 +99,6 @@ class DealtStream(IterableDataset[Any]):
         keep_state: give each window its state.
         announce: yield the digest of the first window first; that of a stream without samples is empty.
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
-        every_rank: every rank has a sample in each window, if there are enough.
     """
 
     def __init__(
@@ -133,28 +115,23 @@ class DealtStream(IterableDataset[Any]):
         keep_state: bool = True,
         announce: bool = False,
         fewest: int = 1,
-        every_rank: bool = False,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
         self.state, self.keep_state, self.announce = state or {}, keep_state, announce
-        self.fewest, self.every_rank = fewest, every_rank
+        self.fewest = fewest
 
     def __iter__(self) -> Iterator[Any]:
-        wanted = self.batch_size * self.accumulation * self.size
-        windows = self._windows(wanted, self.start)
-        if self.every_rank:
-            windows = _divided_anew(windows, wanted, self.fewest * self.size)
+        windows = self._windows(self.batch_size * self.accumulation * self.size, self.start)
         if self.announce:
             first = list(islice(windows, 1))
             yield "".join(f"{len(window)} {fingerprint(window)}" for window, _ in first)
             windows = chain(first, windows)
         for window, state in windows:
-            most = max(self.batch_size, -(-len(window) // (self.size * self.accumulation)))
-            spans = split_window(len(window), self.rank, self.size, most, self.fewest)
+            spans = split_window(len(window), self.rank, self.size, self.batch_size, self.fewest)
             yield len(window), self._collated(window, spans, len(spans)), state
 
-    def _windows(self, wanted: int, start: int) -> Windows:
+    def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
         streams = RandomStreams(self.seed)
         with streams:
             origin, samples = self._opened()

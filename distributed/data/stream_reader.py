@@ -36,11 +36,10 @@ class StreamReader:
             does not compare them.
 
     Attributes:
-        fewest, every_rank: as of `Feed`.
+        fewest: as of `Feed`.
     """
 
     fewest = 1
-    every_rank = False
 
     def __init__(
         self,
@@ -95,7 +94,6 @@ class StreamReader:
             keep_state=self.keep_state,
             announce=compares,
             fewest=self.fewest,
-            every_rank=self.every_rank,
         )
         items = read(self._loader(stream, epoch), self.source.argument)
         if compares:

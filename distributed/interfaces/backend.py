@@ -129,14 +129,14 @@ class Backend(ABC):
         omitted: names of parameters that `export_state` leaves out.
         reads_own_parameters: `import_state` reads a state in which ranks have parameters of their own.
         needs_every_rank_in_evaluation: its forward pass in evaluation has collectives over the ranks with
-            different samples; each of them gets a sample in every window then, if there are enough.
+            different samples, to which each of them gets a sample where that is possible.
         fewest_samples: after `prepare`: samples that a micro-batch of a smaller global batch has at least.
     """
 
     omitted: Collection[str] = ()
     reads_own_parameters = False
     needs_every_rank_in_evaluation: Any = False
-    fewest_samples: Any = 1
+    fewest_samples = 1
     spec: BackendSpec
     world: World
     module: Any

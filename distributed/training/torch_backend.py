@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import BatchPlan, RunPlan
@@ -36,7 +35,6 @@ from distributed.training.gradient_scaling import (
 )
 from distributed.training.last_batch import LastBatch
 from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
-from distributed.training.mixins.evaluation import EvaluationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
@@ -45,9 +43,11 @@ from distributed.training.model_traits import (
     check_materialized,
     check_micro_batches,
     check_slices_of_one,
+    check_still_trainable,
     check_whole,
     refuse,
 )
+from distributed.training.module_modes import ModuleModes
 from distributed.training.objective import Objective
 from distributed.training.optimizers import (
     build_model,
@@ -57,7 +57,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
-from distributed.training.placeholders import Untouched, with_stand_ins
+from distributed.training.placeholders import Untouched, stand_in, with_stand_ins
 from distributed.training.rank_state import RankState
 from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
@@ -66,7 +66,7 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
+class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
@@ -91,6 +91,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
         self.timers = PhaseTimers()
         self._count: Any = None
         self._num_samples = 0
+        self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
@@ -147,6 +148,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
         )
         self._declare_counts(task)
         self.last_batch = LastBatch(self.module, self._batch, task.train_data, self.config.data.drop_last)
+        self.fewest_samples = self.last_batch.fewest
         parallel = self.num_contributors > 1 and self.counts_with_gradients
         unused = self.config.find_unused_parameters and self.placeholders == "zeros"
         # Where a rank without a sample must not mark parameters as used, its count alone has a gradient.
@@ -221,23 +223,9 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
 
     # -- one step --------------------------------------------------------------------
 
-    def _check_trainable(self) -> None:
-        """Raise a UserError if a parameter's ``requires_grad`` has changed where that is not followed."""
-        for name, (parameter, before) in self._trainable.items():
-            if parameter.requires_grad != before:
-                raise UserError(
-                    f"requires_grad of '{name}' changed from {before} to {not before} during training, and"
-                    " this backend reduces the gradients of the parameters that were trainable at the start",
-                    field="backend",
-                    got=self.config.backend,
-                    allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
-                    " schedules that split backward, if requires_grad changes during training",
-                    remedy="Choose one of these, or train in two calls of fit with the change between them",
-                )
-
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if self._trainable:
-            self._check_trainable()
+            check_still_trainable(self._trainable, self.config.backend)
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
@@ -289,12 +277,12 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
     ) -> tuple[Any, Any]:
         """(sum of losses, count) of a micro-batch."""
         timers, start = self.timers, perf_counter()
-        context = self.autocast()
+        context, args = self.autocast(), (self.to_device(batch), num_samples, scale, known)
         if context is NO_CONTEXT:
-            loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+            loss, total, count = self.model(*args)
         else:
             with context:
-                loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+                loss, total, count = self.model(*args)
         middle = perf_counter()
         timers.enter("backward")
         if num_samples or loss.requires_grad:
@@ -326,10 +314,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
         """How a micro-batch without samples takes part in a step: ``computed``, where its forward pass has
         collectives; ``zeros`` are its gradients, where only those are exchanged; ``skipped``."""
         return "computed" if self.world.size > 1 else "skipped"
-
-    @property
-    def fewest_samples(self) -> int:
-        return self.last_batch.fewest
 
     @property
     def _gradient_share(self) -> int:
@@ -437,7 +421,33 @@ class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
         if factor is not None:
             multiply_in_place(self.gradients(), factor)
 
-    # -- devices ---------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------
+
+    def set_training(self, training: bool) -> None:
+        """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
+        self._modes.set_training(self.module, training)
+
+    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
+        found: dict[str, tuple[Any, Any]] = {}
+        with torch.no_grad(), self.autocast():
+            for batch, num_samples in window.micro_batches:
+                terms = self.evaluate(self.to_device(batch), num_samples) if num_samples else {}
+                for name, (total, count) in terms.items():
+                    before = found.get(name, (0, 0))
+                    found[name] = (before[0] + total, before[1] + count)
+                if not num_samples and self.needs_every_rank_in_evaluation:
+                    self.evaluate_stand_in(batch)
+        return found
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
+        return self.objective.evaluate(self.module, batch, num_samples)
+
+    def evaluate_stand_in(self, batch: Any) -> None:
+        """Take part in the collectives of a forward pass of the other ranks."""
+        before = Untouched(self.module)
+        self.evaluate(self.to_device(stand_in(batch)), 0)
+        before.restore()
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""
