@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distributed.config import DistributedConfig
@@ -234,7 +234,7 @@ def check_still_trainable(trainable: Mapping[str, tuple[nn.Parameter, bool]], ba
             )
 
 
-def sparse_parameters(model: nn.Module) -> set[nn.Parameter]:
+def sparse_parameters(model: nn.Module) -> set[Tensor]:
     """The parameters whose gradients are sparse."""
     return {module.weight for _, module in _embeddings(model) if module.sparse}
 

@@ -5,6 +5,7 @@ They count for nothing, and leave no trace: in buffers, random numbers, or the b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from distributed.interfaces.backend import MicroBatch, Window
 from distributed.training.batch_transfer import tensors_of
 from distributed.training.forward_state import Buffers
 
-__all__ = ["NoGradient", "Untouched", "stand_in", "with_stand_ins"]
+__all__ = ["Untouched", "stand_in", "with_stand_ins", "without_gradient"]
 
 
 class Untouched(Buffers):
@@ -36,11 +37,8 @@ class Untouched(Buffers):
         restore_rng(self._generators)
 
 
-class NoGradient(torch.autograd.Function):
-    """Zero, whose derivatives are zeros, too, where factors of zero would leave NaN and infinity.
-
-    Called with, for each input, whether its gradient is sparse, and the inputs.
-    """
+class _NoGradient(torch.autograd.Function):
+    """Zero, whose derivatives are zeros, too, where factors of zero would leave NaN and infinity."""
 
     @staticmethod
     def forward(ctx: Any, sparse: tuple[bool, ...], *inputs: Tensor) -> Tensor:
@@ -51,6 +49,13 @@ class NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         return None, *map(_zeros, ctx.saved_tensors, ctx.sparse)
+
+
+def without_gradient(*inputs: Tensor, sparse: Collection[Tensor] = ()) -> Tensor:
+    """Zero, whose derivatives with respect to `inputs` are zeros; sparse ones for those in `sparse`."""
+    flags = tuple(tensor in sparse for tensor in inputs)
+    loss: Tensor = _NoGradient.apply(flags, *inputs)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _zeros(tensor: Tensor, sparse: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distributed.training.loss_sum import LossSum
 from distributed.training.model_traits import sparse_parameters
 from distributed.training.objective import Objective
-from distributed.training.placeholders import NoGradient
+from distributed.training.placeholders import without_gradient
 
 __all__ = ["StepModule"]
 
@@ -75,7 +75,7 @@ class StepModule(nn.Module):
             total, count = self.objective(self.model, batch, num_samples)
             loss, total = total * scale, total.detach()
         if num_samples == 0:
-            loss, total, count = NoGradient.apply((False,), loss), 0.0, 0
+            loss, total, count = without_gradient(loss), 0.0, 0
         return (self._carry(loss, count) if self.reduced_count else loss), total, count
 
     def _nothing(self) -> Tensor:
@@ -84,9 +84,7 @@ class StepModule(nn.Module):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if self.placeholders == "skipped":
             return torch.zeros((), device=parameters[0].device)
-        sparse = sparse_parameters(self.model)
-        loss: Tensor = NoGradient.apply(tuple(p in sparse for p in parameters), *parameters)
-        return loss
+        return without_gradient(*parameters, sparse=sparse_parameters(self.model))
 
     def _carry(self, loss: Tensor, count: Any) -> Tensor:
         """`loss` as it is, with the count as derivative with respect to `self.count`, which is 0."""
