@@ -83,7 +83,7 @@ class StepModule(nn.Module):
         them."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if self.placeholders == "skipped":
-            return torch.zeros((), device=parameters[0].device)
+            return torch.zeros((), device=next(self.model.parameters()).device)
         return without_gradient(*parameters, sparse=sparse_parameters(self.model))
 
     def _carry(self, loss: Tensor, count: Any) -> Tensor:
