@@ -95,7 +95,9 @@ def _leave_unused_out(present: Any) -> Any:
 
 def _evaluate_placeholders(present: Any) -> Any:
     def evaluate_window(self: Any, window: Any) -> Any:
-        return present(self, window._replace(micro_batches=[m._replace(num_samples=1) for m in window[0]]))
+        return present(
+            self, window._replace(micro_batches=[m._replace(num_samples=max(m[1], 1)) for m in window[0]])
+        )
 
     return evaluate_window
 
