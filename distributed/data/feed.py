@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from distributed.data.error_notes import read
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
-from distributed.data.order import split_window
+from distributed.data.order import split_window, window_sizes
 from distributed.data.rows import reader_of
 from distributed.data.sampler_order import SamplerOrder
 from distributed.data.samples import Samples, WorkerInit, first
@@ -53,7 +53,14 @@ class Feed:
         pin: read in-memory tensors into pinned memory, whatever the loader's ``pin_memory``.
         repeats: refuse to resume where samples draw on random numbers that do not repeat.
         keeps_size: refuse a batch sampler's batch of another size than `batch_size`, but for the last.
+
+    Attributes:
+        fewest: samples that a micro-batch with samples has at least, as far as the data allows.
+        every_rank: in evaluation, every rank has a sample in each window of a map-style set with enough.
     """
+
+    fewest = 1
+    every_rank = False
 
     def __init__(
         self,
@@ -296,18 +303,23 @@ class Feed:
     def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
         """(position, samples) of every window from `start` on."""
         size = self.global_batch_size
-        for position in range(start, length, size):
-            count = min(size, length - position)
+        for count in window_sizes(max(length - start, 0), size, self._fewest * self.size * self.every_rank):
             if count < size and self.drop_last:
                 return
-            yield position, count
+            yield start, count
+            start += count
+
+    @property
+    def _fewest(self) -> int:
+        return min(self.fewest, self.batch_size)
 
     def _spans(self, length: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
         """Per window: samples over all ranks, and this rank's micro-batches as (first position, end, samples
         that count)."""
         for position, count in self._starts(length, start):
             spans = []
-            for begin, end in split_window(count, self.rank, self.size, self.batch_size):
+            most = max(self.batch_size, -(-count // (self.size * self.accumulation)))
+            for begin, end in split_window(count, self.rank, self.size, most, self._fewest):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
                 spans.append((position + low, position + high, end - begin))
             yield count, spans
@@ -320,7 +332,7 @@ class Feed:
         Without an order, indices are a slice.
         """
         windows = self._spans(len(self.source.dataset) if order is None else len(order), start)
-        if isinstance(order, torch.Tensor):
+        if isinstance(order, torch.Tensor) and not self.every_rank:
             start = yield from self._dealt_together(order, start)
             windows = self._spans(len(order), start)
         if not isinstance(order, KeyedOrder):
@@ -447,6 +459,7 @@ class Feed:
                 allowed="false for iterable datasets",
             )
         state, self._restored = self._restored if start else None, None
+        self._reader.fewest = self._fewest
         return self._reader.windows(epoch, start, state)
 
     def _dataloader(self, epoch: int) -> DataLoader[Any]:

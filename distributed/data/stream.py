@@ -23,11 +23,18 @@ from distributed.data.sample_rng import RandomStreams
 from distributed.data.source import Source
 from distributed.errors import UserError
 
-__all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "loses_samples", "same"]
+__all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_samples", "same"]
 
 logger = logging.getLogger("distributed")
 
-Pairs = list[tuple[Any, int]]
+
+def copied(batch: Any) -> Any:
+    """A copy of `batch` that shares nothing with it. A batch that cannot be copied, such as one of generators
+    or of tensors with a graph, is returned as it is."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # noqa: BLE001 - objects of the user's classes raise anything
+        return batch
 
 
 def same(value: Any) -> Any:
@@ -91,6 +98,7 @@ class DealtStream(IterableDataset[Any]):
         state: state of the window after which to resume; None skips `start` samples.
         keep_state: give each window its state.
         announce: yield the digest of the first window first; that of a stream without samples is empty.
+        fewest: samples that a micro-batch with samples has at least, as far as the data allows.
     """
 
     def __init__(
@@ -106,10 +114,12 @@ class DealtStream(IterableDataset[Any]):
         state: Any = None,
         keep_state: bool = True,
         announce: bool = False,
+        fewest: int = 1,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
         self.state, self.keep_state, self.announce = state or {}, keep_state, announce
+        self.fewest = fewest
 
     def __iter__(self) -> Iterator[Any]:
         windows = self._windows(self.batch_size * self.accumulation * self.size, self.start)
@@ -118,8 +128,8 @@ class DealtStream(IterableDataset[Any]):
             yield "".join(f"{len(window)} {fingerprint(window)}" for window, _ in first)
             windows = chain(first, windows)
         for window, state in windows:
-            spans = split_window(len(window), self.rank, self.size, self.batch_size)
-            yield len(window), [self._collate(window, *span) for span in spans], state
+            spans = split_window(len(window), self.rank, self.size, self.batch_size, self.fewest)
+            yield len(window), self._collated(window, spans, len(spans)), state
 
     def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
         streams = RandomStreams(self.seed)
@@ -179,9 +189,15 @@ class DealtStream(IterableDataset[Any]):
             return {"dataset": copy.deepcopy(origin.state_dict()), "rng": streams.state}
         return {"first": self._first}
 
-    def _collate(self, window: list[Any], start: int, stop: int) -> tuple[Any, int]:
-        samples = window[start:stop] or window[: self.batch_size]
-        return self.source.collate_fn(samples), stop - start
+    def _collated(
+        self, window: list[Any], spans: list[tuple[int, int]], number: int
+    ) -> list[tuple[Any, int]]:
+        """`number` micro-batches, placeholders behind those of `spans`. No sample is collated twice: that may
+        change it."""
+        collate = self.source.collate_fn
+        found = [(collate(window[start:stop]), stop - start) for start, stop in spans if stop > start]
+        found = found or [(collate(window[: self.batch_size]), 0)]
+        return found + [(found[0][0], 0)] * (number - len(found))
 
 
 class SelfShardedStream(DealtStream):
@@ -190,9 +206,6 @@ class SelfShardedStream(DealtStream):
 
     def __iter__(self) -> Iterator[Any]:
         for window, state in self._windows(self.batch_size * self.accumulation, 0):
-            pairs = [
-                self._collate(window, *span) for span in split_window(len(window), 0, 1, self.batch_size)
-            ]
+            spans = split_window(len(window), 0, 1, self.batch_size, self.fewest)
             # Every rank runs the same number of micro-batches, whatever its stream holds.
-            pairs += [(pairs[0][0], 0)] * (self.accumulation - len(pairs))
-            yield len(window), pairs, state
+            yield len(window), self._collated(window, spans, self.accumulation), state

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from distributed.data.error_notes import read
 from distributed.data.order import mix
 from distributed.data.source import Source
-from distributed.data.stream import DealtStream, SelfShardedStream, same
+from distributed.data.stream import DealtStream, SelfShardedStream, copied, same
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 
@@ -34,7 +34,12 @@ class StreamReader:
         total: sum of a number over the ranks; used per window for self-sharded streams.
         gather: the objects of all ranks; used once an epoch for streams that every rank reads. None
             does not compare them.
+
+    Attributes:
+        fewest: as of `Feed`.
     """
+
+    fewest = 1
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class StreamReader:
             state,
             keep_state=self.keep_state,
             announce=compares,
+            fewest=self.fewest,
         )
         items = read(self._loader(stream, epoch), self.source.argument)
         if compares:
@@ -149,24 +155,27 @@ class StreamReader:
 
     def _agreed(self, windows: Windows, position: int, start: int, epoch: int, state: Any) -> Windows:
         """Synchronise the ranks of a self-sharded stream, which may end at different times."""
-        last: Window | None = None
+        # What stands in for this rank's samples once its shard has ended. The first batch, taken before a
+        # training step can change it.
+        spare: Any = None
         while True:
             window, state = next(windows, (None, state))
             count = self._total(window.num_samples if window else 0)
             if count == 0:
                 return
+            if window is None and spare is None and position:
+                first = next(self._read(epoch, 0), (None, None))[0]
+                spare = first and first.micro_batches[0].batch
+            if window is None and spare is None:
+                raise UserError(
+                    f"rank {self.rank} got no sample from a self-sharded dataset",
+                    field=self.source.argument,
+                    remedy="Give every rank at least one sample, or use fewer ranks",
+                )
             if window is None:
-                if last is None and position:
-                    # Its shard has ended: any earlier window serves as a placeholder.
-                    last = next(self._read(epoch, 0), (None, None))[0]
-                if last is None:
-                    raise UserError(
-                        f"rank {self.rank} got no sample from a self-sharded dataset",
-                        field=self.source.argument,
-                        remedy="Give every rank at least one sample, or use fewer ranks",
-                    )
-                window = Window([MicroBatch(m.batch, 0) for m in last.micro_batches], 0)
-            last = window
+                window = Window([MicroBatch(spare, 0)] * self.accumulation, 0)
+            elif spare is None and self.size > 1:
+                spare = copied(window.micro_batches[0].batch)
             position += count
             if position > start:
                 yield Window(window.micro_batches, count), state

@@ -28,8 +28,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         batch: what the collate function returned, still on the host.
-        num_samples: how many of its samples count. 0 marks a stand-in: run it for its
-            collectives, with weight zero.
+        num_samples: how many of its samples count. 0 marks a placeholder: run it for its
+            collectives, with weight zero, where there are any.
     """
 
     batch: Any
@@ -40,7 +40,7 @@ class Window(NamedTuple):
     """What one optimizer step consumes: this rank's micro-batches of one global batch.
 
     Attributes:
-        micro_batches: the same number on every rank; ranks with less data hold stand-ins.
+        micro_batches: the same number on every rank; ranks with less data hold placeholders.
         num_samples: samples in the whole global batch, over all ranks.
     """
 
@@ -91,6 +91,9 @@ class CommunicationTimes(NamedTuple):
 class SharedSettings(ABC):
     """Values that must be equal on all ranks, such as hyperparameters."""
 
+    is_known = True
+    """Whether this rank knows its values: not what losses are means of, if it had no sample yet."""
+
     @abstractmethod
     def digest(self) -> float:
         """A whole number below 2**32 that tells different values apart."""
@@ -125,10 +128,15 @@ class Backend(ABC):
         timers: where forward, backward and optimizer seconds go (`mixins.timing`).
         omitted: names of parameters that `export_state` leaves out.
         reads_own_parameters: `import_state` reads a state in which ranks have parameters of their own.
+        needs_every_rank_in_evaluation: its forward pass in evaluation has collectives over the ranks with
+            different samples, to which each of them gets a sample where that is possible.
+        fewest_samples: after `prepare`: samples that a micro-batch of a smaller global batch has at least.
     """
 
     omitted: Collection[str] = ()
     reads_own_parameters = False
+    needs_every_rank_in_evaluation: Any = False
+    fewest_samples = 1
     spec: BackendSpec
     world: World
     module: Any

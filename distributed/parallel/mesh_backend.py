@@ -301,6 +301,10 @@ class MeshBackend(MeshState):
         return seen if self._reports else (0.0, 0)
 
     @property
+    def needs_every_rank_in_evaluation(self) -> bool:
+        return self.mesh is not None and self.mesh.dims.expert > 1
+
+    @property
     def loads_ahead(self) -> bool:
         # Pieces of a micro-batch and slices of its sequences are made of it on the host.
         return super().loads_ahead and self.pipeline is None and self._context is None

@@ -29,7 +29,7 @@ from distributed.parallel.stage_tensors import StageTensors
 from distributed.parallel.staged_model import StagedModel
 from distributed.planner.pipeline import PipelineShape
 from distributed.system.output import print_line
-from distributed.training.forward_state import Buffers
+from distributed.training.placeholders import Untouched
 from distributed.training.process_group_backend import ProcessGroupBackend
 from distributed.training.seeding import numbers_of_rank
 
@@ -260,7 +260,7 @@ class Pipeline:
         start = perf_counter()
         backend, micro = self._backend, self._window.micro_batches[position]
         batch, rows = backend.to_device(micro.batch), rows_of(micro.batch)
-        kept = None if micro.num_samples else Buffers(backend.module)
+        kept = None if micro.num_samples else Untouched(backend.module)
         with backend.autocast(), own_parameters_alone(stage):
             step = (batch, micro.num_samples, self._scale, self._known[position])
             given = self._cut(stage, received, rows)

@@ -50,6 +50,10 @@ class Settings(SharedSettings):
             f"{self._objective.averaged_over} (history {self._objective.averages:08x})",
         )
 
+    @property
+    def is_known(self) -> bool:  # type: ignore[override]
+        return self._objective.knows_averages
+
     def digest(self) -> float:
         return float(zlib.crc32(repr(self.read()).encode()))
 

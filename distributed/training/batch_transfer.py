@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Transfers", "move"]
+__all__ = ["Transfers", "move", "tensors_of"]
 
 _LARGE = 1 << 20
 """Bytes from which on a copy takes longer on the device than a stream of its own costs the host."""
@@ -67,7 +67,7 @@ class Transfers:
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in _tensors(moved):
+            for tensor in tensors_of(moved):
                 # Its memory belongs to the other stream, which must not use it again before this one is done.
                 tensor.record_stream(current)
         return moved
@@ -87,14 +87,14 @@ class Transfers:
 def _is_large(batch: Any) -> bool:
     """Whether the tensors of `batch` are all known, pinned, and large together."""
     try:
-        tensors = list(_tensors(batch))
+        tensors = list(tensors_of(batch))
     except TypeError:
         return False
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return size >= _LARGE and all(tensor.is_pinned() for tensor in tensors)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_of(batch: Any) -> Iterator[Tensor]:
     """The tensors that `move` copies.
 
     Raises:
@@ -104,13 +104,13 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif hasattr(batch, "to"):
         raise TypeError(f"a {type(batch).__name__} copies itself")
     elif is_dataclass(batch) and not isinstance(batch, type):
         for field in fields(batch):
             if field.init:
-                yield from _tensors(getattr(batch, field.name))
+                yield from tensors_of(getattr(batch, field.name))

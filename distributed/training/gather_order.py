@@ -76,6 +76,29 @@ class GatherOrder:
         finally:
             self._kind = None
 
+    def follow(self, kind: str, gather: Callable[[int], None]) -> None:
+        """Take part in a forward pass of the other ranks without one of this rank. Collective.
+
+        Args:
+            kind: as of `checked`.
+            gather: gathers the parameters of a module, by its number.
+        """
+        self._forwards += 1
+        calls = self._known.get(kind)
+        if calls is not None and kind not in self._varies:
+            for number in calls[:-1]:
+                gather(number)
+            return
+        followed: list[int] = []
+        while self._end not in followed:
+            # Less than what the other ranks give, and less than its negative.
+            both = torch.tensor([-1, -(2**40)])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._gathering)
+            followed.append(int(both[0]))
+            if followed[-1] != self._end:
+                gather(followed[-1])
+        self._known.setdefault(kind, followed)
+
     def _hook(self, number: int) -> Callable[..., None]:
         def compare(*_: Any) -> None:
             if self._kind is not None:  # backward calls them again under activation checkpointing

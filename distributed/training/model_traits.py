@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distributed.config import DistributedConfig
@@ -25,9 +25,11 @@ __all__ = [
     "check_materialized",
     "check_micro_batches",
     "check_slices_of_one",
+    "check_still_trainable",
     "check_whole",
     "micro_batch_field",
     "refuse",
+    "sparse_parameters",
     "with_statistics",
     "written_weights",
 ]
@@ -210,6 +212,31 @@ def _meta(model: nn.Module) -> Iterator[str]:
 
 def _sparse(model: nn.Module) -> Iterator[str]:
     return (name for name, module in _embeddings(model) if module.sparse)
+
+
+def check_still_trainable(trainable: Mapping[str, tuple[nn.Parameter, bool]], backend: str) -> None:
+    """Raise a UserError if ``requires_grad`` of a parameter has changed where that is not followed.
+
+    Args:
+        trainable: name -> (parameter, its ``requires_grad`` before).
+        backend: name of the backend.
+    """
+    for name, (parameter, before) in trainable.items():
+        if parameter.requires_grad != before:
+            raise UserError(
+                f"requires_grad of '{name}' changed from {before} to {not before} during training, and"
+                " this backend reduces the gradients of the parameters that were trainable at the start",
+                field="backend",
+                got=backend,
+                allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
+                " schedules that split backward, if requires_grad changes during training",
+                remedy="Choose one of these, or train in two calls of fit with the change between them",
+            )
+
+
+def sparse_parameters(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients are sparse."""
+    return {module.weight for _, module in _embeddings(model) if module.sparse}
 
 
 def written_weights(name: str, backend: str) -> UserError:

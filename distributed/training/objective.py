@@ -113,6 +113,7 @@ class Objective:
         self._compares_samples = compares_samples
         self.averaged_over: str | None = None
         self.averages = 0
+        self._last_average, self._num_missed = "", 0
         self.pieces = 1
         self.other_count: int | None = None
         mean_module = isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", None) in _MEANS
@@ -289,8 +290,23 @@ class Objective:
                 allowed="one kind of mean in a global batch",
                 remedy="Return (sum of losses, count) in all cases",
             )
-        self.averaged_over = kind
-        self.averages = zlib.crc32(kind.encode(), self.averages)
+        for _ in range(1 + self._num_missed):
+            self.averages = zlib.crc32(kind.encode(), self.averages)
+        self.averaged_over = self._last_average = kind
+        self._num_missed = 0
+
+    def skip(self, batch: Any) -> None:
+        """Note a micro-batch without samples, of which only other ranks see the loss, as one whose loss is a
+        mean over the same as the last."""
+        if self.weighs_means(batch) and self._last_average:
+            self._note_average(self._last_average, "")
+        else:
+            self._num_missed += self.weighs_means(batch)
+
+    @property
+    def knows_averages(self) -> bool:
+        """Whether `averages` is known: this rank has seen a loss where others have."""
+        return not self._num_missed
 
     def _warn_of_pairs(self, field: str) -> None:
         num_pairs = self._means.take_pairs()

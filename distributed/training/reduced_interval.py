@@ -26,7 +26,7 @@ class ReducedInterval:
         counts: samples or tokens of each step.
         phases: what ranks have sent of `SENT`, one mapping per rank, or rank 0's alone.
         same_replicas: all ranks with copies of the same have the same checksum of their parameters.
-        same_settings: all ranks have the same digest of their `Backend.settings`.
+        same_settings: all ranks that compare them have the same digest of their `Backend.settings`.
         wants_times: rank 0 asks for the phases of every rank in the next interval.
         saved: a rank has finished writing the checkpoint in progress.
         stop: a rank asks for a stop.
@@ -52,6 +52,7 @@ class ReducedInterval:
         rank: int,
         num_slots: int,
         replica_set: tuple[int, int] = (0, 1),
+        compares: bool = True,
     ) -> list[float]:
         """One rank's addend: losses, counts, slots of phases, checksums and the flags.
 
@@ -63,6 +64,7 @@ class ReducedInterval:
             rank: whose slot to fill, if there is one.
             num_slots: ranks whose phases are sent: all, or rank 0 alone.
             replica_set: `Backend.replica_set`.
+            compares: this rank knows its settings.
         """
         slots = [0.0] * (len(SENT) * num_slots)
         if rank < num_slots:
@@ -71,12 +73,13 @@ class ReducedInterval:
         replicas = [0.0] * (NUM_TERMS * sets)
         replicas[number * NUM_TERMS : (number + 1) * NUM_TERMS] = equality_terms(seconds["checksum"])
         compared = [*replicas, *equality_terms(seconds["settings"])]
-        return [*losses, *counts, *slots, *compared, *map(float, flags)]
+        return [*losses, *counts, *slots, *compared, float(compares), *map(float, flags)]
 
     @classmethod
     def unpack(cls, values: Sequence[float], num_steps: int, size: int, sets: int = 1) -> ReducedInterval:
         """The inverse of `pack`, of the sum over all `size` ranks with their `sets` of replicas."""
         totals, flags = list(values[:-_NUM_FLAGS]), values[-_NUM_FLAGS:]
+        num_compared = int(totals.pop())
         end = -(1 + sets) * NUM_TERMS
         replicas, settings = totals[end:-NUM_TERMS], totals[-NUM_TERMS:]
         slots = totals[2 * num_steps : end]
@@ -84,7 +87,7 @@ class ReducedInterval:
         phases = [dict(zip(SENT, slots[at : at + len(SENT)], strict=True)) for at in starts]
         losses, counts = totals[:num_steps], totals[num_steps : 2 * num_steps]
         by_set = (replicas[at : at + NUM_TERMS] for at in range(0, len(replicas), NUM_TERMS))
-        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, size)
+        same = all(are_equal(terms, size // sets) for terms in by_set), are_equal(settings, num_compared)
         return cls(losses, counts, phases, *same, *(flag > 0 for flag in flags))
 
     @property

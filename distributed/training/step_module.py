@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from distributed.training.loss_sum import LossSum
+from distributed.training.model_traits import sparse_parameters
 from distributed.training.objective import Objective
+from distributed.training.placeholders import without_gradient
 
 __all__ = ["StepModule"]
 
@@ -24,7 +26,12 @@ class StepModule(nn.Module):
         reduced_count: carry the count of tokens, times this number, as the gradient of a parameter of its
             own. It then is reduced in the same buckets as the gradients: no collective is added (C2). 0
             does not.
+
+    Attributes:
+        placeholders: as `TorchBackend.placeholders`, but ``skipped`` where no parameter needs a gradient.
     """
+
+    placeholders = "computed"
 
     def __init__(self, model: nn.Module, objective: Objective, reduced_count: int) -> None:
         super().__init__()
@@ -45,7 +52,7 @@ class StepModule(nn.Module):
 
         Args:
             batch: on this rank's device.
-            num_samples: samples that count; 0 for a stand-in.
+            num_samples: samples that count; 0 for a placeholder.
             scale: what the sum of losses is multiplied by; its inverse is the count of the
                 whole global batch wherever that is known.
             known: how many samples or tokens count, where that is known before.
@@ -54,6 +61,10 @@ class StepModule(nn.Module):
             Where the count is known, the sum is a number if the loss is on the CPU, otherwise a `LossSum`.
         """
         total: Any
+        if num_samples == 0 and self.placeholders != "computed":
+            self.objective.skip(batch)
+            loss = self._nothing()
+            return (self._carry(loss, 0) if self.reduced_count else loss), 0.0, 0
         if known is not None:
             mean = self.objective.mean(self.model, batch, num_samples)
             weight = known * scale  # of a whole batch, 1 up to the rounding of 1 / known
@@ -62,10 +73,18 @@ class StepModule(nn.Module):
             count: Any = known
         else:
             total, count = self.objective(self.model, batch, num_samples)
-            if num_samples == 0:
-                total, count = total * 0.0, count * 0
             loss, total = total * scale, total.detach()
+        if num_samples == 0:
+            loss, total, count = without_gradient(loss), 0.0, 0
         return (self._carry(loss, count) if self.reduced_count else loss), total, count
+
+    def _nothing(self) -> Tensor:
+        """A loss of zero, of which the trainable parameters get gradients of zero where the ranks wait for
+        them."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.placeholders == "skipped":
+            return torch.zeros((), device=next(self.model.parameters()).device)
+        return without_gradient(*parameters, sparse=sparse_parameters(self.model))
 
     def _carry(self, loss: Tensor, count: Any) -> Tensor:
         """`loss` as it is, with the count as derivative with respect to `self.count`, which is 0."""

@@ -149,11 +149,12 @@ class StepRecords:
             perf_counter() - (self._last_meeting or 0.0) - sum(seconds[phase] for phase in TIMED)
         )
         seconds["checksum"] = self._checksum()
-        seconds["settings"] = self._shared.digest() if self._shared else 0.0
+        compares = self._shared is None or self._shared.is_known
+        seconds["settings"] = self._shared.digest() if self._shared and compares else 0.0
         flags = (self._wants_times(), saved, stop, go)
         num_slots = world.size if self._sends_times or world.size <= _MANY else 1
         own_set = self.backend.replica_set
-        own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots, own_set)
+        own = ReducedInterval.pack(losses, counts, seconds, flags, world.rank, num_slots, own_set, compares)
         sums = self.backend.all_reduce(own)
         reduced = ReducedInterval.unpack(sums, len(losses), world.size, own_set[1])
         self._sends_times = reduced.wants_times

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.errors import UserError
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import BatchPlan, RunPlan
@@ -34,6 +33,7 @@ from distributed.training.gradient_scaling import (
     on_host,
     scale_factor,
 )
+from distributed.training.last_batch import LastBatch
 from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
@@ -43,6 +43,7 @@ from distributed.training.model_traits import (
     check_materialized,
     check_micro_batches,
     check_slices_of_one,
+    check_still_trainable,
     check_whole,
     refuse,
 )
@@ -56,6 +57,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
+from distributed.training.placeholders import Untouched, stand_in, with_stand_ins
 from distributed.training.rank_state import RankState
 from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
@@ -82,6 +84,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     sums_gradients = False
     model: Any
     objective: Objective
+    last_batch: LastBatch
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,9 +147,14 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             compares_samples=self._compares_samples,
         )
         self._declare_counts(task)
+        self.last_batch = LastBatch(self.module, self._batch, task.train_data, self.config.data.drop_last)
+        self.fewest_samples = self.last_batch.fewest
         parallel = self.num_contributors > 1 and self.counts_with_gradients
-        counts = parallel and self.objective.counted
+        unused = self.config.find_unused_parameters and self.placeholders == "zeros"
+        # Where a rank without a sample must not mark parameters as used, its count alone has a gradient.
+        counts = parallel and (self.objective.counted or unused)
         self.step_module = StepModule(self.module, self.objective, self._gradient_share if counts else 0)
+        self.step_module.placeholders = "skipped" if unused else self.placeholders
         wrapped = self.wrap(self.step_module)
         # Unwrapped, it is called as a plain function: a module's __call__ would cost, and do nothing.
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
@@ -215,24 +223,12 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
 
     # -- one step --------------------------------------------------------------------
 
-    def _check_trainable(self) -> None:
-        """Raise a UserError if a parameter's ``requires_grad`` has changed where that is not followed."""
-        for name, (parameter, before) in self._trainable.items():
-            if parameter.requires_grad != before:
-                raise UserError(
-                    f"requires_grad of '{name}' changed from {before} to {not before} during training, and"
-                    " this backend reduces the gradients of the parameters that were trainable at the start",
-                    field="backend",
-                    got=self.config.backend,
-                    allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
-                    " schedules that split backward, if requires_grad changes during training",
-                    remedy="Choose one of these, or train in two calls of fit with the change between them",
-                )
-
     def run_window(self, window: Window) -> tuple[Any, Any]:
         if self._trainable:
-            self._check_trainable()
+            check_still_trainable(self._trainable, self.config.backend)
         self.objective.begin_window()
+        if self.placeholders == "computed":
+            window = with_stand_ins(window)
         first = Buffers(self.module) if self._watches_buffers else None
         counted, known = self.objective.counted, self.known_counts(window)
         scale = self._gradient_share / window.num_samples
@@ -240,6 +236,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             scale, counted = 1.0 / sum(known), False  # type: ignore[arg-type]
         total, count = self.run_micro_batches(window, scale, known)
         self._count, self._num_samples = count if counted else None, window.num_samples
+        self.last_batch.end()
         if first is not None:
             self._watches_buffers = False
             (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
@@ -257,11 +254,12 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         micro_batches = window.micro_batches
         total: Any = None
         count: Any = None
-        hooked, last = bool(self._hooks), len(micro_batches) - 1
+        hooked, last, skips = bool(self._hooks), len(micro_batches) - 1, self.placeholders != "computed"
         for position, (batch, num_samples) in enumerate(micro_batches):
             if position:
                 self.timers.enter("forward")
-            kept = None if num_samples else Buffers(self.module)
+            self.last_batch.begin(num_samples)
+            kept = None if num_samples or skips else Untouched(self.module)
             context, args = self.sync_when(position == last), (batch, num_samples, scale, known[position])
             if context is NO_CONTEXT and not hooked:
                 part, number = self._forward_and_backward(*args)
@@ -279,15 +277,16 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     ) -> tuple[Any, Any]:
         """(sum of losses, count) of a micro-batch."""
         timers, start = self.timers, perf_counter()
-        context = self.autocast()
+        context, args = self.autocast(), (self.to_device(batch), num_samples, scale, known)
         if context is NO_CONTEXT:
-            loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+            loss, total, count = self.model(*args)
         else:
             with context:
-                loss, total, count = self.model(self.to_device(batch), num_samples, scale, known)
+                loss, total, count = self.model(*args)
         middle = perf_counter()
         timers.enter("backward")
-        self.backward_explained(loss)
+        if num_samples or loss.requires_grad:
+            self.backward_explained(loss)
         timers.add("forward", middle - start)
         timers.add("backward", perf_counter() - middle)
         return total, count
@@ -309,6 +308,12 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     def cut_into(self) -> tuple[int, int]:
         """Numbers of pieces of a micro-batch and of slices of a sequence that are computed by themselves."""
         return 1, 1
+
+    @property
+    def placeholders(self) -> str:
+        """How a micro-batch without samples takes part in a step: ``computed``, where its forward pass has
+        collectives; ``zeros`` are its gradients, where only those are exchanged; ``skipped``."""
+        return "computed" if self.world.size > 1 else "skipped"
 
     @property
     def _gradient_share(self) -> int:
@@ -426,16 +431,23 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         found: dict[str, tuple[Any, Any]] = {}
         with torch.no_grad(), self.autocast():
             for batch, num_samples in window.micro_batches:
-                terms = self.evaluate(self.to_device(batch), num_samples)
+                terms = self.evaluate(self.to_device(batch), num_samples) if num_samples else {}
                 for name, (total, count) in terms.items():
-                    weight = 1 if num_samples else 0
                     before = found.get(name, (0, 0))
-                    found[name] = (before[0] + total * weight, before[1] + count * weight)
+                    found[name] = (before[0] + total, before[1] + count)
+                if not num_samples and self.needs_every_rank_in_evaluation:
+                    self.evaluate_stand_in(batch)
         return found
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
         return self.objective.evaluate(self.module, batch, num_samples)
+
+    def evaluate_stand_in(self, batch: Any) -> None:
+        """Take part in the collectives of a forward pass of the other ranks."""
+        before = Untouched(self.module)
+        self.evaluate(self.to_device(stand_in(batch)), 0)
+        before.restore()
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""

@@ -106,6 +106,8 @@ class StepsWithoutSamples(LowCommunicationBackend):
     """A rank without samples steps with a gradient of zero, so that momentum moves it."""
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+        for parameter in self.module.parameters() if not self._own_samples else ():
+            parameter.grad = torch.zeros_like(parameter)
         self._own_samples = 1
         return super().optimizer_step(max_norm, want_norm)
 
@@ -116,7 +118,8 @@ class DividesByTheWholeBatch(LowCommunicationBackend):
     def run_window(self, window: Any) -> tuple[Any, Any]:
         result = super().run_window(window)
         for parameter in self.module.parameters():
-            parameter.grad *= self._own_samples / window.num_samples  # type: ignore[operator]
+            if parameter.grad is not None:
+                parameter.grad *= self._own_samples / window.num_samples
         return result
 
 

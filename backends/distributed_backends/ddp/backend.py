@@ -71,6 +71,11 @@ class DDPBackend(MeshBackend):
             bucket_cap_mb=self.config.bucket_cap_mb,
         )
 
+    @property
+    def placeholders(self) -> str:
+        collective = self.shares_model or self.last_batch.synchronized is not None
+        return super().placeholders if collective or self.world.size == 1 else "zeros"
+
     def run_window(self, window: Window) -> tuple[Any, Any]:
         try:
             result = super().run_window(window)

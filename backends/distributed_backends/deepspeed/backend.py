@@ -237,6 +237,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     # -- one step --------------------------------------------------------------------------
 
+    @property
+    def placeholders(self) -> str:
+        return "computed"  # the engine counts backward passes, and reduces in the order of their hooks
+
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()  # the root enters it: DeepSpeed switches off what surrounds it
 
@@ -346,6 +350,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return self.sharded.gradient_norm(self.world.device)
 
     # -- evaluation ------------------------------------------------------------------------
+
+    @property
+    def needs_every_rank_in_evaluation(self) -> bool:
+        return self.stage == 3 and self.world.size > 1
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         with self._checked("evaluation"):

@@ -240,11 +240,21 @@ class FSDPBackend(MeshBackend):
 
     # -- evaluation ------------------------------------------------------------------
 
+    @property
+    def needs_every_rank_in_evaluation(self) -> bool:
+        return super().needs_every_rank_in_evaluation or self._sharded is not None
+
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         if self.pipeline is not None:
             return super().evaluate(batch, num_samples)
         found: dict[str, Any] = self.through("evaluation", partial(super().evaluate, batch, num_samples))
         return found
+
+    def evaluate_stand_in(self, batch: Any) -> None:
+        if self._sharded is None or self._order is None or self.pipeline is not None or self.shares_model:
+            super().evaluate_stand_in(batch)
+        else:
+            self._order.follow("evaluation", self._sharded.gather)
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

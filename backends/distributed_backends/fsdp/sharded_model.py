@@ -120,6 +120,13 @@ class ShardedModel:
         for unit in self.units:
             unit.reshard()
 
+    def gather(self, number: int) -> None:
+        """Gather the parameters of one of `units` with the other ranks, as in a forward pass of it."""
+        unit: Any = self.units[number]
+        unit.unshard()
+        if all(group._reshard_after_forward for group in _groups(unit)):
+            unit.reshard()
+
     def written(self) -> str | None:
         """Name of a parameter whose gathered values were changed in place, which resharding discards."""
         for part in self._gathered():

@@ -93,6 +93,15 @@ def _leave_unused_out(present: Any) -> Any:
     return reduce
 
 
+def _evaluate_placeholders(present: Any) -> Any:
+    def evaluate_window(self: Any, window: Any) -> Any:
+        return present(
+            self, window._replace(micro_batches=[m._replace(num_samples=max(m[1], 1)) for m in window[0]])
+        )
+
+    return evaluate_window
+
+
 def _read_all_parameters(present: Any) -> Any:
     def build(self: Any, parameters: Any) -> None:
         present(self, parameters)
@@ -103,6 +112,7 @@ def _read_all_parameters(present: Any) -> Any:
 
 _STREAMS = "tests/data/test_stream_checks.py::"
 _LOADERS = "tests/data/test_loader_classes.py::"
+_PLACEHOLDERS = "tests/data/test_placeholders.py::"
 _TASKS = "tests/training/test_task_checks.py::"
 
 REVERSIONS = {
@@ -127,6 +137,16 @@ REVERSIONS = {
         "A run over a Hugging Face stream with a shuffle buffer loses samples when it resumes",
         "distributed.data.stream", "loses_samples", _nothing,
         f"{_STREAMS}test_a_run_over_a_shuffle_buffer_resumes_exactly",
+    ),
+    "placeholders in validation": Reversion(
+        "A validation step sees samples twice, and their metrics count",
+        "distributed.training.torch_backend", "TorchBackend.evaluate_window", _evaluate_placeholders,
+        f"{_PLACEHOLDERS}test_a_validation_step_sees_each_sample_once[pytorch-ddp-2-9-4]",
+    ),
+    "placeholders in training": Reversion(
+        "A placeholder is the very batch that a training step has changed, NaN included",
+        "distributed.training.placeholders", "stand_in", _unchanged,
+        f"{_PLACEHOLDERS}test_a_shard_that_ends_early[fsdp-2]",
     ),
     "loader classes": Reversion(
         "What the class of a DataLoader does in __iter__ is left out",
