@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distributed.data.error_notes import read
+from distributed.data.feed_iterators import Ahead, Batches
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import split_window, window_sizes
 from distributed.data.rows import reader_of
@@ -92,13 +93,13 @@ class Feed:
             # Validation sets are drawn once.
             self._drawn = SamplerOrder(source, seed, rank, broadcast, None if evaluation else gather)
         self._keyed: bool | None = None
-        self._batches = _Batches()
+        self._batches = Batches()
         self._per_sample_rng = per_sample_rng
         self._samples = Samples(source.dataset, source.collate_fn, seed, per_sample_rng)
         self._pins = pin or bool(source.options.get("pin_memory"))
         self._loader: DataLoader[Any] | None = None
         self._end: int | None = None
-        self._ahead, self._restored = _Ahead(iter(())), None
+        self._ahead, self._restored = Ahead(iter(())), None
         self._reader = StreamReader(
             source,
             batch_size,
@@ -135,11 +136,11 @@ class Feed:
         if hasattr(self.source.dataset, "set_epoch"):
             self.source.dataset.set_epoch(epoch)
         if not self.source.is_map:
-            self._end, self._ahead = None, _Ahead(self._stream(epoch, start))
+            self._end, self._ahead = None, Ahead(self._stream(epoch, start))
             return self._ahead
         drawn = None if self._drawn is None else self._drawn.epoch(epoch)
         if self._drawn is not None and drawn is None:
-            self._end, self._ahead = None, _Ahead(self._endless(self._drawn, epoch, start))
+            self._end, self._ahead = None, Ahead(self._endless(self._drawn, epoch, start))
             return self._ahead
         if self.source.order == "batch_sampler":
             return self._ready_batches(drawn or [], epoch, start)
@@ -481,38 +482,3 @@ def _listed(where: torch.Tensor | slice | list[Any]) -> list[Any]:
         found: list[Any] = where.tolist()
         return found
     return list(range(where.start, where.stop)) if isinstance(where, slice) else where
-
-
-class _Ahead:
-    """An iterator with a look-ahead that detects its end.
-
-    Attributes:
-        state: what came with the last window that was taken, whatever was read ahead.
-    """
-
-    state: Any = None
-
-    def __init__(self, windows: Iterator[tuple[Window, Any]]) -> None:
-        self._windows = windows
-        self._held: list[tuple[Window, Any]] = []
-
-    def __iter__(self) -> Iterator[Window]:
-        return self
-
-    def __next__(self) -> Window:
-        window, self.state = self._held.pop() if self._held else next(self._windows)
-        return window
-
-    def ended(self) -> bool:
-        if not self._held:
-            self._held += islice(self._windows, 1)
-        return not self._held
-
-
-class _Batches:
-    """The batch sampler of a loader with persistent workers."""
-
-    source: Callable[[], Iterator[list[Any]]] = staticmethod(lambda: iter(()))
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self.source()

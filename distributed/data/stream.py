@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from distributed.data.fingerprint import fingerprint
-from distributed.data.order import split_window
-from distributed.data.sample_rng import RandomStreams
+from distributed.data.order import mix, split_window
+from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.data.source import Source
 from distributed.errors import UserError
 
@@ -127,7 +127,10 @@ class DealtStream(IterableDataset[Any]):
             first = list(islice(windows, 1))
             yield "".join(f"{len(window)} {fingerprint(window)}" for window, _ in first)
             windows = chain(first, windows)
+        position = self.start
         for window, state in windows:
+            self._seed_collate(position)
+            position += len(window)
             spans = split_window(len(window), self.rank, self.size, self.batch_size, self.fewest)
             yield len(window), self._collated(window, spans, len(spans)), state
 
@@ -189,6 +192,16 @@ class DealtStream(IterableDataset[Any]):
             return {"dataset": copy.deepcopy(origin.state_dict()), "rng": streams.state}
         return {"first": self._first}
 
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.source.dataset
+
+    def _seed_collate(self, position: int) -> None:
+        """In a worker, let `collate_fn` draw the same after a resume at `position`."""
+        if get_worker_info() is not None:
+            seed_all(mix(self.seed, position, self.rank, 5))
+
     def _collated(
         self, window: list[Any], spans: list[tuple[int, int]], number: int
     ) -> list[tuple[Any, int]]:
@@ -205,7 +218,10 @@ class SelfShardedStream(DealtStream):
     count as the total: the feed sums it over the ranks and passes over what is done."""
 
     def __iter__(self) -> Iterator[Any]:
+        position = 0
         for window, state in self._windows(self.batch_size * self.accumulation, 0):
+            self._seed_collate(position)
+            position += len(window)
             spans = split_window(len(window), 0, 1, self.batch_size, self.fewest)
             # Every rank runs the same number of micro-batches, whatever its stream holds.
             yield len(window), self._collated(window, spans, self.accumulation), state

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from distributed.data.error_notes import read
 from distributed.data.order import mix
+from distributed.data.samples import WorkerInit
 from distributed.data.source import Source
 from distributed.data.stream import DealtStream, SelfShardedStream, copied, same
 from distributed.errors import UserError
@@ -107,6 +108,8 @@ class StreamReader:
         options["num_workers"] = min(1, options.get("num_workers", 0))
         if not options["num_workers"]:
             options = {"num_workers": 0, "pin_memory": options.get("pin_memory", False)}
+        else:
+            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         generator = loader_generator(self.seed, epoch, self.rank)
         return DataLoader(stream, batch_size=None, collate_fn=same, generator=generator, **options)
 
