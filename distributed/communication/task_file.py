@@ -88,7 +88,7 @@ def _name_classes() -> None:
     main = sys.modules["__main__"]
     for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS):
         if kind.__module__ == "__main__" and kind.__qualname__.isidentifier():
-            setattr(main, kind.__name__, kind)
+            vars(main).setdefault(kind.__name__, kind)
 
 
 def _register_outputs() -> None:

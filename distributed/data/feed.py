@@ -16,7 +16,7 @@ from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import split_window, window_sizes
 from distributed.data.rows import reader_of
 from distributed.data.sampler_order import SamplerOrder
-from distributed.data.samples import Samples, WorkerInit, first
+from distributed.data.samples import Samples, Unrepeatable, WorkerInit, first
 from distributed.data.source import Source
 from distributed.data.stream import loses_samples
 from distributed.data.stream_reader import StreamReader, loader_generator
@@ -32,8 +32,8 @@ _TOGETHER = 4096
 _PLANNED = 2048
 """Samples of a rank whose indices are listed at once."""
 
-_RANDPERM, _KEYED, _SAMPLER = "randperm", "keyed-1", "sampler"
-"""Names of the orders in checkpoints: two shuffled ones, and that of a user's sampler."""
+_RANDPERM, _KEYED, _SAMPLER, _SEQUENTIAL = "randperm", "keyed-1", "sampler", "sequential"
+"""Names of the orders in checkpoints: two shuffled ones, that of a user's sampler, and that of the data."""
 
 
 class Feed:
@@ -91,7 +91,7 @@ class Feed:
         self._drawn: SamplerOrder | None = None
         if source.is_map and source.sampler is not None:
             # Validation sets are drawn once.
-            self._drawn = SamplerOrder(source, seed, rank, broadcast, None if evaluation else gather)
+            self._drawn = SamplerOrder(source, seed, rank, broadcast, gather)
         self._keyed: bool | None = None
         self._batches = Batches()
         self._per_sample_rng = per_sample_rng
@@ -133,13 +133,14 @@ class Feed:
         `start` lies on a window boundary of some number of ranks; on another number of
         ranks the windows simply begin there (C4).
         """
-        if hasattr(self.source.dataset, "set_epoch"):
-            self.source.dataset.set_epoch(epoch)
+        self._samples.begin(epoch)
         if not self.source.is_map:
             self._end, self._ahead = None, Ahead(self._stream(epoch, start))
             return self._ahead
         drawn = None if self._drawn is None else self._drawn.epoch(epoch)
         if self._drawn is not None and drawn is None:
+            if self.evaluation:
+                raise UserError("its sampler has no end", field=self.source.argument, allowed="an end")
             self._end, self._ahead = None, Ahead(self._endless(self._drawn, epoch, start))
             return self._ahead
         if self.source.order == "batch_sampler":
@@ -157,7 +158,8 @@ class Feed:
         """Whether a window can be read before it is needed: reading it draws no random numbers of this
         process, and no state of a stream moves."""
         in_memory = self.source.tensors is not None and not self._per_sample_rng
-        return self.source.is_map and (in_memory or bool(self.source.options.get("num_workers")))
+        known = self.source.is_map and self._end is not None
+        return known and (in_memory or bool(self.source.options.get("num_workers")))
 
     @property
     def state(self) -> Any:
@@ -183,78 +185,88 @@ class Feed:
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """Name of the shuffled order, its ``seed`` and ``num_samples``, or of a sampler its position, for
-        `continue_order`; None of other orders."""
+        """Name of the order with its ``seed`` and ``num_samples``, or of a sampler its position, for
+        `continue_order`; None of streams and in evaluation."""
         source = self.source
-        if self._drawn is not None and not self.evaluation:
-            return {"name": _SAMPLER, **self._drawn.position}
-        if not source.is_map or source.order != "random" or self.evaluation:
+        if self.evaluation or not source.is_map:
             return None
+        if self._drawn is not None:
+            return {"name": _SAMPLER, **self._drawn.position}
         length = len(source.dataset)
+        if source.order == "sequential":
+            return {"name": _SEQUENTIAL, "num_samples": length}
         keyed = length >= LARGE if self._keyed is None else self._keyed
         return {"name": _KEYED if keyed else _RANDPERM, "seed": self.seed, "num_samples": length}
 
-    def continue_order(self, saved: Mapping[str, Any] | None, inside: bool = False) -> None:
+    def continue_order(
+        self, saved: Mapping[str, Any] | None, inside: bool = False, live: bool = False
+    ) -> None:
         """Continue in the order of a run that saved `order`; with other data the run takes its own.
 
         Args:
             inside: the position is within an epoch.
+            live: an earlier `fit` in this process was that run.
 
         Raises:
             UserError: another version of this package saved it, and this one does not know the order; or
-                within an epoch, seed or data are others, so that samples would be missed and repeated.
+                within an epoch, order, seed or data are others, so that samples would be missed and repeated.
         """
         own, options = self.order, self.source.options
         # Workers that are made in each epoch begin with what this process has.
         self._resumed = inside or not options.get("num_workers") or bool(options.get("persistent_workers"))
-        if inside and saved is not None:
-            self._check_same(own or {}, saved)
-        if self._drawn is not None and saved is not None and saved["name"] == _SAMPLER:
-            self._drawn.continue_from({name: saved[name] for name in ("epochs", "digest")})
+        if own is None or saved is None:
             return
-        if (
-            own is None
-            or saved is None
-            or _SAMPLER in (own["name"], saved["name"])
-            or saved.get("num_samples", own["num_samples"]) != own["num_samples"]
-        ):
-            return
-        if saved["name"] not in (_RANDPERM, _KEYED):
+        if saved["name"] not in (_RANDPERM, _KEYED, _SAMPLER, _SEQUENTIAL):
             raise UserError(
                 "the checkpoint's run reads its samples in an order that this version does not know",
                 field="resume_from_checkpoint",
                 got=saved["name"],
-                allowed=f"{_RANDPERM}, {_KEYED}",
+                allowed=f"{_RANDPERM}, {_KEYED}, {_SAMPLER}, {_SEQUENTIAL}",
                 remedy="Resume with the version of distributed-trainer that saved it, or a later one",
             )
-        self._keyed = saved["name"] == _KEYED
+        if inside:
+            self._check_same(own, saved)
+        if self._drawn is not None and saved["name"] == _SAMPLER:
+            position = {name: saved[name] for name in ("first", "epochs", "digest") if name in saved}
+            self._drawn.continue_from(position, strict=inside or self._repeats, live=live)
+        elif saved["name"] in (_RANDPERM, _KEYED) and saved.get("num_samples") in (
+            None,
+            own.get("num_samples"),
+        ):
+            self._keyed = saved["name"] == _KEYED
 
     def _check_same(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        if (saved["name"] == _SAMPLER) != (own.get("name") == _SAMPLER):
-            raise UserError(
-                "the checkpoint was saved within an epoch of another order, so that some samples would be"
-                " missed and others repeated",
-                field=self.source.argument,
-                got=f"order '{own.get('name', 'sequential')}'",
-                allowed=f"'{saved['name']}', as in the run that saved it",
-                remedy="Resume with the same sampler, or from a checkpoint at the end of an epoch",
-            )
+        kinds = [_RANDPERM if order["name"] == _KEYED else order["name"] for order in (own, saved)]
         fields = {"seed": "seed", "num_samples": self.source.argument}
-        for name, field in fields.items():
-            if name in own and saved.get(name, own[name]) != own[name]:
-                raise UserError(
-                    "the checkpoint was saved within an epoch whose order depends on this, so that"
-                    " some samples would be missed and others repeated",
-                    field=field,
-                    got=f"{name.replace('_', ' ')} {own[name]}",
-                    allowed=f"{saved[name]}, as in the run that saved it",
-                    remedy="Resume with the same seed and data, or from a checkpoint at the end of an epoch",
-                )
+        others = {
+            name: field for name, field in fields.items() if own.get(name) != saved.get(name, own.get(name))
+        }
+        if kinds[0] != kinds[1]:
+            others = {"name": self.source.argument}
+        for name, field in others.items():
+            raise UserError(
+                "the checkpoint was saved within an epoch whose order depends on this, so that some samples"
+                " would be missed and others repeated",
+                field=field,
+                got=f"{'order' if name == 'name' else name.replace('_', ' ')} {own[name]}",
+                allowed=f"{saved[name]}, as in the run that saved it",
+                remedy="Resume with the same order, seed and data, or from the end of an epoch",
+            )
+
+    def rewind(self) -> None:
+        """Leave a user's sampler as it was before `windows` was called."""
+        if self._drawn is not None:
+            self._drawn.rewind()
 
     @property
     def rereads(self) -> bool:
         """Whether resuming means to read and skip the samples that were read before."""
         return not self.source.is_map and "dataset" not in (self._restored or {})
+
+    @property
+    def is_endless(self) -> bool:
+        """The epoch that `windows` began is drawn by a sampler without a known end."""
+        return self._drawn is not None and self._drawn.is_endless
 
     @property
     def num_read(self) -> int | None:
@@ -292,7 +304,7 @@ class Feed:
         digests: deque[str] = deque()
 
         def plan() -> Iterator[tuple[int, list[tuple[list[Any], int]]]]:
-            for window, digest in drawn.windows(start, size, (state or {}).get("drawn", "")):
+            for window, digest in drawn.windows(epoch, start, size, (state or {}).get("drawn", "")):
                 if len(window) < size and self.drop_last:
                     return
                 digests.append(digest)
@@ -397,25 +409,24 @@ class Feed:
         # window waits in a queue beside it.
         windows: deque[tuple[int, list[int]]] = deque()
         # Without a reference to this feed, so that persistent workers end with it.
-        rank = self.rank
+        rank, compares = self.rank, self._repeats and self._resumed
+        self._resumed = False
 
         def draw() -> Iterator[list[Any]]:
+            nonlocal compares
             position = start
             for count, micro_batches in plan:
                 windows.append((count, [number for _, number in micro_batches]))
                 for number, (indices, _) in enumerate(micro_batches):
-                    yield [(epoch, f"{position} {rank} {number}"), *indices]
+                    yield [(epoch, f"{position} {rank} {number}", compares), *indices]
+                    compares = False
                 position += count
 
         self._batches.source = draw
-        if self._repeats and self._resumed:
-            self._resumed = False
-            head = list(islice(plan, 1))
-            plan = chain(head, plan)
-            for _, micro_batches in head:
-                self._samples.check_repeats(epoch, micro_batches[0][0])
         batches = read(self._dataloader(epoch), self.source.argument)
         for head in batches:
+            if isinstance(head, Unrepeatable):
+                raise head.error()
             count, numbers = windows.popleft()
             rest = [next(batches) for _ in numbers[1:]]
             yield Window([MicroBatch(b, n) for b, n in zip([head, *rest], numbers, strict=True)], count)

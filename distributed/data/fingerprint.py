@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ def _add_to_digest(value: Any, digest: Any) -> None:
     if isinstance(value, (tuple, list)):
         for part in value:
             _add_to_digest(part, digest)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _add_to_digest(value[key], digest)
     elif is_dataclass(value) and not isinstance(value, type):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from distributed.errors import UserError
 
-__all__ = ["check_loader", "check_shards", "check_stream", "is_random", "refuse_loaders"]
+__all__ = ["check_loader", "check_shards", "check_stream", "inner_samplers", "is_random", "refuse_loaders"]
 
 _STATEFUL_LOADER = "torchdata.stateful_dataloader"
 _INSTEAD = (
@@ -74,9 +74,18 @@ def _is_loader(data: Any) -> bool:
     return named > (1 if hasattr(type(data), "__getitem__") else 0)
 
 
+def inner_samplers(sampler: Any) -> list[Any]:
+    """`sampler`, and the samplers from which it draws."""
+    found = [sampler]
+    for part in found:
+        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
+        found += [each for each in inner if each is not None and all(each is not one for one in found)]
+    return found
+
+
 def check_shards(sampler: Any, argument: str) -> None:
     """Raise a UserError for a sampler, or one inside of it, that was made for one of several ranks."""
-    for part in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
+    for part in inner_samplers(sampler):
         for name in _WORLDS:
             number = getattr(part, name, 1)
             if isinstance(number, int) and number > 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import torch
 
 from distributed.data.fingerprint import fingerprint
 from distributed.data.order import epoch_seed
+from distributed.data.recognition import inner_samplers
 from distributed.data.sample_rng import RandomStreams
 from distributed.errors import UserError
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from distributed.data.source import Source
 
 __all__ = ["SamplerOrder", "size_of_batches"]
+
+logger = logging.getLogger("distributed")
 
 _CHUNK = 1 << 12
 """Indices of a sampler without an end that are drawn and sent at once, about."""
@@ -34,14 +39,17 @@ _LOOKED_AT = 256
 _WHOLE = 1 << 24
 """Length from which on an order is read as one without an end."""
 
-_DRAWN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""Sampler of this process -> the last position of an order over it, and a copy as it was before."""
+_CHANCE = 1e-4
+"""Probability below which ranks that draw different samples are taken to draw parts of the data."""
+
+_ORIGINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Sampler of this process -> a copy of it as it was before its first draw here."""
 
 
 class SamplerOrder:
-    """The order of a sampler or batch sampler with random numbers or a history of its own.
+    """The order of a sampler or batch sampler, which may have random numbers or a history of its own.
 
-    Rank 0 draws an epoch under a seed of its own, and sends it. A digest of all epochs is part of the cursor.
+    Rank 0 draws an epoch under a seed of its own, and sends it. A digest of the epochs is part of the cursor.
     A resumed run draws the epochs before it again, and compares the digest.
 
     Args:
@@ -62,19 +70,32 @@ class SamplerOrder:
     ) -> None:
         self.source, self.seed, self.rank = source, seed, rank
         self._sampler, self._broadcast, self._gather = source.sampler, broadcast, gather
-        self._position: dict[str, Any] = {"epochs": 0, "digest": ""}
-        self._saved: Mapping[str, Any] | None = None
+        self._holds_batches = source.order == "batch_sampler"
+        self._position: dict[str, Any] | None = None
+        self._saved: tuple[Mapping[str, Any], bool, bool] | None = None
         self._last: list[Any] | None = []
         self._endless: Iterator[Any] = iter(())
 
     @property
     def position(self) -> dict[str, Any]:
-        """``epochs`` drawn so far, and the ``digest`` of all of them."""
-        return dict(self._position)
+        """``epochs`` drawn so far, the ``first`` of them, and their ``digest``; empty before any."""
+        return dict(self._position or {})
 
-    def continue_from(self, saved: Mapping[str, Any]) -> None:
-        """Let `epoch` find the order of the run that saved `position`."""
-        self._saved = saved if "digest" in saved else None
+    @property
+    def is_endless(self) -> bool:
+        """The epoch that was drawn last has no known end."""
+        return self._last is None
+
+    def continue_from(self, saved: Mapping[str, Any], strict: bool, live: bool) -> None:
+        """Let `epoch` find the order of the run that saved `position`.
+
+        Args:
+            strict: refuse another order. Otherwise the sampler's order begins here.
+            live: the run was an earlier `fit` in this process, and left the sampler there.
+        """
+        self._saved = (saved, strict, live) if "digest" in saved else None
+
+    # -- epochs with an end --------------------------------------------------------------
 
     def epoch(self, epoch: int) -> list[Any] | None:
         """Indices, or batches of them, of `epoch`; None without an end, see `windows`. Collective.
@@ -83,11 +104,13 @@ class SamplerOrder:
             UserError: the sampler drew nothing; it drew other samples before the run was saved; or each rank
                 draws a part of the data.
         """
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._draw_again(saved)
-        elif self._position["epochs"] == 0:
-            self._remember()
+        if self._saved is not None:
+            self._draw_again(*self._saved)
+            self._saved = None
+        if self._position is None:
+            self._position = {"first": epoch, "epochs": epoch, "digest": ""}
+            with suppress(TypeError):  # neither hashed nor referred to weakly
+                _ORIGINS[self._sampler] = _copied(self._sampler, self.source.dataset)
             self._check_whole(epoch)
         if self._position["epochs"] <= epoch:
             self._draw(epoch)
@@ -97,96 +120,133 @@ class SamplerOrder:
 
     def _draw(self, epoch: int) -> None:
         """Draw an epoch, or begin to draw one without an end. Collective."""
-        drawn: list[Any] | None = None
+        drawn = None
         if self.rank == 0:
-            opened = self._opened(epoch)
-            drawn = list(islice(opened, self._limit))
-            after = list(islice(opened, 1))
-            if after or self._limit == 0:
-                self._endless, drawn = chain(drawn, after, opened), None
-        self._last = self._broadcast(drawn)
+            drawn, self._endless = self._begun(self._sampler, epoch)
+        self._last, digest = self._broadcast((drawn, _digest(drawn)))
         if self._last is not None:
-            digest = fingerprint([self._position["digest"], *_as_tensors(self._last)])
-            self._position = {"epochs": epoch + 1, "digest": digest}
-        if self._is_known():
-            _DRAWN[self._sampler] |= self._position
+            self._position = _after(self._position or {}, epoch, digest)
 
-    @property
-    def _limit(self) -> int:
-        """Indices up to which the order of an epoch is kept."""
-        try:
-            length = len(self._sampler)
-        except (TypeError, NotImplementedError):
-            return _UNKNOWN
-        return max(length, _UNKNOWN) if length <= _WHOLE else 0
+    def _begun(self, sampler: Any, epoch: int) -> tuple[list[Any] | None, Iterator[Any]]:
+        """(what `sampler` draws in `epoch`, nothing), or (None, the same without an end)."""
+        opened, limit = self._opened(sampler, epoch), _limit(sampler)
+        drawn: list[Any] = []
+        number = 0
+        for item in opened if limit else ():
+            drawn.append(item)
+            number += len(item) if self._holds_batches else 1
+            if number > limit:
+                return None, chain(drawn, opened)
+        return (drawn, iter(())) if limit else (None, opened)
 
-    def _opened(self, epoch: int) -> Iterator[Any]:
-        """What the sampler yields in `epoch`, drawn under the epoch's seed."""
+    def _opened(self, sampler: Any, epoch: int) -> Iterator[Any]:
+        """What `sampler` yields in `epoch`, drawn under the epoch's seed."""
         streams = RandomStreams(epoch_seed(self.seed, epoch))
         with streams:
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
-            generator = getattr(self._sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(epoch_seed(self.seed, epoch))
-            drawn = iter(self._sampler)
+            for part in inner_samplers(sampler):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                generator = getattr(part, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(epoch_seed(self.seed, epoch))
+            drawn = iter(sampler)
         while True:
             with streams:
-                chunk = list(islice(drawn, _CHUNK))
+                chunk = list(islice(drawn, 1 if self._holds_batches else _CHUNK))
             if not chunk:
                 return
             yield from chunk
 
-    def _draw_again(self, saved: Mapping[str, Any]) -> None:
-        """Bring the sampler to where the saved run had it. Collective."""
-        known = _DRAWN.get(self._sampler, {}) if self._is_known() else {}
-        if self._broadcast({name: known.get(name) for name in saved} == dict(saved)):
-            self._position = dict(saved)  # an earlier `fit` of this process ended here
-            return
-        for origin in (self._sampler, known.get("origin")):
-            if not self._broadcast(origin is not None):
-                continue
-            self._sampler, self._position = _copied(origin, self.source.dataset), {"epochs": 0, "digest": ""}
-            for epoch in range(saved["epochs"]):
-                self._draw(epoch)
-            if self._position == saved:
-                return
-        raise self._other_samples(f"the first {saved['epochs']} epochs")
+    # -- after a restart -----------------------------------------------------------------
 
-    def _remember(self) -> None:
-        with suppress(TypeError):  # without a hash or weak references, a second run starts from what is there
-            _DRAWN[self._sampler] = {"origin": _copied(self._sampler, self.source.dataset)}
+    def _draw_again(self, saved: Mapping[str, Any], strict: bool, live: bool) -> None:
+        """Bring the sampler to where the saved run had it. Collective.
 
-    def _is_known(self) -> bool:
-        try:
-            return self._sampler in _DRAWN
-        except TypeError:
-            return False
+        Raises:
+            UserError: `strict`, and it draws other samples.
+        """
+        found = self._broadcast(self._found(saved, live) if self.rank == 0 else None)
+        if found is not None:
+            self._position, self._last = dict(saved), found
+        elif strict:
+            raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}")
+        else:
+            logger.info("%s: the order of its sampler begins anew", self.source.argument)
+
+    def _found(self, saved: Mapping[str, Any], live: bool) -> list[Any] | None:
+        """The last epoch of the saved run, if the sampler draws the same again, as it is or as it was before
+        its first draw in this process; None if not."""
+        origin = None
+        with suppress(TypeError):
+            origin = _ORIGINS.get(self._sampler)
+        for sampler in (each for each in (origin, self._sampler) if each is not None):
+            drawing = _copied(sampler, self.source.dataset)
+            position, last = {"first": saved["first"], "epochs": saved["first"], "digest": ""}, []
+            for epoch in range(saved["first"], saved["epochs"]):
+                if hasattr(self.source.dataset, "set_epoch"):
+                    self.source.dataset.set_epoch(epoch)
+                drawn, endless = self._begun(drawing, epoch)
+                last = drawn or []
+                position = _after(position, epoch, _digest(drawn) if drawn else _digest_of_all(endless))
+            if position == dict(saved):
+                if sampler is self._sampler or not live:
+                    self._become(drawing)
+                return last
+        return None
+
+    def rewind(self) -> None:
+        """Leave the sampler as it was before its first draw in this process."""
+        with suppress(TypeError):
+            if self._position is not None and self._sampler in _ORIGINS:
+                self._become(_copied(_ORIGINS[self._sampler], self.source.dataset))
+        self._position = None
+
+    def _become(self, drawn: Any) -> None:
+        """Give the user's sampler, which callbacks may hold, the state of a copy of it."""
+        if hasattr(self._sampler, "__dict__") and drawn is not self._sampler:
+            vars(self._sampler).update(vars(drawn))
+        else:
+            self._sampler = drawn
+
+    def _other_samples(self, where: str) -> UserError:
+        return UserError(
+            f"the sampler drew other samples in {where} than before the checkpoint was saved, so that the run"
+            " cannot continue its order",
+            field=self.source.argument,
+            got=type(self.source.sampler).__name__,
+            allowed="a sampler that draws the same again from its beginning",
+            remedy="Seed its random numbers where it is made, or in set_epoch(epoch), and give it the data"
+            " and the weights of the run that saved; or start without resume_from_checkpoint",
+        )
+
+    # -- ranks that draw parts -----------------------------------------------------------
 
     def _check_whole(self, epoch: int) -> None:
         """Refuse a sampler of which each rank draws a part. Collective."""
         if self._gather is None:
             return
-        own, self._sampler = self._sampler, _copied(self._sampler, self.source.dataset)
-        drawn = [] if self._sampler is own else _flat(islice(self._opened(epoch), _UNKNOWN))
-        parts = [set(part) for part in self._gather(drawn)]
-        self._sampler = own
-        together = set().union(*parts)
-        if len(parts) > 1 and all(parts) and len(together) == sum(map(len, parts)) > 0.9 * self._num_samples:
+        sampler = _copied(self._sampler, self.source.dataset)
+        drawn = [] if sampler is self._sampler else list(islice(self._opened(sampler, epoch), _UNKNOWN))
+        own = [repr(i) for part in drawn for i in (part if self._holds_batches else [part])][:_UNKNOWN]
+        digests = dict(self._gather((self.rank, fingerprint(own))))
+        if len(set(digests.values())) == 1 or not hasattr(self.source.dataset, "__len__"):
+            return
+        total = len(self.source.dataset)
+        # What an epoch of a part has, also where the sampler goes on after it.
+        parts = dict(self._gather((self.rank, set(own[: -(-total // len(digests))]))))
+        if len(parts) > 1 and all(_are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
             raise UserError(
                 "the sampler draws another part of the data on each rank, and that of rank 0 would be dealt"
                 " out to all ranks",
                 field=self.source.argument,
-                got=f"{type(own).__name__}, {len(parts[0])} of {len(together)} samples on rank 0",
+                got=f"{type(self._sampler).__name__}, {len(parts[0])} of {total} samples on rank 0",
                 allowed="a sampler that draws the same indices on every rank",
                 remedy="Make it for a world of one (num_replicas=1, rank=0): each rank gets a part",
             )
 
-    @property
-    def _num_samples(self) -> int:
-        return len(self.source.dataset) if hasattr(self.source.dataset, "__len__") else 0
+    # -- without an end ------------------------------------------------------------------
 
-    def windows(self, start: int, size: int, digest: str) -> Iterator[tuple[list[Any], str]]:
+    def windows(self, epoch: int, start: int, size: int, digest: str) -> Iterator[tuple[list[Any], str]]:
         """(indices or batches of a window, digest up to its end) of an epoch without an end. Collective.
 
         Args:
@@ -199,13 +259,14 @@ class SamplerOrder:
         """
         hashed, passed = hashlib.blake2b(digest_size=16), 0
         while self.rank == 0 and passed < start:
-            drawn = next(self._endless)
+            (drawn,) = list(islice(self._endless, 1)) or [None]
             hashed.update(f"{drawn!r},".encode())
-            passed += len(drawn) if self.source.order == "batch_sampler" else 1
+            passed += start if drawn is None else len(drawn) if self._holds_batches else 1
         if digest and self._broadcast(hashed.hexdigest()) != digest:
-            raise self._other_samples(f"its first {start} draws")
+            raise self._other_samples(f"the first {start} draws")
         while ahead := self._broadcast(self._ahead(size, hashed)):
             yield from ahead
+        self._position = _after(self._position or {}, epoch, self._broadcast(hashed.hexdigest()))
 
     def _ahead(self, size: int, hashed: Any) -> list[tuple[list[Any], str]]:
         found = []
@@ -217,22 +278,59 @@ class SamplerOrder:
             found.append((window, hashed.hexdigest()))
         return found
 
-    def _other_samples(self, where: str) -> UserError:
-        return UserError(
-            f"the sampler drew other samples in {where} than before the checkpoint was saved, so that some"
-            " would be missed and others repeated",
-            field=self.source.argument,
-            got=type(self.source.sampler).__name__,
-            allowed="a sampler that draws the same again from its beginning",
-            remedy="Seed its random numbers where it is made, or in set_epoch(epoch), and give it the data"
-            " and the weights of the run that saved; or start without resume_from_checkpoint",
-        )
+
+def _after(position: Mapping[str, Any], epoch: int, digest: str) -> dict[str, Any]:
+    """`position` behind `epoch`, which has `digest`."""
+    return {**position, "epochs": epoch + 1, "digest": fingerprint([position["digest"], digest])}
+
+
+def _digest(drawn: list[Any] | None) -> str:
+    plain = drawn is not None and all(type(index) is int for index in drawn)
+    return fingerprint([torch.tensor(drawn, dtype=torch.int64)] if plain else map(repr, drawn or ()))
+
+
+def _digest_of_all(drawn: Iterator[Any]) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    for item in drawn:
+        hashed.update(f"{item!r},".encode())
+    return hashed.hexdigest()
+
+
+def _limit(sampler: Any) -> int:
+    """Indices up to which the order of an epoch is kept."""
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError, ValueError, OverflowError):
+        return _UNKNOWN
+    return max(length, _UNKNOWN) if length <= _WHOLE else 0
+
+
+def _are_parts(one: set[str], other: set[str], total: int, ranks: int) -> bool:
+    """Two sets of `total` samples have no more in common than padding, which is unlikely by chance."""
+    common = len(one & other)
+    if not one or not other or common > ranks:
+        return False
+    if common == 0 and len(one | other) >= total:
+        return True
+    # The hypergeometric distribution: of `other`, drawn at random, at most `common` are in `one`.
+    size, drawn = len(one), len(other)
+    terms = (
+        _log_choices(size, k) + _log_choices(total - size, drawn - k) - _log_choices(total, drawn)
+        for k in range(common + 1)
+        if drawn - k <= total - size
+    )
+    return sum(map(math.exp, terms)) < _CHANCE
+
+
+def _log_choices(number: int, taken: int) -> float:
+    return math.lgamma(number + 1) - math.lgamma(taken + 1) - math.lgamma(number - taken + 1)
 
 
 def size_of_batches(batches: Any, dataset: Any) -> int | None:
     """Size of a batch sampler's batches but the last, as a copy of it draws them; None if they differ."""
-    with RandomStreams(0):
-        copied = _copied(batches, dataset)
+    copied = _copied(batches, dataset)
+    sizes: list[int] = []
+    with RandomStreams(0), suppress(Exception):  # a class that needs set_epoch first, or a length
         sizes = [] if copied is batches else [len(list(b)) for b in islice(copied, _LOOKED_AT)]
     whole = set(sizes[:-1] if len(sizes) < _LOOKED_AT else sizes) or set(sizes)
     (size,) = whole if len(whole) == 1 and max(sizes) in whole else (None,)
@@ -247,13 +345,3 @@ def _copied(sampler: Any, dataset: Any) -> Any:
         return copy.deepcopy(sampler, {id(part): part for part in shared})
     except Exception:  # noqa: BLE001 - whatever a class of the user raises
         return sampler
-
-
-def _as_tensors(drawn: list[Any]) -> list[Any]:
-    """`drawn` in a form that is digested fast."""
-    plain = all(type(index) is int for index in drawn)
-    return [torch.tensor(drawn, dtype=torch.int64)] if plain else drawn
-
-
-def _flat(drawn: Iterable[Any]) -> list[str]:
-    return [repr(index) for part in drawn for index in (part if isinstance(part, list) else [part])]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from distributed.data.fingerprint import fingerprint
@@ -12,7 +14,30 @@ from distributed.data.order import mix
 from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.errors import UserError
 
-__all__ = ["Samples", "WorkerInit", "first"]
+__all__ = ["Samples", "Unrepeatable", "WorkerInit", "first"]
+
+
+@dataclass(frozen=True)
+class Unrepeatable:
+    """Stands for a batch of which two reads with equal random numbers differ.
+
+    Attributes:
+        dataset: name of the dataset's class.
+    """
+
+    dataset: str
+
+    def error(self) -> UserError:
+        """The refusal of a resumed run that would read it."""
+        return UserError(
+            "samples draw random numbers from a generator of their own, or depend on how often they were"
+            " read, so that a resumed run cannot read what the uninterrupted one would",
+            field="deterministic",
+            got=f"true, with {self.dataset}",
+            allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
+            remedy="Draw from random, numpy.random or torch without a generator of the dataset's own, or"
+            " set deterministic=false",
+        )
 
 
 class WorkerInit:
@@ -39,7 +64,8 @@ def first(batches: list[Any]) -> Any:
 
 
 class Samples(Dataset[Any]):
-    """Makes a batch of ``[(epoch, place), index, ...]`` where the samples are read.
+    """Makes a batch of ``[(epoch, place, compares), index, ...]`` where the samples are read. With `compares`
+    it is read twice before, and becomes an `Unrepeatable` if the two differ.
 
     A worker draws its random numbers from (seed, epoch, place), so that a batch is the same in a run that
     resumes within the epoch. It tells `dataset` of a new epoch: a persistent worker has a copy of its own.
@@ -58,19 +84,38 @@ class Samples(Dataset[Any]):
         self._epoch: int | None = None
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
-        (epoch, place), *indices = keys
+        (epoch, place, compares), *indices = keys
+        seed = mix(self.seed, epoch, place, 4)
         if get_worker_info() is not None:
-            self._begin(epoch)
-            seed_all(mix(self.seed, epoch, place, 4))
+            self.begin(epoch)
+            seed_all(seed)
+        if compares and len({self._digest(epoch, indices, seed) for _ in range(2)}) > 1:
+            return [Unrepeatable(type(self.dataset).__name__)]
+        return [self._batch(epoch, indices)]
+
+    def _batch(self, epoch: int, indices: list[Any]) -> Any:
         try:
-            return [self.collate_fn(self._read(epoch, indices))]
+            return self.collate_fn(self._read(epoch, indices))
         except StopIteration as error:
             raise RuntimeError(
                 f"the dataset or collate_fn raised StopIteration for samples {indices[:8]}, which would end"
                 " the epoch without an error"
             ) from error
 
-    def _begin(self, epoch: int) -> None:
+    def _digest(self, epoch: int, indices: list[Any], seed: int) -> str:
+        """Digest of samples and batch, read with equal random numbers, of which none are drawn for it."""
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        state = torch.cuda.get_rng_state() if on_gpu else None
+        with RandomStreams(seed):
+            if state is not None:
+                torch.cuda.manual_seed(seed)
+            found = fingerprint([self._read(epoch, indices[:1]), self._batch(epoch, indices)])
+        if state is not None:
+            torch.cuda.set_rng_state(state)
+        return found
+
+    def begin(self, epoch: int) -> None:
+        """Report a new epoch to the dataset of this process, if it has ``set_epoch``."""
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._epoch = epoch
@@ -84,21 +129,3 @@ class Samples(Dataset[Any]):
     def _seeded(self, epoch: int, index: int) -> Any:
         with RandomStreams(mix(self.seed, epoch, index, 2)):
             return self.dataset[index]
-
-    def check_repeats(self, epoch: int, indices: list[Any]) -> None:
-        """Raise a UserError if two reads of a batch, with equal random numbers, differ."""
-        digests = set()
-        for _ in range(2):
-            with RandomStreams(self.seed):
-                sample = self._read(epoch, indices[:1])
-                digests.add(fingerprint([sample, self.__getitems__([(epoch, ""), *indices])]))
-        if len(digests) > 1:
-            raise UserError(
-                "samples draw random numbers from a generator of their own, or depend on how often they were"
-                " read, so that a resumed run cannot read what the uninterrupted one would",
-                field="deterministic",
-                got=f"true, with {type(self.dataset).__name__}",
-                allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
-                remedy="Draw from random, numpy.random or torch without a generator of the dataset's own, or"
-                " set deterministic=false",
-            )

@@ -94,7 +94,7 @@ class Source:
         else:
             if options and options.get("num_workers"):
                 check_worker_sockets()
-            dataset = _dataset(data, argument)
+            dataset = data if collate_fn and isinstance(data, list) else _dataset(data, argument)
             bare: Order = "random" if argument == "train_loader" and _is_map(dataset) else "sequential"
             source = cls(dataset, order=bare, argument=argument)
             source.collate_fn, source.options = collate_fn or default_collate, dict(options or {})
@@ -117,7 +117,10 @@ class Source:
         if self.order == "batch_sampler":
             return None
         if self.order == "sampler":
-            return len(self.sampler) if hasattr(self.sampler, "__len__") else None
+            try:
+                return len(self.sampler)
+            except (TypeError, NotImplementedError, ValueError, OverflowError):
+                return None
         return len(self.dataset)
 
     def _stream_length(self) -> int | None:
@@ -281,11 +284,11 @@ def _dataset(data: Any, argument: str) -> Any:
 
 def _check_columns(data: Any, parts: list[torch.Tensor], argument: str) -> None:
     """Raise a UserError for a list whose tensors may be samples as well as columns."""
-    if isinstance(data, list) and len(parts) > 2 and len({(p.shape, p.dtype) for p in parts}) == 1:
+    if isinstance(data, list) and len(parts) > 2 and len({(p.dim(), p.dtype) for p in parts}) == 1:
         raise UserError(
-            "a list of tensors of one shape may hold a sample in each, or a column of all samples",
+            "a list of tensors of one kind may hold a sample in each, or a column of all samples",
             field=argument,
-            got=f"a list of {len(parts)} tensors of shape {tuple(parts[0].shape)}",
+            got=f"a list of {len(parts)} tensors, the first of shape {tuple(parts[0].shape)}",
             allowed="a tuple of columns, such as (inputs, targets), or one tensor of all samples",
             remedy=f"Give tuple({argument}) for columns, and torch.stack({argument}) or a DataLoader over the"
             " list for samples",

@@ -218,10 +218,12 @@ class SelfShardedStream(DealtStream):
     count as the total: the feed sums it over the ranks and passes over what is done."""
 
     def __iter__(self) -> Iterator[Any]:
-        position = 0
+        position = self.state.get("position", 0) if "dataset" in self.state else 0
         for window, state in self._windows(self.batch_size * self.accumulation, 0):
             self._seed_collate(position)
             position += len(window)
+            if state is not None:
+                state["position"] = position
             spans = split_window(len(window), 0, 1, self.batch_size, self.fewest)
             # Every rank runs the same number of micro-batches, whatever its stream holds.
             yield len(window), self._collated(window, spans, self.accumulation), state

@@ -44,6 +44,7 @@ def _make_feed(
         per_sample_rng=config.data.per_sample_rng,
         evaluation=evaluation,
         repeats=config.deterministic and not evaluation,
-        keeps_size=config.global_batch_size is not None or config.lr_scaling.rule != "none",
+        keeps_size=not evaluation
+        and (config.global_batch_size is not None or config.lr_scaling.rule != "none"),
         pin=config.data.prefetch_to_device and world.device.startswith("cuda"),
     )

@@ -8,7 +8,6 @@ without a sample where statistics are computed over all ranks, to which a placeh
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,9 @@ from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
 
 __all__ = ["LastBatch"]
+
+_TRIED = 1000
+"""Sizes of a global batch on either side that are tried for a remedy."""
 
 
 class LastBatch:
@@ -98,9 +100,10 @@ class LastBatch:
     def _refuse(self, text: str, fits: Callable[[int], bool]) -> None:
         batch = self._batch
         unit = batch.data_parallel_size * batch.gradient_accumulation_steps
-        near = (batch.global_batch_size + sign * k * unit for k in count(1) for sign in (-1, 1))
-        size = next(size for size in near if size > 0 and fits(size))
-        remedy = f"Set {'data.drop_last=true, or ' * (batch.batch_size > 1)}global_batch_size={size}"
+        near = (batch.global_batch_size + sign * k * unit for k in range(1, _TRIED) for sign in (-1, 1))
+        size = next((size for size in near if size > 0 and fits(size)), None)
+        ways = ["data.drop_last=true"] * (batch.batch_size > 1) + [f"global_batch_size={size}"] * bool(size)
+        remedy = f"Set {', or '.join(ways)}" if ways else "Give it more samples"
         if self._length is None and batch.batch_size > 1:
             remedy = "Set data.drop_last=true, and give all ranks equally many samples"
         got = f"{batch.global_batch_size} with {self._length or 'an unknown number of'} samples"

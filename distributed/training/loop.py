@@ -250,13 +250,20 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     def _check_length(self) -> None:
         """Raise a UserError for an epoch of another length than that by which a schedule was planned."""
+        if self.feed.is_endless and self.config.max_steps is None:
+            raise UserError(
+                "its sampler has no end, and with it the first epoch",
+                field="max_steps",
+                allowed="the number of optimizer steps",
+                remedy="Set max_steps, or give the sampler an end",
+            )
         planned, found = self.num_samples, self.feed.num_read
         if self.progress.samples or None in (planned, found, self.total_steps) or planned == found:
             return
         if self.schedule.has_end:
             raise UserError(
-                f"epoch {self.progress.epoch} has another number of samples than the first one, by which the"
-                " schedule of the learning rate was planned",
+                f"epoch {self.progress.epoch} has another number of samples than the data at the"
+                " start, by which the schedule of the learning rate was planned",
                 field="train_loader",
                 got=f"{found} samples",
                 allowed=f"{planned}, the length at the start",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.data.order import share
@@ -69,56 +69,62 @@ class Stepper:
         return record.loss
 
     def _window(self, data: Any, target: Any) -> Window:
-        length = _num_rows(target) or 0
-        if self.accumulation == 1:
-            micro_batches = [MicroBatch([data, target], length)]
-        else:
+        length = _num_rows(data, target)
+        micro_batches = [MicroBatch([data, target], length)] if self.accumulation == 1 else []
+        if not micro_batches:
             spans = [share(length, part, self.accumulation) for part in range(self.accumulation)]
-            micro_batches = [
-                MicroBatch(_rows([data, target], length, slice(a, b) if b > a else slice(None)), b - a)
-                for a, b in spans
-            ]
+            for a, b in spans:
+                which = slice(a, b) if b > a else slice(None)
+                batch = [_rows(part, length, which) for part in (data, target)]
+                micro_batches.append(MicroBatch(batch, b - a))
         # Only the other ranks know how many samples they bring.
         total = int(self.backend.all_reduce([float(length)])[0]) // self.backend.world.model_parallel_size
         return Window(micro_batches, total)
 
 
-def _num_rows(value: Any) -> int | None:
-    """Length of the first dimension of a batch in nested mappings, tuples and lists; None of a number."""
+def _num_rows(data: Any, target: Any) -> int:
+    """Number of samples, as inputs and target have it: the rows of a tensor, or the elements of a list."""
+    known = _lengths(data)
+    return next((number for number in _lengths(target) if number in known), len(target))
+
+
+def _lengths(value: Any) -> list[int]:
+    """Numbers of samples that `value` may have, the likelier first."""
     parts = list(value.values()) if isinstance(value, Mapping) else value
     if isinstance(parts, (tuple, list)):
-        found = {_num_rows(part) for part in parts} - {None}
-        return found.pop() if len(found) == 1 else len(parts)
-    return None if isinstance(value, (str, bytes)) or not getattr(value, "shape", True) else _length(value)
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") else None
-
-
-def _holds_rows(value: Sequence[Any], length: int) -> bool:
-    """A list holds a row in each element, rather than parts with all rows."""
-    return len(value) == length and {_num_rows(part) for part in value} - {None} != {length}
+        inside = [set(_lengths(part)) for part in parts if hasattr(part, "__len__")]
+        common = sorted(set.intersection(*inside)) if inside else []
+        if isinstance(value, Mapping):
+            return common
+        return [len(parts), *common] if isinstance(parts, list) else [*common, len(parts)]
+    if (
+        isinstance(value, (str, bytes))
+        or not hasattr(value, "__len__")
+        or getattr(value, "shape", None) == ()
+    ):
+        return []
+    return [len(value)]
 
 
 def _rows(value: Any, length: int, which: slice) -> Any:
-    """`which` of the `length` rows of each part of a batch; numbers and None are the same for all rows.
+    """`which` of the `length` samples of each part of a batch; numbers and None are the same for all.
 
     Raises:
-        UserError: a part has another number of rows.
+        UserError: a part has another number of samples.
     """
     if isinstance(value, Mapping):
         return {name: _rows(part, length, which) for name, part in value.items()}
-    num_rows = _num_rows(value)
-    if isinstance(value, (tuple, list)) and not _holds_rows(value, length):
+    columns = isinstance(value, tuple) and length in _lengths(value)[:-1]
+    if isinstance(value, (tuple, list)) and (columns or len(value) != length):
         parts = [_rows(part, length, which) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if num_rows not in (None, length):
+    lengths = _lengths(value)
+    if lengths and length not in lengths:
         raise UserError(
-            f"a {type(value).__name__} of the batch has {num_rows} rows and the target {length}, so that it"
-            " cannot be divided into micro-batches",
+            f"a {type(value).__name__} of the batch has {lengths[0]} samples and the target {length}, so that"
+            " it cannot be divided into micro-batches",
             field="gradient_accumulation_steps",
-            allowed="1, or data whose parts all have the rows of the target",
+            allowed="1, or data whose parts all have the samples of the target",
             remedy="Set gradient_accumulation_steps=1, or call train_step with the samples in dimension 0",
         )
-    return value if num_rows is None else value[which]
+    return value[which] if lengths else value

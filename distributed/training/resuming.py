@@ -92,7 +92,7 @@ class Resumer:
         self.warm_up(state.progress.step)
         self.saver.continue_fit(state.progress.step, left["best_checkpoint"])
         # The caller's callbacks are the same objects, and may have been reset.
-        state.restore({**saved.common, "callbacks": []}, saved.rank)
+        state.restore({**saved.common, "callbacks": []}, saved.rank, live=True)
 
     def warm_up(self, step: int) -> None:
         """Run one throw-away step before the state after optimizer step `step` is loaded, so that lazily
@@ -101,7 +101,9 @@ class Resumer:
         feed = self.saver.state.feed
         if self.saver.config.deterministic and step > 0 and feed is not None:
             with isolated_rng():
-                self.saver.backend.warm_up(feed.windows(0))
+                # Opened where it is read: a sampler draws its order then.
+                self.saver.backend.warm_up(window for epoch in (0,) for window in feed.windows(epoch))
+            feed.rewind()
 
     def _problems(self, path: str) -> list[str]:
         """Why a checkpoint cannot be read; the ranks divide the reading among them."""
@@ -178,7 +180,7 @@ class Resumer:
             UserError: the dataset shards itself, and was saved by another number of ranks.
         """
         state, size = self.saver.state, self.saver.backend.world.size
-        if state.feed is None or state.feed.source.is_map or not reader.extra["progress"].get("samples"):
+        if state.feed is None or not reader.extra["progress"].get("samples"):
             return {}
         if state.shares_stream:
             return {"stream": (reader.rank_extra(0) or {}).get("stream")}

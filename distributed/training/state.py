@@ -130,11 +130,12 @@ class TrainState:
             },
         )
 
-    def restore(self, common: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
+    def restore(self, common: Mapping[str, Any], rank: Mapping[str, Any], live: bool = False) -> None:
         """Load both halves of a `Snapshot`, except for records. What is missing stays as it is.
 
         Args:
             rank: `Snapshot.rank`; without ``rng`` when another number of ranks saved it.
+            live: an earlier `fit` in this process left it.
         """
         saved = common.get("progress", {})
         for item in fields(Progress):
@@ -146,8 +147,9 @@ class TrainState:
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None:
-            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside=self.progress.samples > 0)
-        if self.feed is not None and "stream" in rank:
+            inside = self.progress.samples > 0
+            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside, live)
+        if self.feed is not None and rank.get("stream") is not None:
             self.feed.restore(rank["stream"])
         # Last, because the lines above may draw random numbers.
         if "rng" in rank:

@@ -303,7 +303,7 @@ def test_a_list_of_samples_is_not_read_as_columns(kind: Any) -> None:
         linear(), None, 1, backend="serial", training_step=lambda m, b: m(b[0]).mean(), loss_fn=None
     )
     if kind is list:
-        with pytest.raises(UserError, match=r"list of 3 tensors of shape \(3,\).*torch.stack"):
+        with pytest.raises(UserError, match=r"list of 3 tensors, the first of shape \(3,\).*torch.stack"):
             run.fit(rows)
     else:
         assert run.fit(tuple(rows)).num_samples == 3

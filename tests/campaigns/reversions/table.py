@@ -165,7 +165,7 @@ REVERSIONS = {
     ),
     "epochs of workers": Reversion(
         "Persistent workers read every epoch as the first",
-        "distributed.data.samples", "Samples._begin", _nothing,
+        "distributed.data.samples", "Samples.begin", _nothing,
         "tests/data/test_loaders_on_ranks.py::test_persistent_workers_know_the_epoch",
     ),
     "shards of samplers": Reversion(
