@@ -120,10 +120,11 @@ class SamplerOrder:
 
     def _draw(self, epoch: int) -> None:
         """Draw an epoch, or begin to draw one without an end. Collective."""
-        drawn = None
+        found = None
         if self.rank == 0:
             drawn, self._endless = self._begun(self._sampler, epoch)
-        self._last, digest = self._broadcast((drawn, _digest(drawn)))
+            found = drawn, _digest(drawn)
+        self._last, digest = self._broadcast(found)
         if self._last is not None:
             self._position = _after(self._position or {}, epoch, digest)
 
