@@ -31,7 +31,7 @@ class LastBatch:
         drop_last: the last, smaller global batch is left out; None asks `source`.
 
     Attributes:
-        fewest: samples that a micro-batch has at least.
+        least: samples that a micro-batch has at least.
         synchronized: name of a layer with statistics over all ranks, which runs collectives; None without.
 
     Raises:
@@ -44,7 +44,7 @@ class LastBatch:
         layers = {name: m for name, m in named if m.training or not model.training}
         over_ranks = (n for n, m in layers.items() if isinstance(m, nn.SyncBatchNorm))
         self.synchronized = next(over_ranks, None) if batch.data_parallel_size > 1 else None
-        self.fewest = 2 if layers and self.synchronized is None and batch.batch_size > 1 else 1
+        self.least = 2 if layers and self.synchronized is None and batch.batch_size > 1 else 1
         self._batch, self._num_samples = batch, 0
         known = source is not None and source.order != "batch_sampler"
         self._length: int | None = source.length if known else None
@@ -53,7 +53,7 @@ class LastBatch:
         if self._lacks(batch.global_batch_size, rest):
             self._refuse_lack()
         single = rest == 1 or batch.batch_size == 1
-        self._hooks = [m.register_forward_pre_hook(self._check(n)) for n, m in layers.items() if single]
+        self._checks = [m.register_forward_pre_hook(self._check(n)) for n, m in layers.items() if single]
 
     def begin(self, num_samples: int) -> None:
         """Check that a micro-batch, which begins, has a sample where layers need one.
@@ -67,8 +67,8 @@ class LastBatch:
 
     def end(self) -> None:
         """The first window has ended, and with it the check of what layers get."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._checks:
+            self._checks.pop().remove()
 
     def _check(self, name: str) -> Callable[..., None]:
         def check(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -98,7 +98,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.history.best_accuracy = self.progress.best_accuracy
         self.goal = Goal.of(plan.config, self.progress)
         self.feed: Any = train_feed(plan, task, backend)
-        self.num_samples = None if self.feed is None else self.feed.num_samples
+        self.planned_samples = None if self.feed is None else self.feed.num_samples
         self.steps_per_epoch = None if self.feed is None else self.feed.num_windows
         self.total_steps = self.goal.total_steps(self.steps_per_epoch)
         self.schedule = Schedule()
@@ -257,7 +257,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 allowed="the number of optimizer steps",
                 remedy="Set max_steps, or give the sampler an end",
             )
-        planned, found = self.num_samples, self.feed.num_read
+        planned, found = self.planned_samples, self.feed.num_read
         if self.progress.samples or None in (planned, found, self.total_steps) or planned == found:
             return
         if self.schedule.has_end:

@@ -148,7 +148,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         )
         self._declare_counts(task)
         self.last_batch = LastBatch(self.module, self._batch, task.train_data, self.config.data.drop_last)
-        self.fewest_samples = self.last_batch.fewest
+        self.fewest_samples = self.last_batch.least
         parallel = self.num_contributors > 1 and self.counts_with_gradients
         unused = self.config.find_unused_parameters and self.placeholders == "zeros"
         # Where a rank without a sample must not mark parameters as used, its count alone has a gradient.

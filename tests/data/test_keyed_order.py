@@ -190,7 +190,8 @@ def test_an_order_belongs_to_its_data_and_an_unknown_one_is_refused() -> None:
         small.continue_order({"name": "keyed-9", "num_samples": 100})
     for options in ({"evaluation": True}, {}):
         ordered = Source.of(Numbers(9), "train_loader", shuffle=bool(options))
-        assert Feed(ordered, 4, **options).order is None
+        expected = None if options else {"name": "sequential", "num_samples": 9}
+        assert Feed(ordered, 4, **options).order == expected
 
 
 @pytest.mark.parametrize(
