@@ -330,8 +330,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self._given = hyperparameters(self.optimizer)
         for feed in (self.feed, *self.validator.feeds.values()):
             if feed is not None:
-                feed.fewest = self.backend.fewest_samples
-                feed.every_rank = feed.evaluation and self.backend.needs_every_rank_in_evaluation
+                every_rank = feed.evaluation and self.backend.needs_every_rank_in_evaluation
+                feed.deal(self.backend.fewest_samples, every_rank)
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 
