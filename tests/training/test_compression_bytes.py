@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,25 @@ def build() -> nn.Module:
 
 
 def written() -> int:
-    """Bytes that this process has given to write(2), writev(2) and the like, sockets included."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["wchar"])
+    """Bytes that this process has given to its open TCP sockets.
+
+    What it writes to files, such as the bytecode of a module at its first import, does not count.
+    """
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since, or of another family
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                total += sent_through(int(name))
+    return total
+
+
+def sent_through(descriptor: int) -> int:
+    """Bytes given to a TCP socket, each counted once: the kernel repeats some if a receiver has to wait."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+    # notsent_bytes, bytes_sent and bytes_retrans of struct tcp_info (linux/tcp.h)
+    (waiting,), (sent, repeated) = struct.unpack_from("=I", info, 144), struct.unpack_from("=QQ", info, 200)
+    return int(waiting + sent - repeated)
 
 
 class CountBytes(Callback):
