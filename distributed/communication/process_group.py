@@ -130,6 +130,12 @@ def destroy_group() -> None:
     del group
 
 
+def num_collectives() -> int:
+    """Number of collectives that this rank has begun, over all groups of torch.distributed."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    return sum(int(group._get_sequence_number_for_group()) for group in groups)
+
+
 def local_rank_of(plan: RunPlan) -> int:
     """This rank's number on its host."""
     return plan.joined.local_rank if plan.joined else int(os.environ.get("LOCAL_RANK", "0"))

@@ -203,21 +203,23 @@ class Feed:
         return {"name": _KEYED if keyed else _RANDPERM, "seed": self.seed, "num_samples": length}
 
     def continue_order(
-        self, saved: Mapping[str, Any] | None, inside: bool = False, live: bool = False
+        self, saved: Mapping[str, Any] | None, inside: int | None = None, live: bool = False
     ) -> None:
         """Continue in the order of a run that saved `order`; with other data the run takes its own.
 
         Args:
-            inside: the position is within an epoch.
+            inside: the epoch that the position is within; None between two.
             live: an earlier `fit` in this process was that run.
 
         Raises:
             UserError: another version of this package saved it, and this one does not know the order; or
                 within an epoch, order, seed or data are others, so that samples would be missed and repeated.
         """
+        if inside is not None:
+            self._samples.begin(inside)  # the length of the data may depend on it
         own, options = self.order, self.source.options
         # Workers that are made in each epoch begin with what this process has.
-        self._resumed = inside or not options.get("num_workers") or bool(options.get("persistent_workers"))
+        self._resumed = inside is not None or not options.get("num_workers") or bool(options.get("persistent_workers"))
         if own is None or saved is None:
             return
         if saved["name"] not in (_RANDPERM, _KEYED, _SAMPLER, _SEQUENTIAL):
@@ -228,11 +230,11 @@ class Feed:
                 allowed=f"{_RANDPERM}, {_KEYED}, {_SAMPLER}, {_SEQUENTIAL}",
                 remedy="Resume with the version of distributed-trainer that saved it, or a later one",
             )
-        if inside:
+        if inside is not None:
             self._check_same(own, saved)
         if self._drawn is not None and saved["name"] == _SAMPLER:
             position = {name: saved[name] for name in ("first", "epochs", "digest") if name in saved}
-            self._drawn.continue_from(position, strict=inside or self._repeats, live=live)
+            self._drawn.continue_from(position, strict=inside is not None or self._repeats, live=live)
         elif saved["name"] in (_RANDPERM, _KEYED) and saved.get("num_samples") in (
             None,
             own.get("num_samples"),

@@ -143,8 +143,8 @@ def check_batches(config: DistributedConfig, facts: Facts) -> None:
     for field, value in needs.items():
         if value is not None:
             raise UserError(
-                "the batches of the loader's batch sampler differ in size, so that steps have different"
-                " numbers of samples",
+                "the batches of the loader's batch sampler differ in size, or are not known before they are"
+                " drawn, so that steps may have different numbers of samples",
                 field=field,
                 got=value,
                 allowed="nothing beside such a batch sampler",

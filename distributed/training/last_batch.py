@@ -29,30 +29,44 @@ class LastBatch:
         batch: of a full step.
         source: the training data; None where the caller brings each batch.
         drop_last: the last, smaller global batch is left out; None asks `source`.
+        max_steps: after which the run ends; None for whole epochs.
 
     Attributes:
         least: samples that a micro-batch has at least.
-        synchronized: name of a layer with statistics over all ranks, which runs collectives; None without.
+        synchronized: the layer with statistics over all ranks, or else what runs collectives of its own; None
+            without.
 
     Raises:
         UserError: a rank would have no sample for such a layer.
     """
 
-    def __init__(self, model: nn.Module, batch: BatchPlan, source: Any, drop_last: bool | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: BatchPlan,
+        source: Any,
+        drop_last: bool | None,
+        max_steps: int | None = None,
+    ) -> None:
         norms = nn.modules.batchnorm._BatchNorm
         named = ((name, m) for name, m in model.named_modules() if isinstance(m, norms))
         layers = {name: m for name, m in named if m.training or not model.training}
-        over_ranks = (n for n, m in layers.items() if isinstance(m, nn.SyncBatchNorm))
+        over_ranks = (
+            f"the layer '{n}' computes statistics over the samples of all ranks"
+            for n, m in layers.items()
+            if isinstance(m, nn.SyncBatchNorm)
+        )
         self.synchronized = next(over_ranks, None) if batch.data_parallel_size > 1 else None
         self.least = 2 if layers and self.synchronized is None and batch.batch_size > 1 else 1
         self._batch, self._num_samples = batch, 0
         known = source is not None and source.order != "batch_sampler"
         self._length: int | None = source.length if known else None
         drops = source is not None and source.drop_last if drop_last is None else drop_last
-        rest = 0 if drops else (self._length or 0) % batch.global_batch_size
-        if self._lacks(batch.global_batch_size, rest):
-            self._refuse_lack()
-        single = rest == 1 or batch.batch_size == 1
+        full, rest = divmod(self._length or 0, batch.global_batch_size)
+        self._rest = 0 if drops or (max_steps is not None and max_steps <= full) else rest
+        if self.synchronized is not None:
+            self.run_collectives(self.synchronized)
+        single = self._rest == 1 or batch.batch_size == 1
         self._checks = [m.register_forward_pre_hook(self._check(n)) for n, m in layers.items() if single]
 
     def begin(self, num_samples: int) -> None:
@@ -63,6 +77,19 @@ class LastBatch:
         """
         self._num_samples = num_samples
         if not num_samples and self.synchronized is not None:
+            self._refuse_lack()
+
+    def run_collectives(self, found: str) -> None:
+        """Note that the step runs collectives, in which all ranks take part with samples.
+
+        Args:
+            found: what runs them.
+
+        Raises:
+            UserError: a rank will have none.
+        """
+        self.synchronized = self.synchronized or found
+        if self._lacks(self._batch.global_batch_size, self._rest):
             self._refuse_lack()
 
     def end(self) -> None:
@@ -88,12 +115,12 @@ class LastBatch:
         ranks = self._batch.data_parallel_size
         per_rank = size // (ranks * self._batch.gradient_accumulation_steps)
         empty = (start == stop for start, stop in split_window(rest, ranks - 1, ranks, per_rank))
-        return self.synchronized is not None and any(empty)
+        return any(empty)
 
     def _refuse_lack(self) -> None:
         self._refuse(
-            f"a rank has no sample in a smaller global batch, and the layer '{self.synchronized}' computes"
-            " statistics over the samples of all ranks, to which a placeholder would add copies",
+            f"a rank has no sample in a smaller global batch, and {self.synchronized}, to which a placeholder"
+            " would add copies",
             lambda size: not self._lacks(size, (self._length or 0) % size),
         )
 

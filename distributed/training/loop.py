@@ -330,8 +330,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self._given = hyperparameters(self.optimizer)
         for feed in (self.feed, *self.validator.feeds.values()):
             if feed is not None:
-                every_rank = feed.evaluation and self.backend.needs_every_rank_in_evaluation
-                feed.deal(self.backend.fewest_samples, every_rank)
+                # In evaluation, so that collectives of the model or a validation step meet on all ranks.
+                feed.deal(self.backend.fewest_samples, every_rank=feed.evaluation)
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 

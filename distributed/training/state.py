@@ -147,7 +147,7 @@ class TrainState:
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None:
-            inside = self.progress.samples > 0
+            inside = self.progress.epoch if self.progress.samples else None
             self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside, live)
         if self.feed is not None and rank.get("stream") is not None:
             self.feed.restore(rank["stream"])

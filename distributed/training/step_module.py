@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distributed.communication.process_group import num_collectives
 from distributed.training.loss_sum import LossSum
 from distributed.training.model_traits import sparse_parameters
 from distributed.training.objective import Objective
@@ -29,9 +31,12 @@ class StepModule(nn.Module):
 
     Attributes:
         placeholders: as `TorchBackend.placeholders`, but ``skipped`` where no parameter needs a gradient.
+        met_collectives: called where the user's code ran collectives, which a rank without samples would
+            not; None does not look for them.
     """
 
     placeholders = "computed"
+    met_collectives: Callable[[str], None] | None = None
 
     def __init__(self, model: nn.Module, objective: Objective, reduced_count: int) -> None:
         super().__init__()
@@ -65,6 +70,7 @@ class StepModule(nn.Module):
             self.objective.skip(batch)
             loss = self._nothing()
             return (self._carry(loss, 0) if self.reduced_count else loss), 0.0, 0
+        before = num_collectives() if self.met_collectives else 0
         if known is not None:
             mean = self.objective.mean(self.model, batch, num_samples)
             weight = known * scale  # of a whole batch, 1 up to the rounding of 1 / known
@@ -74,6 +80,9 @@ class StepModule(nn.Module):
         else:
             total, count = self.objective(self.model, batch, num_samples)
             loss, total = total * scale, total.detach()
+        if self.met_collectives and num_collectives() != before:
+            self.met_collectives("the model or its loss runs collectives over the ranks' samples")
+            self.met_collectives = None
         if num_samples == 0:
             loss, total, count = without_gradient(loss), 0.0, 0
         return (self._carry(loss, count) if self.reduced_count else loss), total, count

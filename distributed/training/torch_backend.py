@@ -147,7 +147,8 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             compares_samples=self._compares_samples,
         )
         self._declare_counts(task)
-        self.last_batch = LastBatch(self.module, self._batch, task.train_data, self.config.data.drop_last)
+        drop_last, max_steps = self.config.data.drop_last, self.config.max_steps
+        self.last_batch = LastBatch(self.module, self._batch, task.train_data, drop_last, max_steps)
         self.fewest_samples = self.last_batch.least
         parallel = self.num_contributors > 1 and self.counts_with_gradients
         unused = self.config.find_unused_parameters and self.placeholders == "zeros"

@@ -183,6 +183,30 @@ def test_persistent_workers_know_the_epoch() -> None:
     assert distance(model, plain([range(i, i + 4) for i in range(0, NUM, 4)])) < EXACT
 
 
+class Growing(Curriculum):
+    """8 samples in the first epoch, and as many more in each."""
+
+    def __len__(self) -> int:
+        return 8 * (self.epoch + 1)
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6], ids=["within the second epoch", "later in it", "at its end"])
+def test_data_that_grows_continues_after_a_restart(stop: int, tmp_path: Path) -> None:
+    def run(**given: Any) -> nn.Linear:
+        model = linear()
+        loader = DataLoader(Growing(), 4, shuffle=True)
+        fields = {"backend": "serial", "epochs": 3, "momentum": 0.5, "checkpoint_dir": tmp_path, **given}
+        trainer(model, None, 1, **fields).fit(loader)
+        return model
+
+    whole = run(checkpoint_dir=tmp_path / "whole")
+    run(max_steps=stop)
+    assert distance(run(resume_from_checkpoint=True), whole) == 0
+
+
 class OwnInfo(Dataset[Any]):
     offset = 0
 

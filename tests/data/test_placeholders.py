@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -392,6 +393,56 @@ def test_statistics_over_all_ranks_need_a_sample_on_each() -> None:
     unknown.begin(2)
     with pytest.raises(UserError, match="a placeholder would add copies"):
         unknown.begin(0)
+
+
+class SharedMean(nn.Module):
+    """Subtracts the mean over the samples of all ranks, as layers of other libraries do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = torch.cat([x.detach().sum(0), x.new_tensor([float(len(x))])])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return x - sums[:-1] / sums[-1]
+
+
+def centered() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 4), SharedMean(), nn.Linear(4, 3)))
+
+
+def test_layers_with_collectives_of_their_own_need_a_sample_on_each_rank(rank_pool: RankPool) -> None:
+    def trained(length: int, **options: Any) -> nn.Module:
+        model = centered()
+        options = {"batch_size": 2, **DDP, **SGD, **options}
+        make_trainer(model, 3, rank_pool, **options).fit((X[:length], Y[:length]))
+        return model
+
+    with pytest.raises(UserError, match=r"runs collectives .* a placeholder would add copies") as caught:
+        trained(14)
+    assert caught.value.remedy == "Set data.drop_last=true, or global_batch_size=9"
+    rows = list(range(14))
+    for options, batches in (
+        ({"max_steps": 2}, [rows[:6], rows[6:12]]),
+        ({"data": {"shuffle": False, "drop_last": True}}, [rows[:6], rows[6:12]]),
+        ({"batch_size": None, "global_batch_size": 9}, [rows[:9], rows[9:]]),
+    ):
+        assert_equal(trained(14, **options), plain(centered(), batches, of_rows))
+
+
+def sums_over_ranks(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The number of samples of all ranks, for each sample."""
+    own = len(batch[0])
+    number = torch.tensor(float(own))
+    dist.all_reduce(number)
+    return {"seen": (number * own, own)}
+
+
+@by_backend(DDP, FSDP)
+def test_a_validation_step_with_collectives(options: dict[str, Any], rank_pool: RankPool) -> None:
+    """Of 13 samples in batches of 3 on 2 ranks one would be left: the last seven are divided into 4 and 3."""
+    trainer = make_trainer(
+        linear(), 2, rank_pool, validation_step=sums_over_ranks, batch_size=3, **SGD, **options
+    )
+    assert trainer.fit((X[:6], Y[:6]), (X[:13], Y[:13])).epochs[0]["val_seen"] == (6 * 6 + 4 * 4 + 3 * 3) / 13
 
 
 # -- the division of a window ----------------------------------------------------------------------

@@ -53,6 +53,8 @@ class DDPBackend(MeshBackend):
     def wrap(self, step: StepModule) -> nn.Module:
         if self.world.size == 1:
             return step
+        if self.placeholders == "zeros":
+            step.met_collectives = self.last_batch.run_collectives
         step.model = self.module = self.with_shared_statistics(self.module)
         if self.sums_gradients:
             if self.original is None:  # what is cut or in stages was sent before
