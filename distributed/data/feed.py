@@ -219,7 +219,9 @@ class Feed:
             self._samples.begin(inside)  # the length of the data may depend on it
         own, options = self.order, self.source.options
         # Workers that are made in each epoch begin with what this process has.
-        self._resumed = inside is not None or not options.get("num_workers") or bool(options.get("persistent_workers"))
+        self._resumed = (
+            inside is not None or not options.get("num_workers") or bool(options.get("persistent_workers"))
+        )
         if own is None or saved is None:
             return
         if saved["name"] not in (_RANDPERM, _KEYED, _SAMPLER, _SEQUENTIAL):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,33 +14,37 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(samples: Iterable[Any]) -> str:
-    """Digest of the tensors, arrays, numbers, texts and bytes in `samples`; other things do not count."""
+    """Digest of the tensors, arrays, numbers, texts and bytes in `samples`, and in attributes of objects;
+    other things do not count."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        _add_to_digest(sample, digest)
+        _add_to_digest(sample, digest, [])
     return digest.hexdigest()
 
 
-def _add_to_digest(value: Any, digest: Any) -> None:
+def _add_to_digest(value: Any, digest: Any, around: list[Any]) -> None:
+    """`around`: the objects that hold `value`."""
     if isinstance(value, (tuple, list)):
         for part in value:
-            _add_to_digest(part, digest)
+            _add_to_digest(part, digest, around)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            _add_to_digest(value[key], digest)
+            _add_to_digest(value[key], digest, around)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
-            _add_to_digest(getattr(value, part.name, None), digest)
+            _add_to_digest(getattr(value, part.name, None), digest, around)
     elif isinstance(value, torch.Tensor):
         digest.update(_bytes_of(value))
     elif getattr(getattr(value, "dtype", None), "hasobject", False):
-        _add_to_digest(value.tolist(), digest)  # an array of objects holds addresses
+        _add_to_digest(value.tolist(), digest, around)  # an array of objects holds addresses
     elif hasattr(value, "tobytes"):
         digest.update(value.tobytes())
     elif isinstance(value, bytes):
         digest.update(value)
     elif isinstance(value, (bool, int, float, str)):
         digest.update(repr(value).encode())
+    elif not isinstance(value, (type, ModuleType)) and all(value is not one for one in around):
+        _add_to_digest(getattr(value, "__dict__", None), digest, [*around, value])
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

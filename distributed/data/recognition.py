@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from distributed.errors import UserError
 
@@ -19,8 +19,8 @@ _INSTEAD = (
     "Give a DataLoader over a dataset whose samples are final, with collate_fn for work on batches, or an"
     " IterableDataset that yields samples"
 )
-_WORLDS = ("num_replicas", "world_size", "num_shards", "num_processes")
-"""Names that samplers of libraries give to the number of ranks."""
+_WORLDS = ("num_replicas", "world_size", "num_processes")
+"""Names that samplers and streams of libraries give to the number of ranks."""
 _FIRST = 8
 """Elements of a sequence that are looked at."""
 
@@ -78,25 +78,47 @@ def inner_samplers(sampler: Any) -> list[Any]:
     """`sampler`, and the samplers from which it draws."""
     found = [sampler]
     for part in found:
-        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
-        found += [each for each in inner if each is not None and all(each is not one for one in found)]
+        values = list(getattr(part, "__dict__", {}).values())
+        values += [one for value in values if isinstance(value, (list, tuple)) for one in value[:_FIRST]]
+        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+        inner += [value for value in values if isinstance(value, Sampler)]
+        for each in inner:
+            if each is not None and all(each is not one for one in found):
+                found.append(each)
     return found
+
+
+def length_of(data: Any) -> int | None:
+    """Length as `data` states it; None where it has none, or not yet."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
+        return None
 
 
 def check_shards(sampler: Any, argument: str) -> None:
     """Raise a UserError for a sampler, or one inside of it, that was made for one of several ranks."""
     for part in inner_samplers(sampler):
-        for name in _WORLDS:
-            number = getattr(part, name, 1)
-            if isinstance(number, int) and number > 1:
-                raise UserError(
-                    f"a sampler made for one of {number} ranks yields a part of the data, which would be"
-                    " dealt out to the ranks once more",
-                    field=argument,
-                    got=f"{type(part).__name__} with {name}={number}",
-                    allowed="a sampler that yields the samples of all ranks; DistributedSampler itself",
-                    remedy=f"Make it for a world of one ({name}=1, rank=0): each rank gets its part",
-                )
+        _check_world(part, "sampler", argument, "DistributedSampler itself")
+
+
+def _check_world(part: Any, kind: str, argument: str, other: str) -> None:
+    """Raise a UserError for what states a number of ranks above 1.
+
+    Args:
+        other: what is allowed beside a `part` for all ranks.
+    """
+    for name in _WORLDS:
+        number = getattr(part, name, 1)
+        if isinstance(number, int) and number > 1:
+            raise UserError(
+                f"a {kind} made for one of {number} ranks yields a part of the data, which would be"
+                " dealt out to the ranks once more",
+                field=argument,
+                got=f"{type(part).__name__} with {name}={number}",
+                allowed=f"a {kind} that yields the samples of all ranks; {other}",
+                remedy=f"Make it for a world of one ({name}=1): each rank gets its part",
+            )
 
 
 def check_stream(dataset: Any, argument: str) -> None:
@@ -110,6 +132,8 @@ def check_stream(dataset: Any, argument: str) -> None:
             allowed="a dataset that yields single samples",
             remedy="Give the WebDataset, or a torch DataLoader over it with batch_size",
         )
+    if isinstance(dataset, IterableDataset) and not getattr(dataset, "shards_itself", False):
+        _check_world(dataset, "stream", argument, "a stream that declares shards_itself")
     split = getattr(dataset, "_distributed", None)
     if ("datasets", "IterableDataset") not in kinds or getattr(split, "world_size", 1) == 1:
         return

@@ -16,8 +16,9 @@ import torch
 
 from distributed.data.fingerprint import fingerprint
 from distributed.data.order import epoch_seed
-from distributed.data.recognition import inner_samplers
+from distributed.data.recognition import inner_samplers, length_of
 from distributed.data.sample_rng import RandomStreams
+from distributed.data.samples import set_epoch
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
@@ -151,12 +152,7 @@ class SamplerOrder:
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(epoch_seed(self.seed, epoch))
             drawn = iter(sampler)
-        while True:
-            with streams:
-                chunk = list(islice(drawn, 1 if self._holds_batches else _CHUNK))
-            if not chunk:
-                return
-            yield from chunk
+        return _in_chunks(drawn, streams, 1 if self._holds_batches else _CHUNK)
 
     # -- after a restart -----------------------------------------------------------------
 
@@ -184,8 +180,7 @@ class SamplerOrder:
             drawing = _copied(sampler, self.source.dataset)
             position, last = {"first": saved["first"], "epochs": saved["first"], "digest": ""}, []
             for epoch in range(saved["first"], saved["epochs"]):
-                if hasattr(self.source.dataset, "set_epoch"):
-                    self.source.dataset.set_epoch(epoch)
+                set_epoch(self.source.dataset, self.seed, epoch)
                 drawn, endless = self._begun(drawing, epoch)
                 last = drawn or []
                 position = _after(position, epoch, _digest(drawn) if drawn else _digest_of_all(endless))
@@ -280,6 +275,15 @@ class SamplerOrder:
         return found
 
 
+def _in_chunks(drawn: Iterator[Any], streams: RandomStreams, size: int) -> Iterator[Any]:
+    while True:
+        with streams:
+            chunk = list(islice(drawn, size))
+        if not chunk:
+            return
+        yield from chunk
+
+
 def _after(position: Mapping[str, Any], epoch: int, digest: str) -> dict[str, Any]:
     """`position` behind `epoch`, which has `digest`."""
     return {**position, "epochs": epoch + 1, "digest": fingerprint([position["digest"], digest])}
@@ -299,9 +303,8 @@ def _digest_of_all(drawn: Iterator[Any]) -> str:
 
 def _limit(sampler: Any) -> int:
     """Indices up to which the order of an epoch is kept."""
-    try:
-        length = len(sampler)
-    except (TypeError, NotImplementedError, ValueError, OverflowError):
+    length = length_of(sampler)
+    if length is None:
         return _UNKNOWN
     return max(length, _UNKNOWN) if length <= _WHOLE else 0
 

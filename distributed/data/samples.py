@@ -14,7 +14,7 @@ from distributed.data.order import mix
 from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.errors import UserError
 
-__all__ = ["Samples", "Unrepeatable", "WorkerInit", "first"]
+__all__ = ["Samples", "Unrepeatable", "WorkerInit", "first", "set_epoch"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class WorkerInit:
 def first(batches: list[Any]) -> Any:
     """The collate function of a loader over `Samples`."""
     return batches[0]
+
+
+def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
+    """Report an epoch to a dataset that has the method; what it draws is the same on all ranks and workers."""
+    if hasattr(dataset, "set_epoch"):
+        with RandomStreams(mix(seed, epoch, 6)):
+            dataset.set_epoch(epoch)
 
 
 class Samples(Dataset[Any]):
@@ -116,8 +123,8 @@ class Samples(Dataset[Any]):
 
     def begin(self, epoch: int) -> None:
         """Report a new epoch to the dataset of this process, if it has ``set_epoch``."""
-        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        if epoch != self._epoch:
+            set_epoch(self.dataset, self.seed, epoch)
         self._epoch = epoch
 
     def _read(self, epoch: int, indices: list[Any]) -> list[Any]:

@@ -20,7 +20,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from distributed.data.recognition import check_loader, check_shards, check_stream, is_random, refuse_loaders
+from distributed.data.recognition import (
+    check_loader,
+    check_shards,
+    check_stream,
+    is_random,
+    length_of,
+    refuse_loaders,
+)
 from distributed.data.sampler_order import size_of_batches
 from distributed.errors import UserError
 from distributed.system.addresses import check_worker_sockets
@@ -117,10 +124,7 @@ class Source:
         if self.order == "batch_sampler":
             return None
         if self.order == "sampler":
-            try:
-                return len(self.sampler)
-            except (TypeError, NotImplementedError, ValueError, OverflowError):
-                return None
+            return length_of(self.sampler)
         return len(self.dataset)
 
     def _stream_length(self) -> int | None:
@@ -128,10 +132,7 @@ class Source:
         # The length of a stream that shards itself may be that of one rank.
         if known is not None or self.shards_itself:
             return known
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.dataset)
 
     @property
     def shards_itself(self) -> bool:
@@ -345,11 +346,14 @@ def _read_sampler(source: Source, loader: DataLoader[Any]) -> None:
                 source.batch_size = size_of_batches(batches, source.dataset)
             return
         source.batch_size, source.drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
-    source.order, source.sampler = _order_of(sampler)
+    source.order, source.sampler = _order_of(sampler, source.dataset)
     check_shards(source.sampler, source.argument)
 
 
-def _order_of(sampler: Any) -> tuple[Order, Any]:
+def _order_of(sampler: Any, dataset: Any) -> tuple[Order, Any]:
+    drawn_from = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
+    if drawn_from is not dataset and length_of(drawn_from) != length_of(dataset):
+        return "sampler", sampler  # its indices are of other data
     if type(sampler) is SequentialSampler:
         return "sequential", None
     if type(sampler) is DistributedSampler:

@@ -110,9 +110,10 @@ class ClaimContracts(Suite):
         assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) < _ROUNDING
 
     def _train_deep(
-        self, ranks: int, dropout: float, *callbacks: Callback, samples: int = 13, **given: Any
+        self, ranks: int, dropout: float, *callbacks: Callback, samples: int | None = None, **given: Any
     ) -> list[torch.Tensor]:
-        """The weights of `Deep` after a few steps."""
+        """The weights of `Deep` after a few steps; each rank has a sample in the last one of an epoch."""
+        samples = 12 + ranks if samples is None else samples
         model = self.bench.deep_model(dropout)
         given |= {"optimizer": self.bench.optimizer("momentum"), "learning_rate": 0.1, "deterministic": True}
         trainer = self.trainer(model, ranks, batch_size=2, **given)

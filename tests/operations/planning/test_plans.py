@@ -122,12 +122,20 @@ def test_a_gpu_is_planned_for_where_there_is_none() -> None:
     assert any("no GPU here" in note for note in plans.notes) != torch.cuda.is_available()
 
 
+class Fours(torch.utils.data.BatchSampler):
+    """A batch sampler whose batches stay whole."""
+
+
 def test_the_batches_of_a_loader_are_kept() -> None:
     data = torch.utils.data.TensorDataset(*vectors())
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    whole = Fours(torch.utils.data.SequentialSampler(data), 4, drop_last=False)
     options: dict[str, Any] = {"hardware": "CPU", "num_devices": 2, "axes": ["data", "shard"]}
-    plans = distributed.plan(chain(), loader, global_batch_size=16, **options)
-    assert {row.split.micro_batch for row in plans.rows} == {4}
+    for loader, fields in (
+        (torch.utils.data.DataLoader(data, batch_size=4), {}),
+        (torch.utils.data.DataLoader(data, batch_sampler=whole), {"global_batch_size": 16}),
+    ):
+        plans = distributed.plan(chain(), loader, **fields, **options)
+        assert {row.split.micro_batch for row in plans.rows} == {4}
 
 
 def normalized(**given: Any) -> Plans:
