@@ -172,8 +172,14 @@ class Feed:
         """
         return self._ahead.state
 
+    @property
+    def state_at_end(self) -> Any:
+        """State of a stream behind an epoch, by which it is known how many epochs it has counted itself."""
+        first = None if self.source.is_map else (self.state or {}).get("first")
+        return None if first is None else {"ended": first}
+
     def restore(self, state: Any) -> None:
-        """Let the next `windows` that does not begin at 0 resume from `state`."""
+        """Let the next `windows` resume from `state` or `state_at_end`."""
         # A checkpoint of an earlier version may hold a state that lost samples.
         lost = "dataset" in (state or {}) and loses_samples(self.source.dataset)
         self._restored = None if lost else state
@@ -297,8 +303,11 @@ class Feed:
         """
         source = self.source
         if drawn is not None:
-            plain = all(isinstance(index, int) for index in drawn)
-            return torch.tensor(drawn, dtype=torch.int64) if plain else drawn
+            if not all(isinstance(index, int) for index in drawn):
+                return drawn
+            order = torch.tensor(drawn, dtype=torch.int64)
+            # Of tensors, which are read together, negative ones count from the end.
+            return order if source.tensors is None else order.where(order >= 0, order + len(source.dataset))
         if source.order == "sequential" or self.evaluation:
             return None
         return shuffled_order(len(source.dataset), self.seed, epoch, self._keyed)
@@ -478,7 +487,8 @@ class Feed:
                 got=True,
                 allowed="false for iterable datasets",
             )
-        state, self._restored = self._restored if start else None, None
+        state, self._restored = self._restored, None
+        state = state if start or "ended" in (state or {}) else None
         self._reader.fewest = self._fewest
         return self._reader.windows(epoch, start, state)
 

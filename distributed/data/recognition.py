@@ -108,7 +108,7 @@ def _check_world(part: Any, kind: str, argument: str, other: str) -> None:
     Args:
         other: what is allowed beside a `part` for all ranks.
     """
-    for name in _WORLDS:
+    for name in (*_WORLDS, *(f"_{name}" for name in _WORLDS)):
         number = getattr(part, name, 1)
         if isinstance(number, int) and number > 1:
             raise UserError(

@@ -76,6 +76,7 @@ class SamplerOrder:
         self._saved: tuple[Mapping[str, Any], bool, bool] | None = None
         self._last: list[Any] | None = []
         self._endless: Iterator[Any] = iter(())
+        self._agreed: bool | None = None
 
     @property
     def position(self) -> dict[str, Any]:
@@ -112,7 +113,6 @@ class SamplerOrder:
             self._position = {"first": epoch, "epochs": epoch, "digest": ""}
             with suppress(TypeError):  # neither hashed nor referred to weakly
                 _ORIGINS[self._sampler] = _copied(self._sampler, self.source.dataset)
-            self._check_whole(epoch)
         if self._position["epochs"] <= epoch:
             self._draw(epoch)
         if self._last == []:
@@ -122,9 +122,14 @@ class SamplerOrder:
     def _draw(self, epoch: int) -> None:
         """Draw an epoch, or begin to draw one without an end. Collective."""
         found = None
-        if self.rank == 0:
+        if self.rank == 0 or self._gather is not None:
             drawn, self._endless = self._begun(self._sampler, epoch)
             found = drawn, _digest(drawn)
+        if self._gather is not None:
+            known = 0 if self._holds_batches else min(length_of(self.source.dataset) or 0, _UNKNOWN)
+            head = list(islice(self._endless, max(known, _CHUNK))) if drawn is None else drawn
+            self._endless = chain(head if drawn is None else (), self._endless)
+            self._compare(head, epoch)
         self._last, digest = self._broadcast(found)
         if self._last is not None:
             self._position = _after(self._position or {}, epoch, digest)
@@ -162,7 +167,10 @@ class SamplerOrder:
         Raises:
             UserError: `strict`, and it draws other samples.
         """
-        found = self._broadcast(self._found(saved, live) if self.rank == 0 else None)
+        found = self._found(saved, live) if self.rank == 0 or self._gather is not None else None
+        if self._gather is not None:
+            self._agreed = all(self._gather(found is not None))
+        found = self._broadcast(found)
         if found is not None:
             self._position, self._last = dict(saved), found
         elif strict:
@@ -195,7 +203,7 @@ class SamplerOrder:
         with suppress(TypeError):
             if self._position is not None and self._sampler in _ORIGINS:
                 self._become(_copied(_ORIGINS[self._sampler], self.source.dataset))
-        self._position = None
+        self._position = self._agreed = None
 
     def _become(self, drawn: Any) -> None:
         """Give the user's sampler, which callbacks may hold, the state of a copy of it."""
@@ -217,19 +225,34 @@ class SamplerOrder:
 
     # -- ranks that draw parts -----------------------------------------------------------
 
-    def _check_whole(self, epoch: int) -> None:
-        """Refuse a sampler of which each rank draws a part. Collective."""
-        if self._gather is None:
-            return
-        sampler = _copied(self._sampler, self.source.dataset)
-        drawn = [] if sampler is self._sampler else list(islice(self._opened(sampler, epoch), _UNKNOWN))
-        own = [repr(i) for part in drawn for i in (part if self._holds_batches else [part])][:_UNKNOWN]
-        digests = dict(self._gather((self.rank, fingerprint(own))))
-        if len(set(digests.values())) == 1 or not hasattr(self.source.dataset, "__len__"):
-            return
-        total = len(self.source.dataset)
-        # What an epoch of a part has, also where the sampler goes on after it.
-        parts = dict(self._gather((self.rank, set(own[: -(-total // len(digests))]))))
+    def _compare(self, drawn: list[Any], epoch: int) -> None:
+        """Refuse a sampler of which each rank draws a part, or whose state comes to differ. Collective.
+
+        Args:
+            drawn: by this rank, at least the beginning of the epoch.
+        """
+        assert self._gather is not None
+        agreed = len(set(self._gather(_digest(drawn)))) == 1
+        if self._agreed and not agreed:
+            raise UserError(
+                f"the ranks draw different samples in epoch {epoch}, and the same before it: what the sampler"
+                " draws by has changed on each rank by itself",
+                field=self.source.argument,
+                got=type(self._sampler).__name__,
+                allowed="a sampler that draws the same indices on every rank",
+                remedy="Let what changes it see the samples of all ranks, for example"
+                " torch.distributed.all_gather_object(parts, own) before the epoch ends",
+            )
+        if not agreed and self._agreed is None and hasattr(self.source.dataset, "__len__"):
+            self._check_parts(drawn)
+        self._agreed = agreed and self._agreed is not False
+
+    def _check_parts(self, drawn: list[Any]) -> None:
+        assert self._gather is not None
+        own = [repr(i) for part in drawn for i in (part if self._holds_batches else [part])]
+        total, size = len(self.source.dataset), len(set(self._gather(self.rank)))
+        # What an epoch of a part has, also where the sampler continues after it.
+        parts = dict(self._gather((self.rank, set(own[: -(-total // size)]))))
         if len(parts) > 1 and all(_are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
             raise UserError(
                 "the sampler draws another part of the data on each rank, and that of rank 0 would be dealt"

@@ -64,7 +64,7 @@ def first(batches: list[Any]) -> Any:
 
 
 def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Report an epoch to a dataset that has the method; what it draws is the same on all ranks and workers."""
+    """Report an epoch to a dataset that has the method; all ranks and workers draw the same in it."""
     if hasattr(dataset, "set_epoch"):
         with RandomStreams(mix(seed, epoch, 6)):
             dataset.set_epoch(epoch)

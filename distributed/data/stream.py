@@ -12,8 +12,10 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -26,6 +28,9 @@ from distributed.errors import UserError
 __all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_samples", "same"]
 
 logger = logging.getLogger("distributed")
+
+_OPENED: WeakSet[Any] = WeakSet()
+"""Datasets that were read in this process."""
 
 
 def copied(batch: Any) -> Any:
@@ -99,6 +104,7 @@ class DealtStream(IterableDataset[Any]):
         keep_state: give each window its state.
         announce: yield the digest of the first window first; that of a stream without samples is empty.
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
+        epoch: in which `state` was saved; its stream is looked for in as many openings.
     """
 
     def __init__(
@@ -115,11 +121,12 @@ class DealtStream(IterableDataset[Any]):
         keep_state: bool = True,
         announce: bool = False,
         fewest: int = 1,
+        epoch: int = 0,
     ) -> None:
         self.source, self.batch_size, self.accumulation = source, batch_size, accumulation
         self.rank, self.size, self.start, self.drop_last, self.seed = rank, size, start, drop_last, seed
         self.state, self.keep_state, self.announce = state or {}, keep_state, announce
-        self.fewest = fewest
+        self.fewest, self.epoch = fewest, epoch
 
     def __iter__(self) -> Iterator[Any]:
         windows = self._windows(self.batch_size * self.accumulation * self.size, self.start)
@@ -135,6 +142,8 @@ class DealtStream(IterableDataset[Any]):
             yield len(window), self._collated(window, spans, len(spans)), state
 
     def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
+        self._openings = self._most_openings()
+        self._count_epochs()
         streams = RandomStreams(self.seed)
         with streams:
             origin, samples = self._opened()
@@ -152,6 +161,8 @@ class DealtStream(IterableDataset[Any]):
     def _opened(self) -> tuple[Any, Iterator[Any]]:
         """(whose state it is, the samples), where the saved state is, or at the beginning."""
         dataset, saved = self.source.dataset, self.state.get("dataset")
+        with suppress(TypeError):  # not hashed, or not referred to weakly
+            _OPENED.add(dataset)
         if saved is not None and is_stateful(dataset):
             dataset.load_state_dict(copy.deepcopy(saved))
         samples = iter(dataset)
@@ -171,9 +182,14 @@ class DealtStream(IterableDataset[Any]):
 
     def _passed(self, samples: Iterator[Any], start: int) -> Iterator[Any]:
         """The samples behind the first `start`."""
-        first = list(islice(samples, 1))
-        found, saved = fingerprint(first), self.state.get("first", "")
-        if saved not in ("", found):
+        saved = self.state.get("first", "")
+        for _ in range(1 + self._openings):
+            first = list(islice(samples, 1))
+            found = fingerprint(first)
+            if saved in ("", found):
+                break
+            samples = iter(self.source.dataset)
+        else:
             logger.warning(
                 "%s yielded another first sample than the saved stream, so samples may be repeated or"
                 " missed. Training continues. Implement state_dict and load_state_dict in the dataset to"
@@ -184,6 +200,21 @@ class DealtStream(IterableDataset[Any]):
         for _ in islice(samples, max(start - 1, 0)):
             pass
         return samples if start else chain(first, samples)
+
+    def _most_openings(self) -> int:
+        """Number of epochs that the dataset may have counted by itself in the run that saved `state`."""
+        dataset = self.source.dataset
+        with suppress(TypeError):
+            if dataset in _OPENED or get_worker_info() is not None or hasattr(dataset, "set_epoch"):
+                return 0
+        return self.epoch
+
+    def _count_epochs(self) -> None:
+        """Open a stream that counts its epochs as often as the run that saved where one had ended."""
+        for _ in range(self._openings if "ended" in self.state else 0):
+            with RandomStreams(self.state["seed"]):
+                if fingerprint(islice(iter(self.source.dataset), 1)) == self.state["ended"]:
+                    return
 
     def _position(self, origin: Any, streams: RandomStreams) -> Any:
         if not self.keep_state:

@@ -81,7 +81,9 @@ class StreamReader:
         compares = self._gather is not None and not own
         kind = SelfShardedStream if own else DealtStream
         # Ranks that read one stream have to read the same, also where it shuffles itself.
-        seed = mix(self.seed, epoch, self.rank if own else 0, 3)
+        seed, before = (mix(self.seed, e, self.rank if own else 0, 3) for e in (epoch, epoch - 1))
+        if "ended" in (state or {}):
+            state = {**state, "seed": before}
         stream = kind(
             self.source,
             self.batch_size,
@@ -95,6 +97,7 @@ class StreamReader:
             keep_state=self.keep_state,
             announce=compares,
             fewest=self.fewest,
+            epoch=epoch,
         )
         items = read(self._loader(stream, epoch), self.source.argument)
         if compares:

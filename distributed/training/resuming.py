@@ -174,17 +174,17 @@ class Resumer:
                 )
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Where in an iterable dataset the epoch was saved, if it was inside one.
+        """Where in an iterable dataset the run was saved, inside of an epoch or behind it.
 
         Raises:
             UserError: the dataset shards itself, and was saved by another number of ranks.
         """
         state, size = self.saver.state, self.saver.backend.world.size
-        if state.feed is None or not reader.extra["progress"].get("samples"):
+        if state.feed is None:
             return {}
         if state.shares_stream:
             return {"stream": (reader.rank_extra(0) or {}).get("stream")}
-        if reader.world_size != size:
+        if reader.world_size != size and reader.extra["progress"].get("samples"):
             raise UserError(
                 "a dataset that shards itself can be resumed mid-epoch only on the same number of ranks:"
                 f" {reader.world_size} ranks saved it",

@@ -74,7 +74,7 @@ class Validator:
         flat = [float(value) for name in names for value in sums.get(name, (0.0, 0.0))]
         counted_all, *reduced = self.backend.all_reduce([float(counted), *flat])
         counted = int(counted_all) // self.backend.world.model_parallel_size
-        _check_count(counted, feed.source.length or expected, feed.source.argument)
+        _check_count(counted, feed.num_read or feed.source.length or expected, feed.source.argument)
         pairs = zip(reduced[::2], reduced[1::2], strict=True)
         return dict(zip(names, pairs, strict=True))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,13 +21,26 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
-from distributed import UserError
+from distributed import Callback, UserError
 from distributed.data import Feed, Source
+from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
-from tests.data.test_loaders_on_ranks import DATA, EXACT, NUM, Curriculum, distance, linear, plain, trainer
+from tests.data.test_loaders_on_ranks import (
+    DATA,
+    EXACT,
+    NUM,
+    Curriculum,
+    X,
+    Y,
+    distance,
+    linear,
+    plain,
+    trainer,
+)
 
 PLACES = [
     ("serial", 1, {}),
@@ -333,3 +346,101 @@ def test_batches_that_are_made_in_set_epoch() -> None:
     trainer(model, None, 1, backend="serial", epochs=2).fit(data)
     orders = [random.Random(epoch).sample(range(NUM), NUM) for epoch in range(2)]
     assert distance(model, plain(batches_of(*orders))) < EXACT
+
+
+class Counting(IterableDataset[Any]):
+    """Counts its epochs, and shuffles by them."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.Random(self.epoch).sample(range(NUM), NUM)
+        self.epoch += 1
+        yield from (DATA[row] for row in order)
+
+
+@everywhere
+@pytest.mark.parametrize("stop", [4, 6, 8], ids=["at the end", "within an epoch", "at the second end"])
+def test_a_stream_that_counts_its_epochs_continues(
+    stop: int, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    options = {"backend": backend, "global_batch_size": 6, "epochs": 3, "checkpoint_dir": tmp_path, **fields}
+    trainer(linear(), rank_pool, ranks, max_steps=stop, **options).fit(DataLoader(Counting(), 6))
+    model = linear()
+    trainer(model, rank_pool, ranks, resume_from_checkpoint=True, **options).fit(DataLoader(Counting(), 6))
+    orders = [random.Random(epoch).sample(range(NUM), NUM) for epoch in range(3)]
+    assert distance(model, plain(batches_of(*orders))) < EXACT
+
+
+class Learning(Shuffled):
+    """Orders samples by what the training step of this rank has noted."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(NUM), key=self.seen.count))
+
+
+class Notes(Callback):
+    all_ranks = True
+
+    def __init__(self, sampler: Learning, shares: bool) -> None:
+        self.sampler, self.shares = sampler, shares
+
+    def on_step_end(self, context: Context) -> None:
+        own = [context.world.rank * 3]
+        parts = context.backend.gather_objects(own) if self.shares else [own]
+        self.sampler.seen += [row for part in parts for row in part]
+
+
+def test_a_sampler_that_each_rank_changes_by_itself_is_refused(rank_pool: RankPool) -> None:
+    def run(shares: bool) -> nn.Module:
+        sampler, model = Learning(), linear()
+        fields = {"backend": "pytorch-ddp", "global_batch_size": 6, "epochs": 2}
+        own = trainer(model, rank_pool, 2, callbacks=[Notes(sampler, shares)], **fields)
+        own.fit(loader(sampler))
+        return model
+
+    with pytest.raises(
+        UserError, match="draw different samples in epoch 1, and the same before it"
+    ) as caught:
+        run(shares=False)
+    assert "all_gather_object" in (caught.value.remedy or "")
+    order = sorted(range(NUM), key=[0, 3].count)
+    assert distance(run(shares=True), plain(batches_of(range(NUM), order))) < EXACT
+
+
+class OfRank(Sampler[int]):
+    _rank, _world_size = 0, 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._rank, NUM, self._world_size))
+
+
+def test_a_private_number_of_ranks_is_seen() -> None:
+    with pytest.raises(UserError, match="made for one of 2 ranks") as caught:
+        trainer(linear(), None, 1, backend="serial").fit(loader(OfRank()))
+    assert "_world_size=1" in str(caught.value.remedy)
+
+
+class SomeOf(Sampler[int]):
+    """States the length of the data, and draws a half; from the end."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(-1, -13, -1))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_sampler_draws_fewer_than_it_states_and_from_the_end(in_memory: bool, rank_pool: RankPool) -> None:
+    data: Any = TensorDataset(X, Y) if in_memory else DATA
+    model, half = linear(), DataLoader(data, 6, sampler=SomeOf())
+    run = trainer(model, rank_pool, 2, backend="pytorch-ddp", global_batch_size=6)
+    history = run.fit(half, half)
+    expected = plain([range(23, 17, -1), range(17, 11, -1)])
+    assert distance(model, expected) < EXACT
+    loss = nn.functional.mse_loss(expected(X[12:]), Y[12:]).item()
+    assert history.epochs[0]["val_loss"] == pytest.approx(loss, abs=EXACT)
