@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -132,8 +132,8 @@ def destroy_group() -> None:
 
 def num_collectives() -> int:
     """Number of collectives that this rank has begun, over all groups of torch.distributed."""
-    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
-    return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def local_rank_of(plan: RunPlan) -> int:
