@@ -242,7 +242,9 @@ class Feed:
             self._check_same(own, saved)
         if self._drawn is not None and saved["name"] == _SAMPLER:
             position = {name: saved[name] for name in ("first", "epochs", "digest") if name in saved}
-            self._drawn.continue_from(position, strict=inside is not None or self._repeats, live=live)
+            self._drawn.continue_from(
+                position, strict=inside is not None or (self._repeats and not live), live=live
+            )
         elif saved["name"] in (_RANDPERM, _KEYED) and saved.get("num_samples") in (
             None,
             own.get("num_samples"),

@@ -174,9 +174,9 @@ class SamplerOrder:
         if found is not None:
             self._position, self._last = dict(saved), found
         elif strict:
-            raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}")
+            raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}", live)
         else:
-            logger.info("%s: the order of its sampler begins anew", self.source.argument)
+            logger.info("%s: the order of its sampler begins here", self.source.argument)
 
     def _found(self, saved: Mapping[str, Any], live: bool) -> list[Any] | None:
         """The last epoch of the saved run, if the sampler draws the same again, as it is or as it was before
@@ -212,7 +212,17 @@ class SamplerOrder:
         else:
             self._sampler = drawn
 
-    def _other_samples(self, where: str) -> UserError:
+    def _other_samples(self, where: str, live: bool = False) -> UserError:
+        if live:
+            return UserError(
+                f"the sampler drew other samples in {where} than that of the fit before, which ended within an"
+                " epoch",
+                field=self.source.argument,
+                got=type(self.source.sampler).__name__,
+                allowed="the loader of the fit before",
+                remedy="End the epoch with that loader, by epochs in place of max_steps; or train with this"
+                " one by another Trainer",
+            )
         return UserError(
             f"the sampler drew other samples in {where} than before the checkpoint was saved, so that the run"
             " cannot continue its order",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -15,6 +17,10 @@ from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.errors import UserError
 
 __all__ = ["Samples", "Unrepeatable", "WorkerInit", "first", "set_epoch"]
+
+
+_TOLD: WeakSet[Any] = WeakSet()
+"""Datasets of this process that were told an epoch."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,15 @@ def first(batches: list[Any]) -> Any:
 
 def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
     """Report an epoch to a dataset that has the method; all ranks and workers draw the same in it."""
-    if hasattr(dataset, "set_epoch"):
-        with RandomStreams(mix(seed, epoch, 6)):
-            dataset.set_epoch(epoch)
+    if not hasattr(dataset, "set_epoch"):
+        return
+    first = epoch
+    with suppress(TypeError):  # neither hashed nor referred to weakly
+        first = epoch if dataset in _TOLD else 0  # it may have a history, as in an uninterrupted run
+        _TOLD.add(dataset)
+    for each in range(first, epoch + 1):
+        with RandomStreams(mix(seed, each, 6)):
+            dataset.set_epoch(each)
 
 
 class Samples(Dataset[Any]):

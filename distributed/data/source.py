@@ -256,7 +256,7 @@ def _dataset(data: Any, argument: str) -> Any:
                 allowed="tensors with the same first dimension",
             )
         return TensorDataset(*parts)
-    if isinstance(data, list) and data and _is_batch(data[0]):
+    if isinstance(data, list) and data and looks_like_batch(data[0]):
         logger.warning(
             "%s is a list whose elements look like batches, and each is read as one sample: a batch would"
             " stack several of them. Give the DataLoader itself, or a list of single samples as tuples",
@@ -296,7 +296,7 @@ def _check_columns(data: Any, parts: list[torch.Tensor], argument: str) -> None:
         )
 
 
-def _is_batch(sample: Any) -> bool:
+def looks_like_batch(sample: Any) -> bool:
     """Whether `sample` is a list of tensors of the same length, as a DataLoader yields them."""
     if not isinstance(sample, list) or not all(isinstance(p, torch.Tensor) and p.dim() for p in sample):
         return False
@@ -322,6 +322,14 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
         options=options,
         argument=argument,
     )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise UserError(
+            "the state that was loaded into the loader would be ignored: the trainer keeps the position itself",
+            field=argument,
+            got=f"{type(loader).__name__} after load_state_dict",
+            allowed="a loader at its beginning",
+            remedy="Give a new loader, and set resume_from_checkpoint=True to continue a run of the trainer",
+        )
     if loader.batch_size is None and (not source.is_map or loader.batch_sampler is None):
         raise UserError(
             "a DataLoader with batch_size=None yields complete batches, whose samples cannot be split"

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from distributed.data.fingerprint import fingerprint
 from distributed.data.order import mix, split_window
 from distributed.data.sample_rng import RandomStreams, seed_all
-from distributed.data.source import Source
+from distributed.data.source import Source, looks_like_batch
 from distributed.errors import UserError
 
 __all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_samples", "same"]
@@ -194,6 +194,12 @@ class DealtStream(IterableDataset[Any]):
                 "%s yielded another first sample than the saved stream, so samples may be repeated or"
                 " missed. Training continues. Implement state_dict and load_state_dict in the dataset to"
                 " restore its position",
+                type(self.source.dataset).__name__,
+            )
+        if first and start == 0 and looks_like_batch(first[0]):
+            logger.warning(
+                "%s yields what looks like batches, and each is read as one sample: a batch would stack"
+                " several of them. Yield single samples",
                 type(self.source.dataset).__name__,
             )
         self._first = found

@@ -66,16 +66,20 @@ class LastBatch:
         self._rest = 0 if drops or (max_steps is not None and max_steps <= full) else rest
         if self.synchronized is not None:
             self.run_collectives(self.synchronized)
-        single = self._rest == 1 or batch.batch_size == 1
-        self._checks = [m.register_forward_pre_hook(self._check(n)) for n, m in layers.items() if single]
+        self._single = self._rest == 1 or batch.batch_size == 1
+        self._needs_two: str | None = None
+        watched = layers if self._single or self._length is None else {}
+        self._checks = [m.register_forward_pre_hook(self._check(n)) for n, m in watched.items()]
 
     def begin(self, num_samples: int) -> None:
         """Check that a micro-batch, which begins, has a sample where layers need one.
 
         Raises:
-            UserError: it has none.
+            UserError: it has none, or one where a layer needs two.
         """
         self._num_samples = num_samples
+        if num_samples == 1 and self._needs_two is not None:
+            self._refuse_single(self._needs_two)
         if not num_samples and self.synchronized is not None:
             self._refuse_lack()
 
@@ -101,14 +105,19 @@ class LastBatch:
         def check(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             values = inputs[0].numel() // max(inputs[0].shape[1], 1) if inputs else 0
             if layer.training and 0 < values <= self._num_samples:
-                least = 2 * self._batch.global_batch_size // self._batch.batch_size
-                self._refuse(
-                    f"a micro-batch of one sample gives the layer '{name}' one value per channel, which torch"
-                    " cannot normalise in training. The step was not taken",
-                    lambda size: size >= least and (self._length or 0) % size != 1,
-                )
+                self._needs_two = name
+                if self._single:
+                    self._refuse_single(name)
 
         return check
+
+    def _refuse_single(self, name: str) -> None:
+        least = 2 * self._batch.global_batch_size // self._batch.batch_size
+        self._refuse(
+            f"a micro-batch of one sample gives the layer '{name}' one value per channel, which torch"
+            " cannot normalise in training. The step was not taken",
+            lambda size: size >= least and (self._length or 0) % size != 1,
+        )
 
     def _lacks(self, size: int, rest: int) -> bool:
         """Whether a rank has no sample for a layer over all ranks, where `rest` follow batches of `size`."""

@@ -380,6 +380,18 @@ def test_micro_batches_of_one_sample_are_refused() -> None:
     make_trainer(normalized(), global_batch_size=2, backend="serial", **SGD).fit((X[:4], Y[:4]))
 
 
+def test_a_single_sample_of_a_stream_is_refused_at_its_step() -> None:
+    model = normalized()
+    trainer = make_trainer(model, batch_size=2, backend="serial", **SGD)
+    with pytest.raises(UserError, match=r"one value per channel.*The step was not taken") as caught:
+        trainer.fit(streamed(5, 2))
+    assert caught.value.remedy == "Set data.drop_last=true, and give all ranks equally many samples"
+    model = normalized()
+    dropping = {**SGD, "data": {"shuffle": False, "drop_last": True}}
+    make_trainer(model, batch_size=2, backend="serial", **dropping).fit(streamed(5, 2))
+    assert_equal(model, plain(normalized(), [shares(0, 2), shares(2, 2)], of_parts))
+
+
 def test_statistics_over_all_ranks_need_a_sample_on_each() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8))
     batch = BatchPlan(batch_size=2, gradient_accumulation_steps=1, data_parallel_size=3)

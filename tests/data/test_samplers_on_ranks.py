@@ -444,3 +444,71 @@ def test_a_sampler_draws_fewer_than_it_states_and_from_the_end(in_memory: bool, 
     assert distance(model, expected) < EXACT
     loss = nn.functional.mse_loss(expected(X[12:]), Y[12:]).item()
     assert history.epochs[0]["val_loss"] == pytest.approx(loss, abs=EXACT)
+
+
+class Reshuffled(Curriculum):
+    """Each epoch shuffles the order of the one before."""
+
+    def __init__(self) -> None:
+        self.rows, self.random = list(range(NUM)), random.Random(3)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.random.shuffle(self.rows)
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[self.rows[index]]
+
+
+@pytest.mark.parametrize("stop", [6, 8], ids=["within an epoch", "at an end"])
+def test_a_dataset_with_a_history_of_epochs_continues(stop: int, tmp_path: Path) -> None:
+    options = {"backend": "serial", "checkpoint_dir": tmp_path, "epochs": 3}
+    trainer(linear(), None, 1, max_steps=stop, **options).fit(DataLoader(Reshuffled(), 6))
+    model = linear()
+    trainer(model, None, 1, resume_from_checkpoint=True, **options).fit(DataLoader(Reshuffled(), 6))
+    rows, own = list(range(NUM)), random.Random(3)
+    orders = []
+    for _ in range(3):
+        own.shuffle(rows)
+        orders.append([*rows])
+    assert distance(model, plain(batches_of(*orders))) < EXACT
+
+
+def test_another_loader_follows_whole_epochs_and_not_a_part_of_one() -> None:
+    model = linear()
+    run = trainer(model, None, 1, backend="serial", deterministic=True)
+    run.fit(loader(Shuffled(3)), epochs=2)
+    run.fit(loader(Shuffled(4)), epochs=1)
+    first, second = Shuffled(3), Shuffled(4)
+    assert distance(model, plain(batches_of(first, first, second))) < EXACT
+    run.fit(loader(Shuffled(4)), max_steps=1)
+    with pytest.raises(UserError, match="than that of the fit before") as caught:
+        run.fit(loader(Shuffled(5)), epochs=1)
+    assert str(caught.value.remedy).startswith("End the epoch with that loader")
+
+
+def test_a_loader_with_a_state_is_refused() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    begun = StatefulDataLoader(DATA, 6)  # type: ignore[arg-type]
+    next(iter(begun))
+    data = StatefulDataLoader(DATA, 6)  # type: ignore[arg-type]
+    data.load_state_dict(begun.state_dict())
+    with pytest.raises(UserError, match="the state that was loaded into the loader would be ignored"):
+        trainer(linear(), None, 1, backend="serial").fit(data)
+    model = linear()
+    trainer(model, None, 1, backend="serial").fit(StatefulDataLoader(DATA, 6))  # type: ignore[arg-type]
+    assert distance(model, plain(batches_of(range(NUM)))) < EXACT
+
+
+class InBatches(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(0, NUM, 6):
+            yield [X[k : k + 6], Y[k : k + 6]]
+
+
+def test_a_stream_of_batches_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    trainer(linear(), None, 1, backend="serial", batch_size=2).fit(InBatches())
+    assert "InBatches yields what looks like batches" in caplog.text
