@@ -324,7 +324,7 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> Source:
     )
     if getattr(loader, "next_iter_state", None) is not None:
         raise UserError(
-            "the state that was loaded into the loader would be ignored: the trainer keeps the position itself",
+            "the state that was loaded into the loader would be ignored: the trainer keeps its own position",
             field=argument,
             got=f"{type(loader).__name__} after load_state_dict",
             allowed="a loader at its beginning",
