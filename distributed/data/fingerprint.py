@@ -18,33 +18,34 @@ def fingerprint(samples: Iterable[Any]) -> str:
     other things do not count."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        _add_to_digest(sample, digest, [])
+        _add_to_digest(sample, digest, {})
     return digest.hexdigest()
 
 
-def _add_to_digest(value: Any, digest: Any, around: list[Any]) -> None:
-    """`around`: the objects that hold `value`."""
+def _add_to_digest(value: Any, digest: Any, seen: dict[int, Any]) -> None:
+    """`seen`: objects whose attributes are in `digest`, by their identity."""
     if isinstance(value, (tuple, list)):
         for part in value:
-            _add_to_digest(part, digest, around)
+            _add_to_digest(part, digest, seen)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            _add_to_digest(value[key], digest, around)
+            _add_to_digest(value[key], digest, seen)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
-            _add_to_digest(getattr(value, part.name, None), digest, around)
+            _add_to_digest(getattr(value, part.name, None), digest, seen)
     elif isinstance(value, torch.Tensor):
         digest.update(_bytes_of(value))
     elif getattr(getattr(value, "dtype", None), "hasobject", False):
-        _add_to_digest(value.tolist(), digest, around)  # an array of objects holds addresses
+        _add_to_digest(value.tolist(), digest, seen)  # an array of objects holds addresses
     elif hasattr(value, "tobytes"):
         digest.update(value.tobytes())
     elif isinstance(value, bytes):
         digest.update(value)
     elif isinstance(value, (bool, int, float, str)):
         digest.update(repr(value).encode())
-    elif not isinstance(value, (type, ModuleType)) and all(value is not one for one in around):
-        _add_to_digest(getattr(value, "__dict__", None), digest, [*around, value])
+    elif not isinstance(value, (type, ModuleType)) and id(value) not in seen:
+        seen[id(value)] = value
+        _add_to_digest(getattr(value, "__dict__", None), digest, seen)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -215,8 +215,8 @@ class SamplerOrder:
     def _other_samples(self, where: str, live: bool = False) -> UserError:
         if live:
             return UserError(
-                f"the sampler drew other samples in {where} than that of the fit before, which ended inside of"
-                " the last",
+                f"the sampler drew other samples in {where} than that of the fit before, which ended within"
+                " an epoch",
                 field=self.source.argument,
                 got=type(self.source.sampler).__name__,
                 allowed="the loader of the fit before",

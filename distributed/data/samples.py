@@ -128,7 +128,9 @@ class Samples(Dataset[Any]):
         with RandomStreams(seed):
             if state is not None:
                 torch.cuda.manual_seed(seed)
-            found = fingerprint([self._read(epoch, indices[:1]), self._batch(epoch, indices)])
+            # A collate_fn that counts its calls may use the count later.
+            own = getattr(self.collate_fn, "__dict__", None)
+            found = fingerprint([self._read(epoch, indices[:1]), self._batch(epoch, indices), own])
         if state is not None:
             torch.cuda.set_rng_state(state)
         return found

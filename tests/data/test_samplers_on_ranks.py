@@ -199,7 +199,7 @@ class Graph:
 
 
 class NoisyGraphs(Dataset[Any]):
-    def __init__(self, own: bool) -> None:
+    def __init__(self, own: bool = False) -> None:
         self.random: Any = random.Random(0) if own else random
 
     def __len__(self) -> int:
@@ -232,6 +232,31 @@ def test_objects_with_random_numbers_of_their_own_are_compared(tmp_path: Path) -
     run(own=True, max_steps=8, checkpoint_dir=tmp_path / "b")
     with pytest.raises(UserError, match="generator of their own"):
         run(own=True, checkpoint_dir=tmp_path / "b", resume_from_checkpoint=True)
+
+
+class CountsCalls:
+    """A collate function with another scale in every fourth batch."""
+
+    calls = 0
+
+    def __call__(self, samples: Sequence[Graph]) -> Graph:
+        self.calls += 1
+        batch = joined(samples)
+        return Graph(batch.x * (2.0 if self.calls % 4 == 0 else 1.0), batch.y)
+
+
+def test_a_collate_function_that_counts_its_calls_is_refused(tmp_path: Path) -> None:
+    def run(deterministic: bool, **given: Any) -> Any:
+        data = DataLoader(NoisyGraphs(), 4, collate_fn=CountsCalls())
+        fields = {"backend": "serial", "deterministic": deterministic, "loss_fn": None, **given}
+        own = trainer(linear(), None, 1, training_step=of_graphs, checkpoint_dir=tmp_path, **fields)
+        return own.fit(data)
+
+    run(True, max_steps=2)
+    with pytest.raises(UserError, match="depend on how often they were read") as caught:
+        run(True, resume_from_checkpoint=True)
+    assert "set deterministic=false" in str(caught.value.remedy)
+    assert len(run(False, resume_from_checkpoint=True).steps["loss"]) == NUM // 4 - 2
 
 
 @dataclass
