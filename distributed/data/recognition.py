@@ -117,7 +117,7 @@ def _check_world(part: Any, kind: str, argument: str, other: str) -> None:
                 field=argument,
                 got=f"{type(part).__name__} with {name}={number}",
                 allowed=f"a {kind} that yields the samples of all ranks; {other}",
-                remedy=f"Make it for a world of one ({name}=1): each rank gets its part",
+                remedy=f"Make it for a world of one ({name}=1), as its rank 0: each rank gets its part",
             )
 
 

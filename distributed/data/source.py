@@ -359,7 +359,7 @@ def _read_sampler(source: Source, loader: DataLoader[Any]) -> None:
 
 
 def _order_of(sampler: Any, dataset: Any) -> tuple[Order, Any]:
-    drawn_from = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
+    drawn_from = getattr(sampler, "dataset", getattr(sampler, "data_source", sampler))
     if drawn_from is not dataset and length_of(drawn_from) != length_of(dataset):
         return "sampler", sampler  # its indices are of other data
     if type(sampler) is SequentialSampler:

@@ -202,7 +202,7 @@ def test_within_an_epoch_seed_and_data_stay(saved: dict[str, int], field: str) -
     order = {"name": "randperm", "seed": 0, "num_samples": 100} | saved
     feed.continue_order(order)
     if not saved:
-        feed.continue_order(order, inside=True)
+        feed.continue_order(order, inside=0)
         return
     with pytest.raises(UserError, match=f"^{field}: .*some samples would be missed and others repeated"):
-        feed.continue_order(order, inside=True)
+        feed.continue_order(order, inside=0)

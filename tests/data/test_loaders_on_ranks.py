@@ -112,7 +112,7 @@ class Shard(Sampler[int]):
 
 def test_a_sampler_that_shards_is_refused(rank_pool: RankPool) -> None:
     sharded = DataLoader(DATA, 6, sampler=ByWeight(DATA, num_replicas=2, rank=0))
-    with pytest.raises(UserError, match=r"num_replicas=2.*world of one \(num_replicas=1, rank=0\)"):
+    with pytest.raises(UserError, match=r"num_replicas=2.*world of one \(num_replicas=1\)"):
         trainer(linear(), rank_pool, 2, backend="pytorch-ddp").fit(sharded)
     with pytest.raises(UserError, match="another part of the data on each rank"):
         trainer(linear(), rank_pool, 2, backend="pytorch-ddp").fit(DataLoader(DATA, 6, sampler=Shard()))

@@ -150,7 +150,7 @@ def test_a_new_process_continues_the_order(kind: str, stop: int) -> None:
         assert flat(read([first], epoch)) == expected[epoch]
     samples = len(flat(read([first], 2, limit=stop))) if stop else 0
     second = feed_of(SAMPLERS[kind]())
-    second.continue_order(first.order, inside=samples > 0)
+    second.continue_order(first.order, inside=2 if samples else None)
     assert flat(read([second], 2, samples)) == expected[2][samples:]
 
 
@@ -196,7 +196,7 @@ def test_another_order_is_refused(kinds: tuple[Any, Any], inside: bool) -> None:
     read([first], 1, limit=1)
     second._repeats = True  # deterministic
     for feed in (second, third):
-        feed.continue_order(first.order, inside=inside)
+        feed.continue_order(first.order, inside=1 if inside else None)
     place = (1, 4) if inside else (2, 0)
     for feed in (second, third) if inside else (second,):
         with pytest.raises(UserError, match=r"sampler drew other samples.*Seed its random numbers"):
@@ -212,8 +212,8 @@ def test_another_kind_of_order_is_refused_within_an_epoch() -> None:
     read([drawn], 0)
     for saved, resumed in ((shuffled, drawn), (drawn, shuffled), (drawn, sequential)):
         with pytest.raises(UserError, match="within an epoch whose order depends on this"):
-            resumed.continue_order(saved.order, inside=True)
-        resumed.continue_order(saved.order, inside=False)
+            resumed.continue_order(saved.order, inside=0)
+        resumed.continue_order(saved.order)
 
 
 # -- without an end --------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_a_sampler_without_an_end(kind: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert feed.state is not None
     resumed = Feed(source, 1 if batches else 3, 2)
     resumed.restore(feed.state)
-    resumed.continue_order(feed.order, inside=True)
+    resumed.continue_order(feed.order, inside=0)
     assert flat(read([resumed], 0, 120, limit=10)) == expected[120:]
     source.sampler.seed = 1
     other = Feed(source, 1 if batches else 3, 2)

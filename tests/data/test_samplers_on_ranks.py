@@ -345,7 +345,10 @@ class Shard(IterableDataset[Any]):
 def test_a_stream_made_for_one_of_several_ranks_is_refused() -> None:
     with pytest.raises(UserError, match="made for one of 2 ranks yields a part of the data") as caught:
         trainer(linear(), None, 1, backend="serial").fit(DataLoader(Shard(2), 4))
-    assert caught.value.remedy == "Make it for a world of one (num_processes=1): each rank gets its part"
+    assert (
+        caught.value.remedy
+        == "Make it for a world of one (num_processes=1), as its rank 0: each rank gets its part"
+    )
     model = linear()
     trainer(model, None, 1, backend="serial").fit(DataLoader(Shard(1), 4))
     assert distance(model, plain([range(k, k + 4) for k in range(0, NUM, 4)])) < EXACT
