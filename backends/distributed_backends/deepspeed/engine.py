@@ -30,7 +30,7 @@ from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
 from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS
-from distributed_backends.deepspeed.native_config import AUTO, NATIVE
+from distributed_backends.deepspeed.native_config import AUTO, HALVES, NATIVE
 from distributed_backends.deepspeed.options import bucket_size
 from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
 
@@ -116,7 +116,7 @@ def engine_options(
         numel: number of elements of the trainable parameters.
     """
     options: dict[str, Any] = without_auto(native_config(config))
-    for name in ("optimizer", "gradient_clipping", "fp16", "bf16", CHECKPOINTING):
+    for name in ("optimizer", "gradient_clipping", "data_types", *HALVES, CHECKPOINTING):
         options.pop(name, None)
     section, zero = ZeroSection.of(config), options.setdefault("zero_optimization", {})
     zero["stage"] = stage
