@@ -106,6 +106,14 @@ def test_without_zero_the_loss_scale_moves_as_deepspeeds(loss_scale: float, aske
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
 
 
+def test_a_rule_of_the_scale_that_deepspeed_refuses_is_one_paragraph() -> None:
+    """Also where `mixed_precision` has switched the section on."""
+    for fp16, given in (({"enabled": True}, {}), ({}, {"mixed_precision": "fp16"})):
+        native = {"fp16": {**fp16, "min_loss_scale": 0}}
+        with pytest.raises(UserError, match=r"DeepSpeed refuses it: .*min_loss_scale must be > 0"):
+            alone(small_model(torch.float32), native, **given).fit(problem(8, torch.float32), max_steps=1)
+
+
 SUMMED: list[tuple[str, torch.dtype, dict[str, Any], bool]] = [
     ("fp32", torch.float32, {}, True),
     ("torch.float32", torch.float32, {"mixed_precision": "bf16"}, True),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed_backends.deepspeed.keys import IGNORED
 from distributed_backends.deepspeed.keys import REFUSED as REFUSED_KEYS
+from distributed_backends.deepspeed.native_config import understood
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, UserError
 from distributed.interfaces.plan import Facts, Resources, RunPlan
@@ -113,6 +116,7 @@ ACCEPTED: list[dict[str, Any]] = [
     *({"zero_optimization": {"stage": stage, "elastic_checkpoint": on}} for stage in (1, 3)
       for on in (True, False)),
     {"log_level": "WARNING"},
+    {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "round_robin_gradients": "false"}},
     {"bf16": {"enabled": True, "check_grad_overflow": True}, "zero_force_ds_cpu_optimizer": True},
     {"bf16": {"enabled": False, "check_grad_overflow": False, "anything": 1}},
@@ -209,7 +213,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         {},
-        "Leave it out, or set zero_s",
+        "Leave it out, or choose stage 3",
     ),
     (
         {"zero_stage": 2},
@@ -392,3 +396,42 @@ def test_a_public_file_is_planned_or_refused_with_the_way_on(name: str) -> None:
         return
     with pytest.raises(UserError, match=message):
         plan(native)
+
+
+GIVEN: list[dict[str, Any]] = [row[0] for row in MEANS] + ACCEPTED + [row[0] for row in NOTED]
+GIVEN += [native for native, message in PUBLIC.values() if not message]
+SIZES = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def acting(tree: Any) -> Any:
+    """A configuration without what is in sections that are off."""
+    if not isinstance(tree, dict):
+        return tree
+    return {"enabled": False} if tree.get("enabled") is False else {k: acting(v) for k, v in tree.items()}
+
+
+def test_what_deepspeed_reads_in_a_file_as_it_stands_is_what_is_read_here() -> None:
+    """Of all of the above that DeepSpeed's own classes take, without a change by ours in between."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    not_read = {key.rpartition(".")[2] for key in IGNORED}
+    not_read |= {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}  # read as newer ones
+    compared = 0
+    for native in GIVEN:
+        try:
+            theirs = DeepSpeedConfig(copy.deepcopy(native) | SIZES)
+        except (
+            DeepSpeedConfigError,
+            AssertionError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ):  # a key that it has removed, or a remark in a section
+            continue
+        ours = DeepSpeedConfig(understood(native) | SIZES)
+        assert theirs.steps_per_print == ours.steps_per_print, native
+        for name in ("zero_config", "monitor_config", "timers_config", "float16_config", "bfloat16_config"):
+            read, here = (acting(getattr(one, name).model_dump(exclude=not_read)) for one in (theirs, ours))
+            assert read == here, (native, name)
+        compared += 1
+    assert compared > 60

@@ -176,7 +176,7 @@ def _check_offloading(config: DistributedConfig, stage: int) -> None:
                 field=f"zero.{name}",
                 got=getattr(section, name),
                 allowed=f"none, or cpu with zero_stage {' or '.join(map(str, stages))}",
-                remedy=f"Leave it out, or set zero_stage={stages[0]}",
+                remedy=f"Leave it out, or choose stage {stages[0]}",
             )
 
 
