@@ -330,6 +330,9 @@ def test_a_saved_scale_continues_under_another_rule(stage: int, monkeypatch: pyt
     scaler = scaler_of({"hysteresis": 2, "min_loss_scale": 8}, stage)
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 8.0
+    below = scaler_of({"initial_scale_power": 1, "min_loss_scale": 8}, stage)  # as DeepSpeed starts
+    below.load_state_dict(below.state_dict())
+    assert below.get_scale() == 2.0
     saved = scaler_of({"hysteresis": 3}, 2).state_dict() | {"scale": 64.0}
     scaler.load_state_dict(saved)
     assert scaler.get_scale() == 64.0

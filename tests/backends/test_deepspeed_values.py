@@ -319,6 +319,30 @@ def test_every_remedy_says_what_to_do_with_the_key(key: str) -> None:
     assert all("Leave it out" in text for text in refusals), refusals
 
 
+FOLLOWED: dict[str, dict[str, Any]] = {
+    "amp": {"mixed_precision": "fp16"},
+    "torch_autocast": {"mixed_precision": "bf16"},
+    "elasticity": {"global_batch_size": 64},
+    "compile": {"compile": "blocks"},
+    "activation_checkpointing.profile": {"activation_checkpointing": "selective"},
+    "optimizer.params.max_grad_norm": {"gradient_clipping": 1.0},
+    "scheduler": {"scheduler": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize("key", FOLLOWED)
+def test_the_fields_that_a_remedy_names_are_accepted(key: str) -> None:
+    native: Any = {"enabled": True, "type": "x", "deepcompile": True}
+    for part in reversed(key.split(".")):
+        native = {part: native}
+    with pytest.raises(UserError) as caught:
+        plan(native)
+    remedy = str(caught.value).partition("Leave it out. ")[2]
+    assert all(name in remedy for name in FOLLOWED[key]), remedy
+    found = plan({"zero_optimization": {"stage": 2}}, **FOLLOWED[key]).config
+    assert all(getattr(found, name) == value for name, value in FOLLOWED[key].items())
+
+
 # -- public files ----------------------------------------------------------------------------
 
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,

@@ -43,8 +43,10 @@ class NativeScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rule, scale = self._rule, state_dict["scale"]
-        if rule is not None:  # an overflow would take a scale below the least one up to it
-            scale = max(scale, rule.min_scale) if rule.dynamic else self._init_scale
+        if rule is not None and not rule.dynamic:
+            scale = self._init_scale
+        elif rule is not None:  # an overflow would take a scale below the least one up to it
+            scale = max(scale, min(rule.min_scale, self._init_scale))
         super().load_state_dict(state_dict | {"scale": scale})
         if rule is not None and rule.dynamic:
             rule.cur_scale, rule.last_overflow_iter = scale, -1
