@@ -94,7 +94,7 @@ DEFAULTS = {
     "fp16.initial_scale_power": 16,
     "optimizer.params.weight_decay": 0.01,  # of the class of torch that torch_adam selects
 }
-"""Key of `FIELDS` -> DeepSpeed's default, where ours is another."""
+"""Key of `FIELDS` -> DeepSpeed's default, which holds where the key is left out."""
 
 IGNORED = {
     "zero_optimization.round_robin_gradients": "it changes only speed",
