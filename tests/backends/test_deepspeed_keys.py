@@ -333,15 +333,13 @@ def test_a_saved_scale_continues_under_another_rule(stage: int, monkeypatch: pyt
     below = scaler_of({"initial_scale_power": 1, "min_loss_scale": 8}, stage)  # as DeepSpeed starts
     below.load_state_dict(below.state_dict())
     assert below.get_scale() == 2.0
-    saved = scaler_of({"hysteresis": 3}, 2).state_dict() | {"scale": 64.0}
-    scaler.load_state_dict(saved)
-    assert scaler.get_scale() == 64.0
-    scaler.load_state_dict(scaler_of({"hysteresis": 2}, 0).state_dict() | {"scale": 64.0})
-    scales = []
-    for _ in range(3):
-        overflow(scaler)
-        scales.append(scaler.get_scale())
-    assert scales == ([32.0, 16.0, 8.0] if stage == 0 else [64.0, 32.0, 16.0])
+    for earlier in (scaler_of({"hysteresis": 3}, 2), scaler_of({"hysteresis": 2}, 0)):
+        scaler.load_state_dict(earlier.state_dict() | {"scale": 64.0})
+        scales = []
+        for _ in range(3):
+            overflow(scaler)
+            scales.append(scaler.get_scale())
+        assert scales == ([32.0, 16.0, 8.0] if stage == 0 else [64.0, 32.0, 16.0])
 
 
 def overflow(scaler: NativeScaler) -> None:

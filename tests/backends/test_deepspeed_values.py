@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,8 @@ NOTED: list[tuple[dict[str, Any], str]] = [
 def test_a_key_that_is_not_used_is_said(native: dict[str, Any], note: str) -> None:
     found = plan(native)
     assert [text for text in found.notes if re.search(note, text)], found.notes
+    handed = json.dumps(understood(native))
+    assert not [key for key in IGNORED if key.rpartition(".")[2] in handed]
     quiet = plan({"zero_optimization": {"round_robin_gradients": False, "elastic_checkpoint": "auto"}})
     assert not [text for text in quiet.notes if "is not used" in text]
 
