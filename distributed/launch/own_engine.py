@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from distributed.launch.own_loop import cleanup_distributed
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.system.devices import visible_gpus
+from distributed.system.output import print_line
 
 __all__ = ["DeepSpeedDilatedAttentionEngine"]
 
@@ -93,6 +95,8 @@ class DeepSpeedDilatedAttentionEngine:
         }
         plan = _plan({name: value for name, value in given.items() if value is not None}, place, optimizer)
         backend = get_catalog().load_backend(plan.spec)
+        if plan.joined is None or plan.joined.rank == 0:
+            print_line(plan.summary(), sys.stdout)
         atexit.register(cleanup_distributed)  # also a group of the script, whose threads would outlive it
         atexit.register(backend.teardown)
         engine, stepped, scheduler = backend.engine_outside_fit(plan, model, optimizer, lr_scheduler)

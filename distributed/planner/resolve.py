@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain
 
 from distributed.config import DistributedConfig
+from distributed.config.load import native_names
 from distributed.errors import UserError
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.parallel_dims import ParallelDims
@@ -199,11 +200,14 @@ def _counts(plan: RunPlan, catalog: Catalog) -> tuple[int, ...]:
 
 def _learning_rate(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> float:
     if facts.has_optimizer and config.is_explicit("learning_rate"):
+        origin = config.origin("learning_rate")
         raise UserError(
             "an optimizer object carries its own learning rate",
             field="learning_rate",
             got=config.learning_rate,
-            remedy="Leave it out, or give the optimizer's class instead (optimizer=torch.optim.SGD)",
+            remedy=f"Leave out the optimizer object, or the optimizer of {origin}"
+            if origin in native_names()
+            else "Leave it out, or give the optimizer's class instead (optimizer=torch.optim.SGD)",
         )
     scaling = config.lr_scaling
     if scaling.rule == "none" or scaling.base_batch_size is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from distributed_backends.deepspeed.keys import HANDED, OWNED, REFUSED
+from distributed_backends.deepspeed.keys import HANDED, IGNORED, OWNED, REFUSED
 
 from docs.site.markdown import table
 
@@ -13,20 +13,25 @@ __all__ = ["keys_table"]
 
 
 def keys_table() -> str:
-    """Keys by what becomes of them: handed to DeepSpeed, owned by the configuration, refused."""
+    """Keys by what becomes of them: handed to DeepSpeed, owned by the configuration, ignored, refused."""
     rows = [
         [_keys(section, (key.partition(":")[0] for key in keys.split())), "handed to DeepSpeed", ""]
         for section, keys in HANDED.items()
     ]
     for ours in dict.fromkeys(OWNED.values()):
         rows.append([_keys("", (key for key, place in OWNED.items() if place == ours)), "owned", ours])
+    for why in dict.fromkeys(IGNORED.values()):
+        rows.append([_keys("", (key for key, reason in IGNORED.items() if reason == why)), "not used", why])
     groups: dict[tuple[str, str], list[str]] = {}
-    for key, (harmless, reason, remedy) in REFUSED.items():
-        accepted = " or ".join(f"`{json.dumps(value)}`" for value in harmless)
-        groups.setdefault((reason, remedy), []).append(
+    for key, (switch, harmless, reason, instead) in REFUSED.items():
+        accepted = "" if switch else " or ".join(f"`{json.dumps(value)}`" for value in harmless)
+        groups.setdefault((reason, instead), []).append(
             f"`{key}`" + (f" (but {accepted})" if accepted else "")
         )
-    rows += [[", ".join(keys), "refused", f"{why}. {remedy}"] for (why, remedy), keys in groups.items()]
+    rows += [
+        [", ".join(keys), "refused", f"{why}. {instead}" if instead else why]
+        for (why, instead), keys in groups.items()
+    ]
     return table(rows, "DeepSpeed's key", "here", "")
 
 

@@ -14,7 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS, HANDED, KINDS, OWNED, REFUSED, SECTIONS
+from distributed_backends.deepspeed.keys import (
+    CHECKPOINTING,
+    DEFAULTS,
+    FIELDS,
+    HANDED,
+    IGNORED,
+    KINDS,
+    OWNED,
+    REFUSED,
+    SECTIONS,
+)
 from distributed_backends.deepspeed.loss_scale import EngineScaler, NativeScaler, native_rule
 from distributed_backends.deepspeed.native_config import take_native, understood
 from pydantic import BaseModel
@@ -106,7 +116,7 @@ def refused_with_its_section(key: str) -> bool:
 
 
 def test_every_key_of_deepspeed_is_in_the_table() -> None:
-    known = set(KINDS) | set(REFUSED) | OLDER
+    known = {*KINDS, *REFUSED, *IGNORED} | OLDER
     found = keys_of_deepspeed()
     assert {"fp16.hysteresis", "zero_optimization.stage3_prefetch_bucket_size", "aio.queue_depth"} <= found
     assert {"checkpoint.use_node_local_storage", "nebula", "sequence_parallel_size", "compile"} <= found
@@ -114,7 +124,11 @@ def test_every_key_of_deepspeed_is_in_the_table() -> None:
 
 
 def test_every_key_of_the_table_is_deepspeeds() -> None:
-    own = {key for key in {*KINDS, *REFUSED} if not key.startswith(READ_BY_OPTIMIZERS)}
+    own = {
+        key
+        for key in {*KINDS, *REFUSED, *IGNORED} - {"comms_config", "monitor_config"}
+        if not key.startswith(READ_BY_OPTIMIZERS)
+    }
     assert own - keys_of_deepspeed() == set()
 
 
@@ -126,6 +140,7 @@ def test_a_key_is_in_one_place() -> None:
     }
     assert not handed & set(OWNED)
     assert not (handed | set(OWNED)) & set(REFUSED)
+    assert not (handed | set(OWNED) | set(REFUSED)) & set(IGNORED)
     assert handed | set(OWNED) == set(KINDS)
     names = PyTorchDDPTrainer(nn.Linear(2, 2)).config
     for field in FIELDS.values():
@@ -149,6 +164,17 @@ def test_a_default_of_deepspeed_is_accepted() -> None:
             understood({section: {"enabled": True, name: default}} if section in ("fp16", "bf16") else
                        {section: {name: default}} if section else {name: default})  # fmt: skip
     assert tried > 15
+
+
+def test_the_defaults_are_deepspeeds() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    read = DeepSpeedConfig({"train_batch_size": 1})
+    places = {"zero_optimization": read.zero_config, "fp16": read.float16_config}
+    torchs = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).defaults
+    for key, value in DEFAULTS.items():
+        section, _, name = key.rpartition(".")
+        assert value == (getattr(places[section], name) if section in places else torchs[name]), key
 
 
 SPELLED = {"bool": ("true", "off", 1), "int": ("7", 7.0), "count": ("7",), "power": ("7",),
@@ -185,7 +211,7 @@ def test_a_value_of_another_kind_is_converted_as_deepspeed_converts_it(turn: int
 def test_no_value_ends_in_an_error_of_python() -> None:
     """Values of all kinds for every key: each is accepted or a UserError."""
     accepted = 0
-    for key in sorted({*KINDS, *REFUSED, *SECTIONS, *OLDER, "unknown", "fp16.unknown"}):
+    for key in sorted({*KINDS, *REFUSED, *IGNORED, *SECTIONS, *OLDER, "unknown", "fp16.unknown"}):
         for value in (
             None,
             True,
@@ -211,7 +237,7 @@ def test_no_value_ends_in_an_error_of_python() -> None:
 
 def test_the_page_names_every_key_and_is_current() -> None:
     table = keys_table()
-    for key in {*KINDS, *REFUSED}:
+    for key in {*KINDS, *REFUSED, *IGNORED}:
         assert f"`{key.rpartition('.')[2]}`" in table or f"`{key}`" in table, key
     assert table in PAGE.read_text(encoding="utf-8"), "run `python -m docs.site.generate`"
 
@@ -273,7 +299,7 @@ def test_under_zero_the_loss_scale_moves_as_deepspeeds(
     assert (len(seen) > 1) == ("loss_scale" not in fp16)
 
 
-def test_another_backend_goes_on_from_the_saved_scale() -> None:
+def test_another_backend_continues_from_the_saved_scale() -> None:
     """Torch's scaler grows at the step at which DeepSpeed's would have."""
     scaler = scaler_of({"loss_scale_window": 4}, 2)
     assert isinstance(scaler, EngineScaler)
@@ -292,6 +318,36 @@ def test_another_backend_goes_on_from_the_saved_scale() -> None:
         plain.update()
         assert plain.get_scale() == scaler.get_scale()
     assert scaler.get_scale() == 2.0**17
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_saved_scale_continues_under_another_rule(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overflows that are left are those of the rule that continues, and so is the least scale."""
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    monkeypatch.setattr(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
+    saved = scaler_of({"hysteresis": 4}, 0).state_dict() | {"scale": 2.0}
+    scaler = scaler_of({"hysteresis": 2, "min_loss_scale": 8}, stage)
+    scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 8.0
+    below = scaler_of({"initial_scale_power": 1, "min_loss_scale": 8}, stage)  # as DeepSpeed starts
+    below.load_state_dict(below.state_dict())
+    assert below.get_scale() == 2.0
+    for earlier in (scaler_of({"hysteresis": 3}, 2), scaler_of({"hysteresis": 2}, 0)):
+        scaler.load_state_dict(earlier.state_dict() | {"scale": 64.0})
+        scales = []
+        for _ in range(3):
+            overflow(scaler)
+            scales.append(scaler.get_scale())
+        assert scales == ([32.0, 16.0, 8.0] if stage == 0 else [64.0, 32.0, 16.0])
+
+
+def overflow(scaler: NativeScaler) -> None:
+    scaler._per_optimizer_states[0] = {
+        "stage": None,
+        "found_inf_per_device": {torch.device("cpu"): torch.ones(())},
+    }
+    scaler.update()
 
 
 def test_a_reading_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,15 @@ def test_bf16_is_autocast_and_a_dataset_becomes_the_rank_s_loader(alone: None) -
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_the_lines_of_a_trainer_are_printed(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    native = {"zero_optimization": {"stage": 1}}
+    initialize(tiny(), BATCH, RATE, deepspeed_config=native, device="cpu")
+    first, *notes = capsys.readouterr().out.splitlines()
+    assert first == "deepspeed: 1 rank on CPU, fp32; global batch 8 = 8 samples x 1 rank"
+    assert "note: ZeRO stage 1" in notes
+    assert [note for note in notes if "has no gradient_clipping, and nothing is clipped" in note]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 4}, "^zero_stage: invalid value. Got 4. Allowed: a whole number at least 0 and at most"),
     ({"train_batch_size": 8, "gradient_accumulation_steps": 3},

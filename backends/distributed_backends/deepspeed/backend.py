@@ -169,7 +169,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         return model
 
     def prepare(self, task: Task) -> None:
-        if not task.run_state:  # a later fit goes on with the optimizer of the first
+        if not task.run_state:  # a later fit continues with the optimizer of the first
             task = replace(task, optimizer=native_optimizer(self.config, task.optimizer))
         super().prepare(task)
 

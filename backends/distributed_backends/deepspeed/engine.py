@@ -30,9 +30,9 @@ from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.plan import BatchPlan
 from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS
-from distributed_backends.deepspeed.native_config import AUTO, NATIVE
+from distributed_backends.deepspeed.native_config import AUTO, HALVES, NATIVE
 from distributed_backends.deepspeed.options import bucket_size
-from distributed_backends.deepspeed.section import ZeroSection, native_config, optimizer_place
+from distributed_backends.deepspeed.section import ZeroSection, half_of, native_config, optimizer_place
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
@@ -116,7 +116,7 @@ def engine_options(
         numel: number of elements of the trainable parameters.
     """
     options: dict[str, Any] = without_auto(native_config(config))
-    for name in ("optimizer", "gradient_clipping", "fp16", "bf16", CHECKPOINTING):
+    for name in ("optimizer", "gradient_clipping", "data_types", *HALVES, CHECKPOINTING):
         options.pop(name, None)
     section, zero = ZeroSection.of(config), options.setdefault("zero_optimization", {})
     zero["stage"] = stage
@@ -160,6 +160,8 @@ def check_reading(config: DistributedConfig, stage: int) -> None:
         return
     sizes = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     asked = without_auto(native_config(config))
+    if half := half_of(config):
+        asked[half]["enabled"] = True
     read = checked(asked | sizes)
     pairs: dict[str, tuple[float, Any]] = {"zero_optimization.stage": (int(read.zero_config.stage), stage)}
     if read.float16_config.enabled:

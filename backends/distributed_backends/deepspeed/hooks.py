@@ -10,7 +10,7 @@ from distributed.errors import UserError
 from distributed.interfaces.backend_spec import EXCHANGES, LEVERS, BackendSpec, Capabilities
 from distributed.registry.hookspecs import hookimpl
 from distributed_backends.deepspeed.keys import CHECKPOINTING
-from distributed_backends.deepspeed.native_config import AUTO, NATIVE, recomputation
+from distributed_backends.deepspeed.native_config import AUTO, NATIVE, ignored, recomputation
 from distributed_backends.deepspeed.section import ZeroSection, half_of, native_config, optimizer_place
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def check_plan(plan: RunPlan) -> list[str]:
 
 def _notes_on_native(config: DistributedConfig) -> list[str]:
     """Notes on what replaces options of DeepSpeed's own configuration."""
-    native, notes = native_config(config), []
+    native, notes = native_config(config), [*ignored(getattr(config, NATIVE) or {})]
     if recomputation(native):
         notes.append(
             f"{NATIVE}.{CHECKPOINTING} is {CHECKPOINTING}={config.activation_checkpointing}, which recomputes"
@@ -176,6 +176,7 @@ def _check_offloading(config: DistributedConfig, stage: int) -> None:
                 field=f"zero.{name}",
                 got=getattr(section, name),
                 allowed=f"none, or cpu with zero_stage {' or '.join(map(str, stages))}",
+                remedy=f"Leave it out, or choose stage {stages[0]}",
             )
 
 
@@ -186,8 +187,8 @@ def _check_half_weights(plan: RunPlan, stage: int) -> list[str]:
     if asked == "fp16" and plan.device == "cpu":
         raise UserError(
             "DeepSpeed has no fp16 weights on a CPU",
-            field="deepspeed_config.fp16.enabled",
-            got=True,
+            field="deepspeed_config.fp16",
+            got=native_config(plan.config)["fp16"],
             allowed="bf16",
             remedy="Leave it out and set mixed_precision=fp16, which is autocast over float32 weights",
         )

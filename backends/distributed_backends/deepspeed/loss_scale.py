@@ -35,17 +35,23 @@ class NativeScaler(torch.amp.GradScaler):
         if getattr(self._rule, "dynamic", False):
             rule, window = self._rule, self._rule.scale_window
             finite = rule.cur_iter - rule.last_overflow_iter - 1
-            state |= {"finite_steps": finite, "hysteresis": rule.cur_hysteresis}
+            state["finite_steps"] = finite
+            if rule.delayed_shift > 1:  # another rule says nothing of how many overflows are left
+                state["hysteresis"] = rule.cur_hysteresis
             state["_growth_tracker"] = max(0, finite - 1) % window
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        moves = getattr(self._rule, "dynamic", self._rule is None)
-        super().load_state_dict(state_dict if moves else state_dict | {"scale": self._init_scale})
-        if self._rule is not None and moves:
-            self._rule.cur_scale, self._rule.last_overflow_iter = state_dict["scale"], -1
-            self._rule.cur_iter = state_dict.get("finite_steps", state_dict["_growth_tracker"])
-            self._rule.cur_hysteresis = state_dict.get("hysteresis", self._rule.delayed_shift)
+        rule, scale = self._rule, state_dict["scale"]
+        if rule is not None and not rule.dynamic:
+            scale = self._init_scale
+        elif rule is not None:  # an overflow would take a scale below the least one up to it
+            scale = max(scale, min(rule.min_scale, self._init_scale))
+        super().load_state_dict(state_dict | {"scale": scale})
+        if rule is not None and rule.dynamic:
+            rule.cur_scale, rule.last_overflow_iter = scale, -1
+            rule.cur_iter = state_dict.get("finite_steps", state_dict["_growth_tracker"])
+            rule.cur_hysteresis = min(rule.delayed_shift, state_dict.get("hysteresis", rule.delayed_shift))
 
 
 class EngineScaler(NativeScaler):
@@ -75,6 +81,6 @@ def native_rule(config: DistributedConfig, stage: int) -> Any:
     section = {**native_config(config)["fp16"], "enabled": True}
     fp16 = DeepSpeedFP16Config(**section | {"loss_scale_window": config.scaler_growth_interval})
     moves = fp16.dynamic_loss_scale_args() | {"init_scale": config.scaler_init_scale}
-    if stage == 0:  # DeepSpeed's optimizer without ZeRO knows no hysteresis, and goes on at the least scale
+    if stage == 0:  # DeepSpeed's optimizer without ZeRO knows no hysteresis, and continues at the least scale
         moves |= {"delayed_shift": 1, "raise_error_at_min_scale": False}
     return CreateLossScaler(torch.float16, fp16.loss_scale, fp16.loss_scale == 0, moves)

@@ -11,22 +11,46 @@ from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
 from distributed.errors import UserError
-from distributed_backends.deepspeed.keys import CHECKPOINTING, FIELDS, KINDS, REFUSED, SECTIONS, SWITCHES
+from distributed_backends.deepspeed.keys import (
+    CHECKPOINTING,
+    DEFAULTS,
+    FIELDS,
+    IGNORED,
+    KINDS,
+    REFUSED,
+    SECTIONS,
+)
 
 NATIVE = "deepspeed_config"
 """The field, and the origin of values that come from it."""
 
 AUTO = "auto"
 """A value that is left to the other side."""
-_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
+HALVES = ("bf16", "fp16")
+_OPTIMIZERS = ("adam", "adamw", "sgd")
 _EXAMPLES = {"zero_optimization": '{"stage": 2}', "optimizer": '{"type": "AdamW"}'}
+
+
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError("DeepSpeed does not convert it here, and takes any text for true")
+    return value
+
+
 _KINDS: dict[str, TypeAdapter[Any]] = {
     "bool": TypeAdapter(bool),
+    "flag": TypeAdapter(Annotated[bool, BeforeValidator(_no_text)]),
+    "level": TypeAdapter(
+        Annotated[
+            Literal["debug", "info", "warning", "error", "critical"],
+            BeforeValidator(lambda value: str(value).lower()),
+        ]
+    ),
     "int": TypeAdapter(int),
     "count": TypeAdapter(PositiveInt),
     "power": TypeAdapter(Annotated[int, Field(ge=-126, le=126)]),  # 2 to it is a number in float32
@@ -35,10 +59,15 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "text": TypeAdapter(str),
     "list": TypeAdapter(list[str] | str),
 }
-_INSTEAD = {
-    "comms_config": "DeepSpeed ignores it; its own section is comms_logger",
-    "monitor_config": "DeepSpeed ignores it; its own sections are tensorboard, wandb, csv_monitor and comet",
+_ACCELERATE = {
+    "zero_stage": ", and set the field zero_stage",
+    "offload_optimizer_device": ", and set the field zero.offload_optimizer",
+    "offload_param_device": ", and set the field zero.offload_parameters",
+    "deepspeed_config_file": ", and set the field deepspeed_config to the file",
+    "zero3_init_flag": "",
+    "zero3_save_16bit_model": "",
 }
+"""Key of accelerate's section of this name -> what to do beside leaving it out."""
 _OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _LARGEST_FILE = 1_000_000
 
@@ -62,7 +91,8 @@ def take_native(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         return found, {}
     found[NATIVE] = given
     origins: dict[str, str] = {}
-    for path, name, value, explicit in _owned(understood(given), found):
+    precision = found.get("mixed_precision")
+    for path, name, value, explicit in _owned(understood(given, precision), precision):
         if (explicit or _get(found, name) is None) and _settle(found, path, name, value):
             origins[name] = NATIVE
     return found, origins
@@ -124,8 +154,12 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # -- what it says ------------------------------------------------------------------------
 
 
-def understood(given: Mapping[str, Any]) -> dict[str, Any]:
+def understood(given: Mapping[str, Any], precision: Any = None) -> dict[str, Any]:
     """The configuration as DeepSpeed reads it: newest names, values of their kind, nothing without effect.
+
+    Args:
+        precision: our `mixed_precision`. Where it may ask for bf16 or fp16, that section without
+            ``enabled`` is left to it, instead of switched off, so that its values act.
 
     Raises:
         UserError: a value of another kind, or a key that is unknown or refused.
@@ -144,9 +178,31 @@ def understood(given: Mapping[str, Any]) -> dict[str, Any]:
         zero.pop("cpu_offload_use_pin_memory", None)  # DeepSpeed does nothing with it
         for name, newer in _OLDER.items():
             asked = zero.pop(name, None)
-            if asked not in (None, AUTO) and _typed(asked, "bool", f"zero_optimization.{name}"):
-                zero[newer] = zero.get(newer) or {"device": "cpu"}
-    return _section(tree, "")
+            if asked in (None, AUTO):
+                continue
+            if zero.get(newer) is not None:
+                raise UserError(
+                    f"{newer} is set, too, which DeepSpeed does not accept",
+                    field=f"{NATIVE}.zero_optimization.{name}",
+                    got=asked,
+                    remedy=f"Leave it out: it is the older name of {newer}",
+                )
+            if _typed(asked, "bool", f"zero_optimization.{name}"):
+                zero[newer] = {"device": "cpu"}
+    read = _section(tree, "")
+    for name in HALVES:
+        if read.get(name) and "enabled" not in read[name]:
+            mine = _is_true(precision) or precision == name
+            read[name] = {**read[name], "enabled": AUTO} if mine else {}
+    return read
+
+
+def ignored(given: Mapping[str, Any]) -> Iterator[str]:
+    """A note on each key that would do something for DeepSpeed, or was meant to, and is not used."""
+    for path, why in IGNORED.items():
+        value = _get(given, path)
+        if value not in (None, AUTO) and not _means(value, False):
+            yield f"{NATIVE}.{path} is not used: {why}"
 
 
 def _section(values: Any, path: str) -> dict[str, Any]:
@@ -170,12 +226,15 @@ def _section(values: Any, path: str) -> dict[str, Any]:
             found[name] = _section(value, where)
         elif where in REFUSED:
             _refuse(where, value)
+        elif where in IGNORED:
+            if value != AUTO and not isinstance(value, Mapping):
+                _typed(value, "bool", where)
         elif where in KINDS or path == "optimizer.params":
             kind = KINDS.get(where)
             found[name] = value if kind is None or value == AUTO else _typed(value, kind, where)
         else:
             _refuse_unknown(name, path)
-    return {} if switch and "enabled" not in found else found
+    return {} if switch and "enabled" not in found and path not in HALVES else found
 
 
 def _typed(value: Any, kind: str, path: str) -> Any:
@@ -183,7 +242,7 @@ def _typed(value: Any, kind: str, path: str) -> Any:
     try:
         return _KINDS[kind].validate_python(value)
     except ValidationError as error:
-        said = error.errors()[0]["msg"]
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(
             f"not a value of it: {said}",
             field=f"{NATIVE}.{path}",
@@ -193,19 +252,16 @@ def _typed(value: Any, kind: str, path: str) -> Any:
 
 
 def _refuse(path: str, value: Any) -> None:
-    harmless, reason, remedy = REFUSED[path]
-    if value == AUTO or any(_means(value, one) for one in harmless):
-        return
-    switch, off = SWITCHES.get(path, ("enabled", (False,)))
+    switch, harmless, reason, instead = REFUSED[path]
     inner = value.get(switch) if isinstance(value, Mapping) else value
-    if not harmless and (value == {} or any(_means(inner, one) for one in (False, *off))):
+    if value == {} or any(_means(inner, one) for one in (AUTO, *harmless)):
         return
     raise UserError(
         f"not supported: {reason}",
         field=f"{NATIVE}.{path}",
         got=value,
-        allowed=" or ".join(map(repr, harmless)) or None,
-        remedy=remedy,
+        allowed=None if switch else " or ".join(map(repr, harmless)),
+        remedy=f"Leave it out. {instead}".rstrip(),
     )
 
 
@@ -221,16 +277,19 @@ def _means(value: Any, other: Any) -> bool:
 
 def _refuse_unknown(name: str, path: str) -> None:
     below = f"{path}." if path else ""
-    every = {*KINDS, *REFUSED, *SECTIONS}
+    every = {*KINDS, *REFUSED, *IGNORED, *SECTIONS}
     known = {p.removeprefix(below).partition(".")[0] for p in every if p.startswith(below)}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     places = [p.removesuffix(name) for p in sorted(every) if p.split(".")[-1] == name]
     place = next((p for p in places if p.startswith(below) or below.startswith(p)), None)
-    remedy = _INSTEAD.get(name, "Leave it out")
+    remedy = "Leave it out"
+    if not path and name in _ACCELERATE:
+        near, hint, place = [], "", None
+        remedy = f"It is a key of accelerate: leave it out here{_ACCELERATE[name]}"
     if place is not None:
-        remedy = f"It belongs into {place[:-1]}" if place else "It belongs at the top"
-    known -= {one for one in known if below + one in REFUSED}
+        remedy = f"It belongs in {place[:-1]}" if place else "It belongs at the top"
+    known -= {one for one in known if below + one in (*REFUSED, *IGNORED)}
     raise UserError(
         f"'{name}' is not among what this backend hands to DeepSpeed.{hint}",
         field=f"{NATIVE}.{below}{name}",
@@ -242,21 +301,25 @@ def _refuse_unknown(name: str, path: str) -> None:
 # -- what becomes ours -------------------------------------------------------------------
 
 
-def _owned(native: dict[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+def _owned(native: dict[str, Any], precision: Any) -> Iterator[tuple[str, str, Any, bool]]:
     """(key, our name, value in our terms, said explicitly and no default) of what is ours to decide."""
-    for path, name in FIELDS.items():
-        value = _get(native, path)
-        if value in (None, AUTO):
-            continue
-        if path == "fp16.initial_scale_power":
-            value = 2.0**value
-        yield path, name, value or None if name == "gradient_clipping" else value, True
+    for path in FIELDS:
+        if (value := _get(native, path)) not in (None, AUTO):
+            yield _field(path, value)
     if _get(native, "zero_optimization.stage") is None:
-        yield "zero_optimization.stage", "zero_stage", 0, False
-    yield from _precision(native, given.get("mixed_precision"))
+        yield _field("zero_optimization.stage")
+    yield from _precision(native, precision)
     if mode := recomputation(native):
         yield CHECKPOINTING, CHECKPOINTING, mode, True
     yield from _optimizer(native.get("optimizer") or {})
+
+
+def _field(path: str, value: Any = None) -> tuple[str, str, Any, bool]:
+    """What `_owned` says of a key of `FIELDS`; without a value, of DeepSpeed's default."""
+    explicit, value = value is not None, DEFAULTS[path] if value is None else value
+    if path == "fp16.initial_scale_power":
+        value = 2.0**value
+    return path, FIELDS[path], None if path == "gradient_clipping" and not value else value, explicit
 
 
 def recomputation(native: Mapping[str, Any]) -> str | None:
@@ -273,19 +336,29 @@ def recomputation(native: Mapping[str, Any]) -> str | None:
 
 
 def _precision(native: Mapping[str, Any], given: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    said = {name: _get(native, f"{name}.enabled") for name in ("bf16", "fp16")}
+    said = {name: _get(native, f"{name}.enabled") for name in HALVES}
     on = [name for name, enabled in said.items() if enabled is True]
-    left = on or [name for name, enabled in said.items() if enabled is not False]
+    auto = [name for name, enabled in said.items() if enabled == AUTO and _is_true(given)]
+    left = on or auto or [name for name, enabled in said.items() if enabled is not False]
     if len(on) == 2:
         raise UserError("bf16 is enabled, too", field=f"{NATIVE}.fp16.enabled", remedy="Enable one of them")
-    if on or (_is_true(given) and len(left) == 1):
-        yield f"{left[0]}.enabled", "mixed_precision", left[0], True
-    elif (str(given) in said and given not in left) or (_is_true(given) and not left):
-        off = given if given in said else "fp16"
+    if len(left) == len(auto) == 2:
+        raise UserError(
+            f"{NATIVE} leaves the choice between bf16 and fp16 to it",
+            field="mixed_precision",
+            got=given,
+            allowed="bf16, fp16",
+            remedy="Set one of them",
+        )
+    half = left[0] if on or (_is_true(given) and len(left) == 1) else given
+    if half != given:
+        yield f"{half}.enabled", "mixed_precision", half, True
+    elif (half in said and half not in left) or (_is_true(given) and not left):
+        off = half if half in said else "fp16"
         yield f"{off}.enabled", "mixed_precision", f"not {off}", True
-    if on == ["fp16"] or (said["fp16"] == AUTO and given == "fp16"):
-        yield "fp16.loss_scale_window", "scaler_growth_interval", 1000, False
-        yield "fp16.initial_scale_power", "scaler_init_scale", 2.0**16, False
+    if on == ["fp16"] or (said["fp16"] == AUTO and half == "fp16"):
+        yield _field("fp16.loss_scale_window")
+        yield _field("fp16.initial_scale_power")
 
 
 def _is_true(given: Any) -> bool:
@@ -304,8 +377,8 @@ def _optimizer(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool
                 remedy="Name the type, or leave the section optimizer out",
             )
         return
-    name = _OPTIMIZERS.get(kind.lower())
-    if name is None:
+    name = kind.lower()
+    if name not in _OPTIMIZERS:
         raise UserError(
             "not an optimizer that a configuration can build here",
             field=f"{NATIVE}.optimizer.type",
@@ -317,8 +390,8 @@ def _optimizer(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool
     # DeepSpeed's Adam decouples the weight decay by default.
     name = "adamw" if name == "adam" and params.get("adam_w_mode", True) else name
     yield "optimizer.type", "optimizer", name, True
-    if name == "adamw" and params.get("torch_adam") is True:  # torch's own default
-        yield "optimizer.params.weight_decay", "weight_decay", 0.01, False
+    if name == "adamw" and params.get("torch_adam") is True and "weight_decay" not in params:
+        yield _field("optimizer.params.weight_decay")
 
 
 def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:

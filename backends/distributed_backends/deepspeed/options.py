@@ -14,7 +14,7 @@ from distributed_backends.deepspeed.section import half_of, native_config
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # torch's that treat every element by itself. (Of an Adagrad DeepSpeed makes another object, which the
 # user's scheduler would not drive.)
 _ELEMENTWISE = tuple(
@@ -83,7 +83,7 @@ def weights_dtype(config: DistributedConfig, stage: int, model: nn.Module) -> to
     it, else the model's own."""
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
     half = half_of(config)
-    return _HALVES[half] if half and stage else own
+    return _DTYPES[half] if half and stage else own
 
 
 def check_weights(
@@ -102,6 +102,16 @@ def check_weights(
             "gradients of float64 are sent as they are",
             field="deepspeed_config.communication_data_type",
             got=sent,
+            remedy="Leave it out",
+        )
+    summed = native_config(config).get("data_types", {}).get("grad_accum_dtype", "auto")
+    weights = weights_dtype(config, stage, model)
+    named = _DTYPES.get(summed) or getattr(torch, summed.removeprefix("torch."), None)
+    if summed != "auto" and named is not weights:
+        raise UserError(
+            f"gradients are summed in the dtype of the weights, {str(weights).removeprefix('torch.')}",
+            field="deepspeed_config.data_types.grad_accum_dtype",
+            got=summed,
             remedy="Leave it out",
         )
     if stage == 0:

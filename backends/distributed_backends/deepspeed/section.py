@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from distributed.config import NativeField, Section
-from distributed_backends.deepspeed.native_config import AUTO, NATIVE, take_native, understood
+from distributed_backends.deepspeed.native_config import AUTO, HALVES, NATIVE, take_native, understood
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
@@ -40,13 +40,13 @@ def optimizer_place(config: DistributedConfig) -> str:
 
 def native_config(config: DistributedConfig) -> dict[str, Any]:
     """The field `deepspeed_config` as DeepSpeed reads it; empty where it is not set."""
-    return understood(getattr(config, NATIVE) or {})
+    return understood(getattr(config, NATIVE) or {}, config.mixed_precision)
 
 
 def half_of(config: DistributedConfig) -> str | None:
     """``bf16`` or ``fp16`` where the DeepSpeed configuration enables it, so that it is DeepSpeed's own."""
     native = native_config(config)
-    for name in ("bf16", "fp16"):
+    for name in HALVES:
         enabled = native.get(name, {}).get("enabled")
         if enabled is True or (enabled == AUTO and config.mixed_precision == name):
             return name
