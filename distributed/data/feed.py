@@ -209,13 +209,18 @@ class Feed:
         return {"name": _KEYED if keyed else _RANDPERM, "seed": self.seed, "num_samples": length}
 
     def continue_order(
-        self, saved: Mapping[str, Any] | None, inside: int | None = None, live: bool = False
+        self,
+        saved: Mapping[str, Any] | None,
+        inside: int | None = None,
+        continues_fit: bool = False,
+        live: bool = False,
     ) -> None:
         """Continue in the order of a run that saved `order`; with other data the run takes its own.
 
         Args:
             inside: the epoch that the position is within; None between two.
-            live: an earlier `fit` in this process was that run.
+            continues_fit: an earlier `fit` of the same trainer was that run.
+            live: and left the sampler in this process.
 
         Raises:
             UserError: another version of this package saved it, and this one does not know the order; or
@@ -242,9 +247,8 @@ class Feed:
             self._check_same(own, saved)
         if self._drawn is not None and saved["name"] == _SAMPLER:
             position = {name: saved[name] for name in ("first", "epochs", "digest") if name in saved}
-            self._drawn.continue_from(
-                position, strict=inside is not None or (self._repeats and not live), live=live
-            )
+            strict = inside is not None or (self._repeats and not continues_fit)
+            self._drawn.continue_from(position, strict, continues_fit, live)
         elif saved["name"] in (_RANDPERM, _KEYED) and saved.get("num_samples") in (
             None,
             own.get("num_samples"),

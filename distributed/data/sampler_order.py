@@ -73,7 +73,7 @@ class SamplerOrder:
         self._sampler, self._broadcast, self._gather = source.sampler, broadcast, gather
         self._holds_batches = source.order == "batch_sampler"
         self._position: dict[str, Any] | None = None
-        self._saved: tuple[Mapping[str, Any], bool, bool] | None = None
+        self._saved: tuple[Mapping[str, Any], bool, bool, bool] | None = None
         self._last: list[Any] | None = []
         self._endless: Iterator[Any] = iter(())
         self._agreed: bool | None = None
@@ -88,14 +88,15 @@ class SamplerOrder:
         """The epoch that was drawn last has no known end."""
         return self._last is None
 
-    def continue_from(self, saved: Mapping[str, Any], strict: bool, live: bool) -> None:
+    def continue_from(self, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool) -> None:
         """Let `epoch` find the order of the run that saved `position`.
 
         Args:
             strict: refuse another order. Otherwise the sampler's order begins here.
-            live: the run was an earlier `fit` in this process, and left the sampler there.
+            continues_fit: the run was an earlier `fit` of the same trainer.
+            live: and left the sampler in this process.
         """
-        self._saved = (saved, strict, live) if "digest" in saved else None
+        self._saved = (saved, strict, continues_fit, live) if "digest" in saved else None
 
     # -- epochs with an end --------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class SamplerOrder:
 
     # -- after a restart -----------------------------------------------------------------
 
-    def _draw_again(self, saved: Mapping[str, Any], strict: bool, live: bool) -> None:
+    def _draw_again(self, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool) -> None:
         """Bring the sampler to where the saved run had it. Collective.
 
         Raises:
@@ -174,7 +175,7 @@ class SamplerOrder:
         if found is not None:
             self._position, self._last = dict(saved), found
         elif strict:
-            raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}", live)
+            raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}", continues_fit)
         else:
             logger.info("%s: the order of its sampler begins here", self.source.argument)
 
@@ -212,8 +213,8 @@ class SamplerOrder:
         else:
             self._sampler = drawn
 
-    def _other_samples(self, where: str, live: bool = False) -> UserError:
-        if live:
+    def _other_samples(self, where: str, continues_fit: bool = False) -> UserError:
+        if continues_fit:
             return UserError(
                 f"the sampler drew other samples in {where} than that of the fit before, which ended within"
                 " an epoch",

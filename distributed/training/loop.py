@@ -421,8 +421,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 field="train_loader",
                 got=f"{type(self.task.train_data.dataset).__name__}",
                 allowed="at least one sample",
-                remedy="Check the source it reads from, or use a"
-                f" global batch of at most its length (now {self.feed.global_batch_size})",
+                remedy=f"Use a global batch of at most its length (now {self.feed.global_batch_size})"
+                if self.feed.drop_last
+                else "Check the source it reads from, and that each iter() of it begins again",
             )
 
     def _keep_best_accuracy(self, metrics: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ class Resumer:
     """
 
     def __init__(self, saver: Saver) -> None:
-        self.saver = saver
+        self.saver, self._continues_fit = saver, False
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -82,6 +82,7 @@ class Resumer:
             raise UserError(
                 f"the checkpoint cannot be used: {problems[0]}", got=path, remedy="Load another one"
             )
+        self._continues_fit = True
         self._restore(path)
 
     def continue_fit(self, left: Mapping[str, Any]) -> None:
@@ -92,7 +93,7 @@ class Resumer:
         self.warm_up(state.progress.step)
         self.saver.continue_fit(state.progress.step, left["best_checkpoint"])
         # The caller's callbacks are the same objects, and may have been reset.
-        state.restore({**saved.common, "callbacks": []}, saved.rank, live=True)
+        state.restore({**saved.common, "callbacks": []}, saved.rank, continues_fit=True, live=True)
 
     def warm_up(self, step: int) -> None:
         """Run one throw-away step before the state after optimizer step `step` is loaded, so that lazily
@@ -156,7 +157,7 @@ class Resumer:
         same_size = same_size and saved.get("model_axes", "") == state.model_axes
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
-        state.restore(saved, {**rank, **self._stream(reader, own)})
+        state.restore(saved, {**rank, **self._stream(reader, own)}, self._continues_fit)
         self._warn_of_rates(saved.get("config") or {})
 
     def _warn_of_rates(self, saved: Mapping[str, Any]) -> None:

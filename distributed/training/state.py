@@ -130,12 +130,19 @@ class TrainState:
             },
         )
 
-    def restore(self, common: Mapping[str, Any], rank: Mapping[str, Any], live: bool = False) -> None:
+    def restore(
+        self,
+        common: Mapping[str, Any],
+        rank: Mapping[str, Any],
+        continues_fit: bool = False,
+        live: bool = False,
+    ) -> None:
         """Load both halves of a `Snapshot`, except for records. What is missing stays as it is.
 
         Args:
             rank: `Snapshot.rank`; without ``rng`` when another number of ranks saved it.
-            live: an earlier `fit` in this process left it.
+            continues_fit: an earlier `fit` of the same trainer left it.
+            live: and did so in this process.
         """
         saved = common.get("progress", {})
         for item in fields(Progress):
@@ -148,7 +155,7 @@ class TrainState:
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None:
             inside = self.progress.epoch if self.progress.samples else None
-            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside, live)
+            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside, continues_fit, live)
         if self.feed is not None and rank.get("stream") is not None:
             self.feed.restore(rank["stream"])
         # Last, because the lines above may draw random numbers.

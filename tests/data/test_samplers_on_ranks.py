@@ -504,9 +504,11 @@ def test_a_dataset_with_a_history_of_epochs_continues(stop: int, tmp_path: Path)
     assert distance(model, plain(batches_of(*orders))) < EXACT
 
 
-def test_another_loader_follows_whole_epochs_and_not_a_part_of_one() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_loader_follows_whole_epochs_and_not_a_part_of_one(ranks: int, rank_pool: RankPool) -> None:
     model = linear()
-    run = trainer(model, None, 1, backend="serial", deterministic=True)
+    place = "serial" if ranks == 1 else "pytorch-ddp"
+    run = trainer(model, rank_pool, ranks, backend=place, deterministic=True, global_batch_size=6)
     run.fit(loader(Shuffled(3)), epochs=2)
     run.fit(loader(Shuffled(4)), epochs=1)
     first, second = Shuffled(3), Shuffled(4)
