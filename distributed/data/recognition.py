@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
+from distributed.data.samplers import inner_samplers
 from distributed.errors import UserError
 
-__all__ = ["check_loader", "check_shards", "check_stream", "inner_samplers", "is_random", "refuse_loaders"]
+__all__ = ["check_loader", "check_shards", "check_stream", "is_random", "refuse_loaders"]
 
 _STATEFUL_LOADER = "torchdata.stateful_dataloader"
 _INSTEAD = (
@@ -72,28 +73,6 @@ def _is_loader(data: Any) -> bool:
         return False
     named = sum(hasattr(data, name) for name in ("dataset", "batch_size", "sampler", "batch_sampler"))
     return named > (1 if hasattr(type(data), "__getitem__") else 0)
-
-
-def inner_samplers(sampler: Any) -> list[Any]:
-    """`sampler`, and the samplers from which it draws."""
-    found = [sampler]
-    for part in found:
-        values = list(getattr(part, "__dict__", {}).values())
-        values += [one for value in values if isinstance(value, (list, tuple)) for one in value[:_FIRST]]
-        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
-        inner += [value for value in values if isinstance(value, Sampler)]
-        for each in inner:
-            if each is not None and all(each is not one for one in found):
-                found.append(each)
-    return found
-
-
-def length_of(data: Any) -> int | None:
-    """Length as `data` states it; None where it has none, or not yet."""
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
-        return None
 
 
 def check_shards(sampler: Any, argument: str) -> None:

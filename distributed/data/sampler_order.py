@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
@@ -16,15 +14,15 @@ import torch
 
 from distributed.data.fingerprint import fingerprint
 from distributed.data.order import epoch_seed
-from distributed.data.recognition import inner_samplers, length_of
 from distributed.data.sample_rng import RandomStreams
+from distributed.data.samplers import are_parts, copied_sampler, inner_samplers, length_of
 from distributed.data.samples import set_epoch
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.data.source import Source
 
-__all__ = ["SamplerOrder", "size_of_batches"]
+__all__ = ["SamplerOrder"]
 
 logger = logging.getLogger("distributed")
 
@@ -34,14 +32,8 @@ _CHUNK = 1 << 12
 _UNKNOWN = 1 << 20
 """Indices after which a sampler whose length is unknown, or less, is taken for one without an end."""
 
-_LOOKED_AT = 256
-"""Batches whose size is looked at before a run."""
-
 _WHOLE = 1 << 24
 """Length from which on an order is read as one without an end."""
-
-_CHANCE = 1e-4
-"""Probability below which ranks that draw different samples are taken to draw parts of the data."""
 
 _ORIGINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Sampler of this process -> a copy of it as it was before its first draw here."""
@@ -113,7 +105,7 @@ class SamplerOrder:
         if self._position is None:
             self._position = {"first": epoch, "epochs": epoch, "digest": ""}
             with suppress(TypeError):  # neither hashed nor referred to weakly
-                _ORIGINS[self._sampler] = _copied(self._sampler, self.source.dataset)
+                _ORIGINS[self._sampler] = copied_sampler(self._sampler, self.source.dataset)
         if self._position["epochs"] <= epoch:
             self._draw(epoch)
         if self._last == []:
@@ -186,7 +178,7 @@ class SamplerOrder:
         with suppress(TypeError):
             origin = _ORIGINS.get(self._sampler)
         for sampler in (each for each in (origin, self._sampler) if each is not None):
-            drawing = _copied(sampler, self.source.dataset)
+            drawing = copied_sampler(sampler, self.source.dataset)
             position, last = {"first": saved["first"], "epochs": saved["first"], "digest": ""}, []
             for epoch in range(saved["first"], saved["epochs"]):
                 set_epoch(self.source.dataset, self.seed, epoch)
@@ -203,7 +195,7 @@ class SamplerOrder:
         """Leave the sampler as it was before its first draw in this process."""
         with suppress(TypeError):
             if self._position is not None and self._sampler in _ORIGINS:
-                self._become(_copied(_ORIGINS[self._sampler], self.source.dataset))
+                self._become(copied_sampler(_ORIGINS[self._sampler], self.source.dataset))
         self._position = self._agreed = None
 
     def _become(self, drawn: Any) -> None:
@@ -264,7 +256,7 @@ class SamplerOrder:
         total, size = len(self.source.dataset), len(set(self._gather(self.rank)))
         # What an epoch of a part has, also where the sampler continues after it.
         parts = dict(self._gather((self.rank, set(own[: -(-total // size)]))))
-        if len(parts) > 1 and all(_are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
+        if len(parts) > 1 and all(are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
             raise UserError(
                 "the sampler draws another part of the data on each rank, and that of rank 0 would be dealt"
                 " out to all ranks",
@@ -341,45 +333,3 @@ def _limit(sampler: Any) -> int:
     if length is None:
         return _UNKNOWN
     return max(length, _UNKNOWN) if length <= _WHOLE else 0
-
-
-def _are_parts(one: set[str], other: set[str], total: int, ranks: int) -> bool:
-    """Two sets of `total` samples have no more in common than padding, which is unlikely by chance."""
-    common = len(one & other)
-    if not one or not other or common > ranks:
-        return False
-    if common == 0 and len(one | other) >= total:
-        return True
-    # The hypergeometric distribution: of `other`, drawn at random, at most `common` are in `one`.
-    size, drawn = len(one), len(other)
-    terms = (
-        _log_choices(size, k) + _log_choices(total - size, drawn - k) - _log_choices(total, drawn)
-        for k in range(common + 1)
-        if drawn - k <= total - size
-    )
-    return sum(map(math.exp, terms)) < _CHANCE
-
-
-def _log_choices(number: int, taken: int) -> float:
-    return math.lgamma(number + 1) - math.lgamma(taken + 1) - math.lgamma(number - taken + 1)
-
-
-def size_of_batches(batches: Any, dataset: Any) -> int | None:
-    """Size of a batch sampler's batches but the last, as a copy of it draws them; None if they differ."""
-    copied = _copied(batches, dataset)
-    sizes: list[int] = []
-    with RandomStreams(0), suppress(Exception):  # a class that needs set_epoch first, or a length
-        sizes = [] if copied is batches else [len(list(b)) for b in islice(copied, _LOOKED_AT)]
-    whole = set(sizes[:-1] if len(sizes) < _LOOKED_AT else sizes) or set(sizes)
-    (size,) = whole if len(whole) == 1 and max(sizes) in whole else (None,)
-    return size
-
-
-def _copied(sampler: Any, dataset: Any) -> Any:
-    """A copy that shares the dataset and what it holds; the sampler itself where it cannot be copied."""
-    shared = [dataset, *getattr(dataset, "__dict__", {}).values()]
-    shared += [part for values in shared[1:] if isinstance(values, (list, tuple)) for part in values[:_CHUNK]]
-    try:
-        return copy.deepcopy(sampler, {id(part): part for part in shared})
-    except Exception:  # noqa: BLE001 - whatever a class of the user raises
-        return sampler

@@ -25,10 +25,9 @@ from distributed.data.recognition import (
     check_shards,
     check_stream,
     is_random,
-    length_of,
     refuse_loaders,
 )
-from distributed.data.sampler_order import size_of_batches
+from distributed.data.samplers import length_of, size_of_batches
 from distributed.errors import UserError
 from distributed.system.addresses import check_worker_sockets
 
