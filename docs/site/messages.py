@@ -37,6 +37,7 @@ DYNAMIC = {
     "distributed/errors.py": "an error that comes back from another process",
     "distributed/resilience/failure_reports.py": "cause of a rank's failure",
     "distributed/parallel/context_axis.py": "text of a KernelError",
+    "distributed/training/last_batch.py": "what a smaller global batch lacks",
     "distributed/training/step_records.py": "a non-finite loss, with the text of on_nan=stop",
     "distributed/operations/tuning/trial_record.py": "cause of a trial's failure",
     "backends/distributed_backends/tensorflow/objective.py": "text of Keras",
