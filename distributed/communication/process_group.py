@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -131,9 +132,13 @@ def destroy_group() -> None:
 
 
 def num_collectives() -> int:
-    """Number of collectives that this rank has begun, over all groups of torch.distributed."""
+    """Number of collectives that this rank has begun, in the groups of torch.distributed that count them."""
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    number = 0
+    for group in groups:
+        with suppress(RuntimeError):  # MPI, and groups of Python
+            number += group._get_sequence_number_for_group()
+    return number
 
 
 def local_rank_of(plan: RunPlan) -> int:

@@ -172,14 +172,8 @@ class Feed:
         """
         return self._ahead.state
 
-    @property
-    def state_at_end(self) -> Any:
-        """State of a stream behind an epoch, by which it is known how many epochs it has counted itself."""
-        first = None if self.source.is_map else (self.state or {}).get("first")
-        return None if first is None else {"ended": first}
-
     def restore(self, state: Any) -> None:
-        """Let the next `windows` resume from `state` or `state_at_end`."""
+        """Let the next `windows` that does not begin at 0 resume from `state`."""
         # A checkpoint of an earlier version may hold a state that lost samples.
         lost = "dataset" in (state or {}) and loses_samples(self.source.dataset)
         self._restored = None if lost else state
@@ -354,8 +348,7 @@ class Feed:
         that count)."""
         for position, count in self._starts(length, start):
             spans = []
-            most = max(self.batch_size, -(-count // (self.size * self.accumulation)))
-            for begin, end in split_window(count, self.rank, self.size, most, self._fewest):
+            for begin, end in split_window(count, self.rank, self.size, self.batch_size, self._fewest):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
                 spans.append((position + low, position + high, end - begin))
             yield count, spans
@@ -493,8 +486,7 @@ class Feed:
                 got=True,
                 allowed="false for iterable datasets",
             )
-        state, self._restored = self._restored, None
-        state = state if start or "ended" in (state or {}) else None
+        state, self._restored = self._restored if start else None, None
         self._reader.fewest = self._fewest
         return self._reader.windows(epoch, start, state)
 

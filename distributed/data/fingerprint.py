@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -13,12 +14,17 @@ import torch
 __all__ = ["fingerprint"]
 
 
-def fingerprint(samples: Iterable[Any]) -> str:
+def fingerprint(samples: Iterable[Any], without: Any = None) -> str:
     """Digest of the tensors, arrays, numbers, texts and bytes in `samples`, and in attributes of objects;
-    other things do not count."""
+    other things do not count.
+
+    Args:
+        without: an object whose attributes do not count.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        _add_to_digest(sample, digest, {})
+        with suppress(RecursionError):  # a list that holds itself
+            _add_to_digest(sample, digest, {id(without): without})
     return digest.hexdigest()
 
 

@@ -59,12 +59,11 @@ def window_sizes(length: int, size: int, fewest: int = 0) -> Iterator[int]:
     """Yield the samples of each window of `length` samples: `size`, and what is left over.
 
     Args:
-        fewest: samples that a window has at least, if `length` does. The last two windows are divided anew
-            for that, or become one.
+        fewest: samples that a window has at least; the last two windows are divided for that, if they have
+            twice as many.
     """
     full, rest = divmod(length, size)
-    if full and 0 < rest < fewest:
-        both = size + rest
-        last = [both - both // 2, both // 2] if both // 2 >= fewest else [both]
-        return chain(repeat(size, full - 1), last)
+    both = size + rest
+    if full and 0 < rest < fewest and both // 2 >= fewest:
+        return chain(repeat(size, full - 1), [both - both // 2, both // 2])
     return chain(repeat(size, full), [rest] * bool(rest))

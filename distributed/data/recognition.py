@@ -6,6 +6,7 @@ They are recognised by their classes' names, because none of these libraries is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
@@ -78,17 +79,21 @@ def _is_loader(data: Any) -> bool:
 def check_shards(sampler: Any, argument: str) -> None:
     """Raise a UserError for a sampler, or one inside of it, that was made for one of several ranks."""
     for part in inner_samplers(sampler):
-        _check_world(part, "sampler", argument, "DistributedSampler itself")
+        _check_world(
+            part, (*_WORLDS, "num_shards"), "sampler", argument, "DistributedSampler over the dataset"
+        )
 
 
-def _check_world(part: Any, kind: str, argument: str, other: str) -> None:
-    """Raise a UserError for what states a number of ranks above 1.
+def _check_world(part: Any, names: tuple[str, ...], kind: str, argument: str, other: str) -> None:
+    """Raise a UserError for what states a number of ranks above 1 under one of `names`.
 
     Args:
         other: what is allowed beside a `part` for all ranks.
     """
-    for name in (*_WORLDS, *(f"_{name}" for name in _WORLDS)):
-        number = getattr(part, name, 1)
+    for name in (*names, *(f"_{name}" for name in names)):
+        number = None
+        with suppress(Exception):  # a property of the user's class raises anything
+            number = getattr(part, name, None)
         if isinstance(number, int) and number > 1:
             raise UserError(
                 f"a {kind} made for one of {number} ranks yields a part of the data, which would be"
@@ -111,8 +116,11 @@ def check_stream(dataset: Any, argument: str) -> None:
             allowed="a dataset that yields single samples",
             remedy="Give the WebDataset, or a torch DataLoader over it with batch_size",
         )
-    if isinstance(dataset, IterableDataset) and not getattr(dataset, "shards_itself", False):
-        _check_world(dataset, "stream", argument, "a stream that declares shards_itself")
+    if isinstance(dataset, IterableDataset) and getattr(dataset, "shards_itself", None) is None:
+        other = (
+            "one that declares shards_itself: True where each rank makes its own, False where it yields all"
+        )
+        _check_world(dataset, _WORLDS, "stream", argument, other)
     split = getattr(dataset, "_distributed", None)
     if ("datasets", "IterableDataset") not in kinds or getattr(split, "world_size", 1) == 1:
         return

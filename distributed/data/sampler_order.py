@@ -100,12 +100,11 @@ class SamplerOrder:
                 draws a part of the data.
         """
         if self._saved is not None:
-            self._draw_again(*self._saved)
+            self._draw_again(epoch, *self._saved)
             self._saved = None
         if self._position is None:
             self._position = {"first": epoch, "epochs": epoch, "digest": ""}
-            with suppress(TypeError):  # neither hashed nor referred to weakly
-                _ORIGINS[self._sampler] = copied_sampler(self._sampler, self.source.dataset)
+            self._keep_origin(anew=True)
         if self._position["epochs"] <= epoch:
             self._draw(epoch)
         if self._last == []:
@@ -114,16 +113,18 @@ class SamplerOrder:
 
     def _draw(self, epoch: int) -> None:
         """Draw an epoch, or begin to draw one without an end. Collective."""
-        found = None
+        drawn: list[Any] | None = []
+        agreed = False
         if self.rank == 0 or self._gather is not None:
             drawn, self._endless = self._begun(self._sampler, epoch)
-            found = drawn, _digest(drawn)
-        if self._gather is not None:
-            known = 0 if self._holds_batches else min(length_of(self.source.dataset) or 0, _UNKNOWN)
-            head = list(islice(self._endless, max(known, _CHUNK))) if drawn is None else drawn
-            self._endless = chain(head if drawn is None else (), self._endless)
-            self._compare(head, epoch)
-        self._last, digest = self._broadcast(found)
+        own = drawn, _digest(drawn)
+        if self._gather is not None and drawn is not None:
+            agreed = self._compare(drawn, own[1], epoch)
+        elif self._gather is not None:
+            head = list(islice(self._endless, _CHUNK))
+            self._compare(head, _digest(head), epoch)
+            self._endless = iter(()) if self.rank else chain(head, self._endless)
+        self._last, digest = own if agreed else self._broadcast(own)
         if self._last is not None:
             self._position = _after(self._position or {}, epoch, digest)
 
@@ -143,7 +144,7 @@ class SamplerOrder:
         """What `sampler` yields in `epoch`, drawn under the epoch's seed."""
         streams = RandomStreams(epoch_seed(self.seed, epoch))
         with streams:
-            for part in inner_samplers(sampler):
+            for part in reversed(inner_samplers(sampler)):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
                 generator = getattr(part, "generator", None)
@@ -154,18 +155,20 @@ class SamplerOrder:
 
     # -- after a restart -----------------------------------------------------------------
 
-    def _draw_again(self, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool) -> None:
+    def _draw_again(
+        self, epoch: int, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool
+    ) -> None:
         """Bring the sampler to where the saved run had it. Collective.
 
         Raises:
             UserError: `strict`, and it draws other samples.
         """
-        found = self._found(saved, live) if self.rank == 0 or self._gather is not None else None
-        if self._gather is not None:
-            self._agreed = all(self._gather(found is not None))
-        found = self._broadcast(found)
+        own = self._found(saved, live) if self.rank == 0 or self._gather is not None else None
+        set_epoch(self.source.dataset, self.seed, epoch)  # again, where another one was looked at
+        found = self._broadcast(own)
         if found is not None:
             self._position, self._last = dict(saved), found
+            self._agreed = self._gather and all(self._gather(own is not None))
         elif strict:
             raise self._other_samples(f"epochs {saved['first']} to {saved['epochs'] - 1}", continues_fit)
         else:
@@ -174,28 +177,42 @@ class SamplerOrder:
     def _found(self, saved: Mapping[str, Any], live: bool) -> list[Any] | None:
         """The last epoch of the saved run, if the sampler draws the same again, as it is or as it was before
         its first draw in this process; None if not."""
-        origin = None
-        with suppress(TypeError):
-            origin = _ORIGINS.get(self._sampler)
-        for sampler in (each for each in (origin, self._sampler) if each is not None):
+        origin = self._origin()
+        candidates = [each for each in (origin, self._sampler) if each is not None]
+        # Orders may depend on the dataset's epoch; it is moved only where they do.
+        ways = [(s, tells) for tells in (False, True) for s in candidates]
+        for sampler, tells in ways if hasattr(self.source.dataset, "set_epoch") else ways[: len(candidates)]:
             drawing = copied_sampler(sampler, self.source.dataset)
             position, last = {"first": saved["first"], "epochs": saved["first"], "digest": ""}, []
             for epoch in range(saved["first"], saved["epochs"]):
-                set_epoch(self.source.dataset, self.seed, epoch)
+                if tells:
+                    set_epoch(self.source.dataset, self.seed, epoch)
                 drawn, endless = self._begun(drawing, epoch)
                 last = drawn or []
                 position = _after(position, epoch, _digest(drawn) if drawn else _digest_of_all(endless))
             if position == dict(saved):
                 if sampler is self._sampler or not live:
+                    self._keep_origin()
                     self._become(drawing)
                 return last
         return None
 
+    def _origin(self) -> Any:
+        """A copy of the sampler as it was before its first draw in this process; None without."""
+        with suppress(TypeError):  # not hashed
+            return _ORIGINS.get(self._sampler)
+        return None
+
+    def _keep_origin(self, anew: bool = False) -> None:
+        with suppress(TypeError):  # neither hashed nor referred to weakly
+            if anew or self._sampler not in _ORIGINS:
+                _ORIGINS[self._sampler] = copied_sampler(self._sampler, self.source.dataset)
+
     def rewind(self) -> None:
         """Leave the sampler as it was before its first draw in this process."""
-        with suppress(TypeError):
-            if self._position is not None and self._sampler in _ORIGINS:
-                self._become(copied_sampler(_ORIGINS[self._sampler], self.source.dataset))
+        origin = self._origin()
+        if self._position is not None and origin is not None:
+            self._become(copied_sampler(origin, self.source.dataset))
         self._position = self._agreed = None
 
     def _become(self, drawn: Any) -> None:
@@ -228,34 +245,49 @@ class SamplerOrder:
 
     # -- ranks that draw parts -----------------------------------------------------------
 
-    def _compare(self, drawn: list[Any], epoch: int) -> None:
-        """Refuse a sampler of which each rank draws a part, or whose state comes to differ. Collective.
+    def _compare(self, drawn: list[Any], digest: str, epoch: int) -> bool:
+        """Refuse a sampler of which each rank draws a part, or which each has changed. Collective.
 
         Args:
             drawn: by this rank, at least the beginning of the epoch.
+
+        Returns:
+            True if all ranks drew the same.
         """
         assert self._gather is not None
-        agreed = len(set(self._gather(_digest(drawn)))) == 1
-        if self._agreed and not agreed:
+        agreed = len(set(self._gather(digest))) == 1
+        if not agreed and self._agreed is None and hasattr(self.source.dataset, "__len__"):
+            self._check_parts(drawn)
+        # A callback on rank 0 alone may change its sampler, which all ranks follow.
+        elif not (agreed or not self._agreed or all(self._gather(self._follows(digest, epoch)))):
             raise UserError(
                 f"the ranks draw different samples in epoch {epoch}, and the same before it: what the sampler"
                 " draws by has changed on each rank by itself",
                 field=self.source.argument,
                 got=type(self._sampler).__name__,
-                allowed="a sampler that draws the same indices on every rank",
-                remedy="Let what changes it see the samples of all ranks, for example"
-                " torch.distributed.all_gather_object(parts, own) before the epoch ends",
+                allowed="a sampler that draws the same indices on every rank, or is changed on rank 0 alone",
+                remedy="Give what changes it to all ranks, for example by torch.distributed.all_gather_object"
+                " in training_step; or set data.verify=false to follow the sampler of rank 0",
             )
-        if not agreed and self._agreed is None and hasattr(self.source.dataset, "__len__"):
-            self._check_parts(drawn)
         self._agreed = agreed and self._agreed is not False
+        return agreed
+
+    def _follows(self, digest: str, epoch: int) -> bool:
+        """True on rank 0, and where drawing alone has changed the sampler, which drew `digest` in `epoch`."""
+        drawing, drawn = copied_sampler(self._origin(), self.source.dataset), None
+        if self.rank == 0 or drawing is None:
+            return self.rank == 0
+        for each in range((self._position or {}).get("first", epoch), epoch + 1):
+            drawn, _ = self._begun(drawing, each)
+        return _digest(drawn) == digest
 
     def _check_parts(self, drawn: list[Any]) -> None:
         assert self._gather is not None
-        own = [repr(i) for part in drawn for i in (part if self._holds_batches else [part])]
         total, size = len(self.source.dataset), len(set(self._gather(self.rank)))
+        indices = (i for part in drawn for i in (part if self._holds_batches else [part]))
         # What an epoch of a part has, also where the sampler continues after it.
-        parts = dict(self._gather((self.rank, set(own[: -(-total // size)]))))
+        own = set(map(repr, islice(indices, min(-(-total // size), _UNKNOWN))))
+        parts = dict(self._gather((self.rank, own)))
         if len(parts) > 1 and all(are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
             raise UserError(
                 "the sampler draws another part of the data on each rank, and that of rank 0 would be dealt"

@@ -42,7 +42,7 @@ def length_of(data: Any) -> int | None:
     """Length as `data` states it; None where it has none, or not yet."""
     try:
         return len(data)
-    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - whatever a class of the user raises
         return None
 
 

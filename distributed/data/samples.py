@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -19,8 +19,8 @@ from distributed.errors import UserError
 __all__ = ["Samples", "Unrepeatable", "WorkerInit", "first", "set_epoch"]
 
 
-_TOLD: WeakSet[Any] = WeakSet()
-"""Datasets of this process that were told an epoch."""
+_TOLD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Dataset -> the epoch that it was told last in this process."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Unrepeatable:
     def error(self) -> UserError:
         """The refusal of a resumed run that would read it."""
         return UserError(
-            "samples draw random numbers from a generator of their own, or depend on how often they were"
-            " read, so that a resumed run cannot read what the uninterrupted one would",
+            "samples or collate_fn draw random numbers from a generator of their own, or depend on how often"
+            " they were called, so that a resumed run cannot read what the uninterrupted one would",
             field="deterministic",
             got=f"true, with {self.dataset}",
             allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
@@ -69,17 +69,28 @@ def first(batches: list[Any]) -> Any:
     return batches[0]
 
 
-def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Report an epoch to a dataset that has the method; all ranks and workers draw the same in it."""
+def set_epoch(dataset: Any, seed: int, epoch: int, known: int = -1) -> None:
+    """Report an epoch to a dataset that has the method; all ranks and workers draw the same in it.
+
+    Args:
+        known: the last epoch that it was told in another process.
+    """
     if not hasattr(dataset, "set_epoch"):
         return
-    first = epoch
-    with suppress(TypeError):  # neither hashed nor referred to weakly
-        first = epoch if dataset in _TOLD else 0  # it may have a history, as in an uninterrupted run
-        _TOLD.add(dataset)
-    for each in range(first, epoch + 1):
+    last = epoch - 1
+    with suppress(TypeError, ValueError):  # not hashed, not compared, or not referred to weakly
+        last, _TOLD[dataset] = _TOLD.get(dataset, known), epoch
+    # All epochs in turn, as in an uninterrupted run: the dataset may go by the one before.
+    for each in range(last + 1 if last <= epoch else epoch, epoch + 1):
         with RandomStreams(mix(seed, each, 6)):
             dataset.set_epoch(each)
+
+
+def _counts_of(function: Any) -> list[Any]:
+    """Numbers and texts that a function keeps between its calls, which may be counts that it uses later."""
+    objects = (function, getattr(function, "__self__", None), getattr(function, "func", None))
+    kept = [value for part in objects for value in getattr(part, "__dict__", {}).values()]
+    return [value for value in kept if isinstance(value, (bool, int, float, str))]
 
 
 class Samples(Dataset[Any]):
@@ -128,9 +139,8 @@ class Samples(Dataset[Any]):
         with RandomStreams(seed):
             if state is not None:
                 torch.cuda.manual_seed(seed)
-            # A collate_fn that counts its calls may use the count later.
-            own = getattr(self.collate_fn, "__dict__", None)
-            found = fingerprint([self._read(epoch, indices[:1]), self._batch(epoch, indices), own])
+            read = [self._read(epoch, indices[:1]), self._batch(epoch, indices)]
+            found = fingerprint([*read, _counts_of(self.collate_fn)], without=self.dataset)
         if state is not None:
             torch.cuda.set_rng_state(state)
         return found
@@ -138,7 +148,7 @@ class Samples(Dataset[Any]):
     def begin(self, epoch: int) -> None:
         """Report a new epoch to the dataset of this process, if it has ``set_epoch``."""
         if epoch != self._epoch:
-            set_epoch(self.dataset, self.seed, epoch)
+            set_epoch(self.dataset, self.seed, epoch, -1 if self._epoch is None else self._epoch)
         self._epoch = epoch
 
     def _read(self, epoch: int, indices: list[Any]) -> list[Any]:

@@ -20,13 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from distributed.data.recognition import (
-    check_loader,
-    check_shards,
-    check_stream,
-    is_random,
-    refuse_loaders,
-)
+from distributed.data.recognition import check_loader, check_shards, check_stream, is_random, refuse_loaders
 from distributed.data.samplers import length_of, size_of_batches
 from distributed.errors import UserError
 from distributed.system.addresses import check_worker_sockets
@@ -296,7 +290,7 @@ def _check_columns(data: Any, parts: list[torch.Tensor], argument: str) -> None:
 
 
 def looks_like_batch(sample: Any) -> bool:
-    """Whether `sample` is a list of tensors of the same length, as a DataLoader yields them."""
+    """True for a list of tensors of the same length, as a DataLoader yields them."""
     if not isinstance(sample, list) or not all(isinstance(p, torch.Tensor) and p.dim() for p in sample):
         return False
     return len(sample) > 1 and len({len(part) for part in sample}) == 1 and len(sample[0]) > 1

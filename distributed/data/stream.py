@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -29,8 +29,8 @@ __all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_s
 
 logger = logging.getLogger("distributed")
 
-_OPENED: WeakSet[Any] = WeakSet()
-"""Datasets that were read in this process."""
+_OPENED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Dataset -> how often it was opened in this process."""
 
 
 def copied(batch: Any) -> Any:
@@ -40,6 +40,15 @@ def copied(batch: Any) -> Any:
         return copy.deepcopy(batch)
     except Exception:  # noqa: BLE001 - objects of the user's classes raise anything
         return batch
+
+
+def _openings(dataset: Any, more: int = 0) -> int:
+    """Number of openings of a dataset in this process, `more` included; a high one where it is unknown."""
+    try:
+        _OPENED[dataset] = _OPENED.get(dataset, 0) + more
+        return _OPENED[dataset]
+    except (TypeError, ValueError):  # not hashed, not compared, or not referred to weakly
+        return sys.maxsize
 
 
 def same(value: Any) -> Any:
@@ -104,7 +113,7 @@ class DealtStream(IterableDataset[Any]):
         keep_state: give each window its state.
         announce: yield the digest of the first window first; that of a stream without samples is empty.
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
-        epoch: in which `state` was saved; its stream is looked for in as many openings.
+        epoch: that is read. A stream with a history of its own was opened once for each epoch before it.
     """
 
     def __init__(
@@ -142,8 +151,7 @@ class DealtStream(IterableDataset[Any]):
             yield len(window), self._collated(window, spans, len(spans)), state
 
     def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
-        self._openings = self._most_openings()
-        self._count_epochs()
+        self._open_epochs()
         streams = RandomStreams(self.seed)
         with streams:
             origin, samples = self._opened()
@@ -161,8 +169,7 @@ class DealtStream(IterableDataset[Any]):
     def _opened(self) -> tuple[Any, Iterator[Any]]:
         """(whose state it is, the samples), where the saved state is, or at the beginning."""
         dataset, saved = self.source.dataset, self.state.get("dataset")
-        with suppress(TypeError):  # not hashed, or not referred to weakly
-            _OPENED.add(dataset)
+        _openings(dataset, 1)
         if saved is not None and is_stateful(dataset):
             dataset.load_state_dict(copy.deepcopy(saved))
         samples = iter(dataset)
@@ -182,21 +189,16 @@ class DealtStream(IterableDataset[Any]):
 
     def _passed(self, samples: Iterator[Any], start: int) -> Iterator[Any]:
         """The samples behind the first `start`."""
-        saved = self.state.get("first", "")
-        for _ in range(1 + self._openings):
-            first = list(islice(samples, 1))
-            found = fingerprint(first)
-            if saved in ("", found):
-                break
-            samples = iter(self.source.dataset)
-        else:
+        first = list(islice(samples, 1))
+        found, saved = fingerprint(first), self.state.get("first", "")
+        if saved not in ("", found):
             logger.warning(
                 "%s yielded another first sample than the saved stream, so samples may be repeated or"
                 " missed. Training continues. Implement state_dict and load_state_dict in the dataset to"
                 " restore its position",
                 type(self.source.dataset).__name__,
             )
-        if first and start == 0 and looks_like_batch(first[0]):
+        if first and self.rank == self.epoch == start == 0 and looks_like_batch(first[0]):
             logger.warning(
                 "%s yields what looks like batches, and each is read as one sample: a batch would stack"
                 " several of them. Yield single samples",
@@ -207,20 +209,21 @@ class DealtStream(IterableDataset[Any]):
             pass
         return samples if start else chain(first, samples)
 
-    def _most_openings(self) -> int:
-        """Number of epochs that the dataset may have counted by itself in the run that saved `state`."""
+    def _open_epochs(self) -> None:
+        """Bring a stream that counts its epochs, or draws from a generator of its own, to this epoch."""
         dataset = self.source.dataset
-        with suppress(TypeError):
-            if dataset in _OPENED or get_worker_info() is not None or hasattr(dataset, "set_epoch"):
-                return 0
-        return self.epoch
-
-    def _count_epochs(self) -> None:
-        """Open a stream that counts its epochs as often as the run that saved where one had ended."""
-        for _ in range(self._openings if "ended" in self.state else 0):
-            with RandomStreams(self.state["seed"]):
-                if fingerprint(islice(iter(self.source.dataset), 1)) == self.state["ended"]:
+        if get_worker_info() is not None or hasattr(dataset, "set_epoch") or "dataset" in self.state:
+            return  # a worker begins with the dataset as it was given
+        firsts: list[str] = []
+        while _openings(dataset) < self.epoch:
+            _openings(dataset, 1)
+            with RandomStreams(self.seed):
+                samples = iter(dataset)
+                if samples is dataset or is_stateful(samples):
                     return
+                firsts.append(fingerprint(islice(samples, 1)))
+            if len(firsts) == 2 and firsts[0] == firsts[1]:
+                return  # without a history
 
     def _position(self, origin: Any, streams: RandomStreams) -> Any:
         if not self.keep_state:

@@ -81,9 +81,7 @@ class StreamReader:
         compares = self._gather is not None and not own
         kind = SelfShardedStream if own else DealtStream
         # Ranks that read one stream have to read the same, also where it shuffles itself.
-        seed, before = (mix(self.seed, e, self.rank if own else 0, 3) for e in (epoch, epoch - 1))
-        if "ended" in (state or {}):
-            state = {**state, "seed": before}
+        seed = mix(self.seed, epoch, self.rank if own else 0, 3)
         stream = kind(
             self.source,
             self.batch_size,

@@ -331,7 +331,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         for feed in (self.feed, *self.validator.feeds.values()):
             if feed is not None:
                 # In evaluation, so that collectives of the model or a validation step meet on all ranks.
-                feed.deal(self.backend.fewest_samples, every_rank=feed.evaluation)
+                feed.deal(1 if feed.evaluation else self.backend.fewest_samples, every_rank=feed.evaluation)
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 
@@ -349,7 +349,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.callbacks.gather()
         self.saver.prepare()
         if task.state_dir is not None:
-            self.resumer.load(task.state_dir)
+            self.resumer.load(task.state_dir, continues_fit=True)
         elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
             take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
         self.history.best_accuracy = self.progress.best_accuracy

@@ -28,7 +28,8 @@ class Resumer:
     """
 
     def __init__(self, saver: Saver) -> None:
-        self.saver, self._continues_fit = saver, False
+        self.saver = saver
+        self._continues_fit = False
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -70,9 +71,12 @@ class Resumer:
         log_on_rank_zero(backend, logging.INFO, message, directory)
         return False
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, continues_fit: bool = False) -> None:
         """Load the checkpoint at `path`: model, optimizer, scaler, scheduler, progress, and this
         rank's random number generators when as many ranks with the same axes saved it.
+
+        Args:
+            continues_fit: an earlier `fit` of this trainer saved it for this one.
 
         Raises:
             UserError: it is missing, damaged, or of another model or optimizer.
@@ -82,7 +86,7 @@ class Resumer:
             raise UserError(
                 f"the checkpoint cannot be used: {problems[0]}", got=path, remedy="Load another one"
             )
-        self._continues_fit = True
+        self._continues_fit = continues_fit
         self._restore(path)
 
     def continue_fit(self, left: Mapping[str, Any]) -> None:
@@ -175,17 +179,17 @@ class Resumer:
                 )
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Where in an iterable dataset the run was saved, inside of an epoch or behind it.
+        """Where in an iterable dataset the epoch was saved, if it was inside one.
 
         Raises:
             UserError: the dataset shards itself, and was saved by another number of ranks.
         """
         state, size = self.saver.state, self.saver.backend.world.size
-        if state.feed is None:
+        if state.feed is None or not reader.extra["progress"].get("samples"):
             return {}
         if state.shares_stream:
             return {"stream": (reader.rank_extra(0) or {}).get("stream")}
-        if reader.world_size != size and reader.extra["progress"].get("samples"):
+        if reader.world_size != size:
             raise UserError(
                 "a dataset that shards itself can be resumed mid-epoch only on the same number of ranks:"
                 f" {reader.world_size} ranks saved it",

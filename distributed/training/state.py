@@ -126,7 +126,7 @@ class TrainState:
                 "rng": capture_rng(),
                 "records": self.open_epoch.capture() if inside else {"sums": [0.0, 0.0], "steps": []},
                 # At the last step taken, whatever was read ahead; None for data with indices.
-                "stream": self.feed and (self.feed.state if inside else self.feed.state_at_end),
+                "stream": self.feed.state if self.feed is not None and inside else None,
             },
         )
 

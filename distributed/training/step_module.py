@@ -31,8 +31,8 @@ class StepModule(nn.Module):
 
     Attributes:
         placeholders: as `TorchBackend.placeholders`, but ``skipped`` where no parameter needs a gradient.
-        met_collectives: called where the user's code ran collectives, which a rank without samples would
-            not; None does not look for them.
+        met_collectives: called where the user's code ran collectives in its first micro-batch, which a rank
+            without samples would not; None does not look for them.
     """
 
     placeholders = "computed"
@@ -82,6 +82,7 @@ class StepModule(nn.Module):
             loss, total = total * scale, total.detach()
         if self.met_collectives and num_collectives() != before:
             self.met_collectives("the model or its loss runs collectives over the ranks' samples")
+        if num_samples:
             self.met_collectives = None
         if num_samples == 0:
             loss, total, count = without_gradient(loss), 0.0, 0

@@ -147,7 +147,9 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             compares_samples=self._compares_samples,
         )
         self._declare_counts(task)
-        drop_last, max_steps = self.config.data.drop_last, self.config.max_steps
+        # A later fit counts its steps from where it begins.
+        max_steps = self.config.max_steps if task.progress is None else None
+        drop_last = self.config.data.drop_last
         self.last_batch = LastBatch(self.module, self._batch, task.train_data, drop_last, max_steps)
         self.fewest_samples = self.last_batch.least
         parallel = self.num_contributors > 1 and self.counts_with_gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ from tests.data.test_loaders_on_ranks import (
 
 PLACES = [
     ("serial", 1, {}),
-    ("pytorch-ddp", 2, {}),
     ("pytorch-ddp", 3, {}),
     ("fsdp", 2, {}),
     ("deepspeed", 2, {"zero_stage": 1}),
@@ -253,7 +253,7 @@ def test_a_collate_function_that_counts_its_calls_is_refused(tmp_path: Path) -> 
         return own.fit(data)
 
     run(True, max_steps=2)
-    with pytest.raises(UserError, match="depend on how often they were read") as caught:
+    with pytest.raises(UserError, match="depend on how often they were called") as caught:
         run(True, resume_from_checkpoint=True)
     assert "set deterministic=false" in str(caught.value.remedy)
     assert len(run(False, resume_from_checkpoint=True).steps["loss"]) == NUM // 4 - 2
@@ -266,8 +266,6 @@ class Half(IterableDataset[Any]):
     shards_itself = True
 
     def __iter__(self) -> Iterator[Any]:
-        import os
-
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         yield from DATA[rank::size]
 
@@ -387,12 +385,29 @@ class Counting(IterableDataset[Any]):
         yield from (DATA[row] for row in order)
 
 
-@everywhere
-@pytest.mark.parametrize("stop", [4, 6, 8], ids=["at the end", "within an epoch", "at the second end"])
+@pytest.mark.parametrize(
+    ("stop", "deterministic", "place"),
+    [
+        (4, False, 0),
+        (4, True, 1),
+        (6, False, 0),
+        (6, True, 1),
+        (6, False, 2),
+        (6, False, 3),
+        (8, False, 0),
+        (8, True, 1),
+    ],
+)
 def test_a_stream_that_counts_its_epochs_continues(
-    stop: int, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool, tmp_path: Path
+    stop: int,
+    deterministic: bool,
+    place: int,
+    rank_pool: RankPool,
+    tmp_path: Path,
 ) -> None:
+    backend, ranks, fields = PLACES[place]
     options = {"backend": backend, "global_batch_size": 6, "epochs": 3, "checkpoint_dir": tmp_path, **fields}
+    options["deterministic"] = deterministic
     trainer(linear(), rank_pool, ranks, max_steps=stop, **options).fit(DataLoader(Counting(), 6))
     model = linear()
     trainer(model, rank_pool, ranks, resume_from_checkpoint=True, **options).fit(DataLoader(Counting(), 6))
@@ -411,10 +426,8 @@ class Learning(Shuffled):
 
 
 class Notes(Callback):
-    all_ranks = True
-
-    def __init__(self, sampler: Learning, shares: bool) -> None:
-        self.sampler, self.shares = sampler, shares
+    def __init__(self, sampler: Learning, shares: bool = False, all_ranks: bool = True) -> None:
+        self.sampler, self.shares, self.all_ranks = sampler, shares, all_ranks  # type: ignore[misc]
 
     def on_step_end(self, context: Context) -> None:
         own = [context.world.rank * 3]
@@ -423,20 +436,31 @@ class Notes(Callback):
 
 
 def test_a_sampler_that_each_rank_changes_by_itself_is_refused(rank_pool: RankPool) -> None:
-    def run(shares: bool) -> nn.Module:
+    def run(**how: Any) -> nn.Module:
         sampler, model = Learning(), linear()
-        fields = {"backend": "pytorch-ddp", "global_batch_size": 6, "epochs": 2}
-        own = trainer(model, rank_pool, 2, callbacks=[Notes(sampler, shares)], **fields)
+        fields = {"backend": "pytorch-ddp", "global_batch_size": 6, "epochs": 3}
+        own = trainer(model, rank_pool, 2, callbacks=[Notes(sampler, **how)], **fields)
         own.fit(loader(sampler))
         return model
 
     with pytest.raises(
         UserError, match="draw different samples in epoch 1, and the same before it"
     ) as caught:
-        run(shares=False)
+        run()
     assert "all_gather_object" in (caught.value.remedy or "")
-    order = sorted(range(NUM), key=[0, 3].count)
-    assert distance(run(shares=True), plain(batches_of(range(NUM), order))) < EXACT
+    for seen, how in (([0, 3], {"shares": True}), ([0], {"all_ranks": False})):
+        order = sorted(range(NUM), key=seen.count)
+        assert distance(run(**how), plain(batches_of(range(NUM), order, order))) < EXACT
+
+
+class ShardOfRank(Sampler[int]):
+    """The part of the rank whose environment it reads."""
+
+    def __len__(self) -> int:
+        return NUM // 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(int(os.environ.get("RANK", "0")), NUM, 2))
 
 
 class OfRank(Sampler[int]):
@@ -490,17 +514,32 @@ class Reshuffled(Curriculum):
         return DATA[self.rows[index]]
 
 
-@pytest.mark.parametrize("stop", [6, 8], ids=["within an epoch", "at an end"])
-def test_a_dataset_with_a_history_of_epochs_continues(stop: int, tmp_path: Path) -> None:
-    options = {"backend": "serial", "checkpoint_dir": tmp_path, "epochs": 3}
-    trainer(linear(), None, 1, max_steps=stop, **options).fit(DataLoader(Reshuffled(), 6))
+@pytest.mark.parametrize(
+    ("stop", "ranks", "deterministic", "sampler"),
+    [
+        (6, 1, False, None),
+        (8, 3, False, Shuffled),
+        (6, 3, True, Shuffled),
+        (8, 1, True, Shuffled),
+        (8, 3, True, None),
+    ],
+)
+def test_a_dataset_with_a_history_of_epochs_continues(
+    sampler: Any, deterministic: bool, ranks: int, stop: int, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    def data() -> DataLoader[Any]:
+        return DataLoader(Reshuffled(), 6, sampler=sampler and sampler())
+
+    options = {"backend": "serial" if ranks == 1 else "pytorch-ddp", "global_batch_size": 6, "epochs": 3}
+    options |= {"checkpoint_dir": tmp_path, "deterministic": deterministic}
+    trainer(linear(), rank_pool, ranks, max_steps=stop, **options).fit(data())
     model = linear()
-    trainer(model, None, 1, resume_from_checkpoint=True, **options).fit(DataLoader(Reshuffled(), 6))
+    trainer(model, rank_pool, ranks, resume_from_checkpoint=True, **options).fit(data())
     rows, own = list(range(NUM)), random.Random(3)
-    orders = []
+    orders, drawn = [], sampler and sampler()
     for _ in range(3):
         own.shuffle(rows)
-        orders.append([*rows])
+        orders.append([rows[k] for k in order] if (order := list(drawn or [])) else [*rows])
     assert distance(model, plain(batches_of(*orders))) < EXACT
 
 
@@ -542,3 +581,48 @@ class InBatches(IterableDataset[Any]):
 def test_a_stream_of_batches_is_named(caplog: pytest.LogCaptureFixture) -> None:
     trainer(linear(), None, 1, backend="serial", batch_size=2).fit(InBatches())
     assert "InBatches yields what looks like batches" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fits_within_an_epoch_tell_it_once(ranks: int, rank_pool: RankPool) -> None:
+    model, data = linear(), DataLoader(Reshuffled(), 6)
+    backend = "serial" if ranks == 1 else "pytorch-ddp"
+    run = trainer(model, rank_pool, ranks, backend=backend, global_batch_size=6)
+    run.fit(data, max_steps=2)
+    run.fit(data, max_steps=2)
+    rows = list(range(NUM))
+    random.Random(3).shuffle(rows)
+    assert distance(model, plain(batches_of(rows))) < EXACT
+
+
+def test_parts_are_refused_after_another_sampler_too(rank_pool: RankPool) -> None:
+    run = trainer(linear(), rank_pool, 2, backend="pytorch-ddp", global_batch_size=6)
+    run.fit(loader(Shuffled()), epochs=1)
+    with pytest.raises(UserError, match="another part of the data on each rank"):
+        run.fit(loader(ShardOfRank()), epochs=1)
+
+
+def test_a_checkpoint_that_is_named_is_no_earlier_fit(tmp_path: Path) -> None:
+    options = {"backend": "serial", "deterministic": True, "checkpoint_dir": tmp_path, "epochs": 2}
+    saved = trainer(linear(), None, 1, max_steps=4, **options).fit(loader(Shuffled(3))).checkpoint
+    with pytest.raises(UserError, match="than before the checkpoint was saved"):
+        trainer(linear(), None, 1, resume_from_checkpoint=saved, **options).fit(loader(Shuffled(4)))
+
+
+@pytest.mark.parametrize(("backend", "ranks", "fields"), [PLACES[1], PLACES[2]], ids=["pytorch-ddp", "fsdp"])
+def test_validation_keeps_batches_of_one(
+    backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    """Samples of different sizes cannot be stacked."""
+    ragged = [(torch.ones(k + 1, 3, dtype=torch.float64), torch.ones(k + 1, 1)) for k in range(3)]
+    run = trainer(
+        linear(), rank_pool, ranks, backend=backend, batch_size=6, validation_step=rows_of, **fields
+    )
+    history = run.fit(loader(range(6)), DataLoader(ragged, 1))  # type: ignore[arg-type]
+    assert history.epochs[0]["val_rows"] == 2.0
+
+
+def rows_of(model: Any, batch: Any) -> dict[str, Any]:
+    (x,) = batch[0]
+    model(x)
+    return {"rows": (len(x), 1)}

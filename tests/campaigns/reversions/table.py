@@ -176,8 +176,8 @@ REVERSIONS = {
     ),
     "epochs of streams": Reversion(
         "A stream that counts its epochs begins with the first one when it resumes",
-        "distributed.data.stream", "DealtStream._count_epochs", _nothing,
-        f"{_SAMPLERS}test_a_stream_that_counts_its_epochs_continues[at the end-serial-1]",
+        "distributed.data.stream", "DealtStream._open_epochs", _nothing,
+        f"{_SAMPLERS}test_a_stream_that_counts_its_epochs_continues[4-False-0]",
     ),
     "states with arguments": Reversion(
         "A stream's state_dict that requires arguments is called without",
