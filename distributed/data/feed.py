@@ -58,10 +58,12 @@ class Feed:
     Attributes:
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
         every_rank: in evaluation, every rank has a sample in each window of a map-style set with enough.
+        joins: and micro-batches may become larger for that.
     """
 
     fewest = 1
     every_rank = False
+    joins = False
 
     def __init__(
         self,
@@ -127,9 +129,9 @@ class Feed:
         length = self.num_samples
         return None if length is None else -(-length // self.global_batch_size)
 
-    def deal(self, fewest: int, every_rank: bool) -> None:
+    def deal(self, fewest: int, every_rank: bool = False, joins: bool = False) -> None:
         """Set how the last windows are divided, which depends on the model."""
-        self.fewest, self.every_rank = fewest, every_rank
+        self.fewest, self.every_rank, self.joins = fewest, every_rank, joins
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The windows of `epoch` after the first `start` samples.
@@ -333,7 +335,8 @@ class Feed:
     def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
         """(position, samples) of every window from `start` on."""
         size = self.global_batch_size
-        for count in window_sizes(max(length - start, 0), size, self._fewest * self.size * self.every_rank):
+        fewest = self._fewest * self.size * self.every_rank
+        for count in window_sizes(max(length - start, 0), size, fewest, self.joins):
             if count < size and self.drop_last:
                 return
             yield start, count
@@ -348,7 +351,8 @@ class Feed:
         that count)."""
         for position, count in self._starts(length, start):
             spans = []
-            for begin, end in split_window(count, self.rank, self.size, self.batch_size, self._fewest):
+            most = max(self.batch_size, -(-count // (self.size * self.accumulation)))
+            for begin, end in split_window(count, self.rank, self.size, most, self._fewest):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
                 spans.append((position + low, position + high, end - begin))
             yield count, spans

@@ -55,15 +55,18 @@ def _num_parts(length: int, batch_size: int, fewest: int) -> int:
     return min(parts, max(length // fewest, 1)) if 0 < length % batch_size < fewest else parts
 
 
-def window_sizes(length: int, size: int, fewest: int = 0) -> Iterator[int]:
+def window_sizes(length: int, size: int, fewest: int = 0, joins: bool = False) -> Iterator[int]:
     """Yield the samples of each window of `length` samples: `size`, and what is left over.
 
     Args:
         fewest: samples that a window has at least; the last two windows are divided for that, if they have
             twice as many.
+        joins: they become one if they have not.
     """
     full, rest = divmod(length, size)
     both = size + rest
     if full and 0 < rest < fewest and both // 2 >= fewest:
         return chain(repeat(size, full - 1), [both - both // 2, both // 2])
+    if full and 0 < rest < fewest and joins:
+        return chain(repeat(size, full - 1), [both])
     return chain(repeat(size, full), [rest] * bool(rest))

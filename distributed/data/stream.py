@@ -212,7 +212,7 @@ class DealtStream(IterableDataset[Any]):
     def _open_epochs(self) -> None:
         """Bring a stream that counts its epochs, or draws from a generator of its own, to this epoch."""
         dataset = self.source.dataset
-        if get_worker_info() is not None or hasattr(dataset, "set_epoch") or "dataset" in self.state:
+        if get_worker_info() is not None or hasattr(dataset, "set_epoch") or is_stateful(dataset):
             return  # a worker begins with the dataset as it was given
         firsts: list[str] = []
         while _openings(dataset) < self.epoch:

@@ -331,7 +331,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         for feed in (self.feed, *self.validator.feeds.values()):
             if feed is not None:
                 # In evaluation, so that collectives of the model or a validation step meet on all ranks.
-                feed.deal(1 if feed.evaluation else self.backend.fewest_samples, every_rank=feed.evaluation)
+                if feed.evaluation:
+                    feed.deal(1, every_rank=True, joins=self.backend.copies_in_evaluation)
+                else:
+                    feed.deal(self.backend.fewest_samples)
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 

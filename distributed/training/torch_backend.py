@@ -446,6 +446,10 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
         return self.objective.evaluate(self.module, batch, num_samples)
 
+    @property
+    def copies_in_evaluation(self) -> bool:
+        return bool(self.needs_every_rank_in_evaluation)
+
     def evaluate_stand_in(self, batch: Any) -> None:
         """Take part in the collectives of a forward pass of the other ranks."""
         before = Untouched(self.module)

@@ -380,6 +380,14 @@ def test_micro_batches_of_one_sample_are_refused() -> None:
     make_trainer(normalized(), global_batch_size=2, backend="serial", **SGD).fit((X[:4], Y[:4]))
 
 
+def test_a_later_fit_reaches_the_single_sample() -> None:
+    trainer = make_trainer(normalized(), batch_size=2, backend="serial", **SGD)
+    trainer.fit((X[:5], Y[:5]), max_steps=2)
+    with pytest.raises(UserError, match="one value per channel") as caught:
+        trainer.fit((X[:5], Y[:5]), max_steps=1)
+    assert caught.value.remedy == "Set data.drop_last=true, or global_batch_size=3"
+
+
 def test_a_single_sample_of_a_stream_is_refused_at_its_step() -> None:
     model = normalized()
     trainer = make_trainer(model, batch_size=2, backend="serial", **SGD)
@@ -477,6 +485,10 @@ def test_micro_batches_are_contiguous_equally_many_and_not_too_small() -> None:
 def test_windows_in_which_every_rank_has_a_sample() -> None:
     for length in range(1, 40):
         for size, fewest in ((2, 2), (4, 2), (6, 3), (3, 3)):
+            joined = list(window_sizes(length, size, fewest, joins=True))
+            assert sum(joined) == length
+            assert min(joined) >= min(fewest, length)
+            assert max(joined) < size + fewest
             found = list(window_sizes(length, size, fewest))
             assert sum(found) == length
             assert max(found) <= size

@@ -250,8 +250,13 @@ class FSDPBackend(MeshBackend):
         found: dict[str, Any] = self.through("evaluation", partial(super().evaluate, batch, num_samples))
         return found
 
+    @property
+    def copies_in_evaluation(self) -> bool:
+        follows = self._order is not None and self.pipeline is None and not self.shares_model
+        return super().copies_in_evaluation and not follows
+
     def evaluate_stand_in(self, batch: Any) -> None:
-        if self._sharded is None or self._order is None or self.pipeline is not None or self.shares_model:
+        if self._sharded is None or self._order is None or self.copies_in_evaluation:
             super().evaluate_stand_in(batch)
         else:
             self._order.follow("evaluation", self._sharded.gather)
