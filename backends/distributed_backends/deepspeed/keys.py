@@ -142,7 +142,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("DeepCompile rewrites ZeRO's graph", "Set compile=blocks or model, up to stage 2",
      "compile/deepcompile=false"),
     (_OTHERS, "Set scheduler, warmup_steps and min_lr_ratio, or give the Trainer a function such as"
-     " scheduler=lambda optimizer: deepspeed.runtime.lr_schedules.WarmupLR(optimizer), with"
+     " scheduler=lambda optimizer: deepspeed.runtime.lr_schedules.WarmupLR(optimizer, **params), with"
      " scheduler_interval='step'", "scheduler/type=null"),
     (_OTHERS, "Set mixed_precision=bf16 or fp16, which is autocast", "torch_autocast"),
     (_OTHERS, _SAMPLER, "data_efficiency"),

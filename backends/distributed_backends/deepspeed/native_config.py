@@ -198,7 +198,7 @@ def understood(given: Mapping[str, Any], precision: Any = None) -> dict[str, Any
 
 
 def ignored(given: Mapping[str, Any]) -> Iterator[str]:
-    """A note on each key that would do something for DeepSpeed, or was meant to, and is not used."""
+    """Notes on keys that are accepted and have no effect here."""
     for path, why in IGNORED.items():
         value = _get(given, path)
         if value not in (None, AUTO) and not _means(value, False):
@@ -261,7 +261,7 @@ def _refuse(path: str, value: Any) -> None:
         field=f"{NATIVE}.{path}",
         got=value,
         allowed=None if switch else " or ".join(map(repr, harmless)),
-        remedy=f"Leave it out. {instead}".rstrip(),
+        remedy=f"Leave it out{'. ' * bool(instead)}{instead}",
     )
 
 
@@ -315,7 +315,7 @@ def _owned(native: dict[str, Any], precision: Any) -> Iterator[tuple[str, str, A
 
 
 def _field(path: str, value: Any = None) -> tuple[str, str, Any, bool]:
-    """What `_owned` says of a key of `FIELDS`; without a value, of DeepSpeed's default."""
+    """Entry of `_owned` for a key of `FIELDS`, with DeepSpeed's default where no value is given."""
     explicit, value = value is not None, DEFAULTS[path] if value is None else value
     if path == "fp16.initial_scale_power":
         value = 2.0**value
@@ -395,7 +395,7 @@ def _optimizer(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool
 
 
 def _settle(found: dict[str, Any], path: str, name: str, value: Any) -> bool:
-    """Whether the native value becomes ours, because none was given; equal ones are accepted."""
+    """Take the native value if none was given, and return True then. Equal ones are accepted."""
     given = _get(found, name)
     if given is None or (value in ("bf16", "fp16") and _is_true(given)):
         _put(found, name, value)
