@@ -45,7 +45,7 @@ KILLS = [
     ),
     Scenario(DDP, 3, (Kill(0, "save step rename: end", 2),)),
     # In the third epoch: each save waits for the one before, so that there is something to resume from.
-    Scenario(DDP, 3, (Kill(2, "evaluate forward: half", 9), Kill(0, "resume: engine warm"))),
+    Scenario(DDP, 3, (Kill(2, "evaluate forward: half", 6), Kill(0, "resume: engine warm"))),
 ]
 
 

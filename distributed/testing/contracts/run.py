@@ -86,14 +86,14 @@ class RunContracts(Suite):
     # -- C5 ----------------------------------------------------------------------------
 
     def test_c5_every_validation_sample_counts_once(self) -> None:
-        """For every one of `lengths` the reduced sums are those of the whole set, also where they
-        are beyond what float32 can count."""
+        """For fewer samples than ranks, and every one of `lengths`, the sums are those of the whole set, also
+        where they are beyond what float32 can count."""
         data = self.bench.data(*problem(4))
         for ranks in self.sizes:
             model = self.bench.model(torch.float64)
             trainer = self.trainer(model, ranks, batch_size=2, **self.bench.validation_task())
             first = 2**24 + 1
-            for length in self.lengths:
+            for length in (2, *self.lengths):
                 x, _ = problem(length)
                 history = trainer.fit(data, self.bench.data(x, first + torch.arange(length)), epochs=1)
                 assert history.epochs[-1]["val_id"] == first + (length - 1) / 2
