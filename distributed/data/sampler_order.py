@@ -223,24 +223,23 @@ class SamplerOrder:
             self._sampler = drawn
 
     def _other_samples(self, where: str, continues_fit: bool = False) -> UserError:
+        before = "before the checkpoint was saved, so that the run cannot continue its order"
+        allowed = "a sampler that draws the same again from its beginning"
+        remedy = (
+            "Seed its random numbers where it is made, or in set_epoch(epoch), and give it the data and the"
+            " weights of the run that saved; or start without resume_from_checkpoint"
+        )
         if continues_fit:
-            return UserError(
-                f"the sampler drew other samples in {where} than that of the fit before, which ended within"
-                " an epoch",
-                field=self.source.argument,
-                got=type(self.source.sampler).__name__,
-                allowed="the loader of the fit before",
-                remedy="End the epoch with that loader, by epochs in place of max_steps; or train with this"
-                " one by another Trainer",
-            )
+            before = "that of the fit before, which ended within an epoch"
+            allowed = "the loader of the fit before"
+            remedy = "End the epoch with that loader, by epochs in place of max_steps; or train with this one"
+            remedy += " by another Trainer"
         return UserError(
-            f"the sampler drew other samples in {where} than before the checkpoint was saved, so that the run"
-            " cannot continue its order",
+            f"the sampler drew other samples in {where} than {before}",
             field=self.source.argument,
             got=type(self.source.sampler).__name__,
-            allowed="a sampler that draws the same again from its beginning",
-            remedy="Seed its random numbers where it is made, or in set_epoch(epoch), and give it the data"
-            " and the weights of the run that saved; or start without resume_from_checkpoint",
+            allowed=allowed,
+            remedy=remedy,
         )
 
     # -- ranks that draw parts -----------------------------------------------------------

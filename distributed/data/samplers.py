@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import suppress
 from itertools import islice
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from distributed.data.copies import copied
 from distributed.data.sample_rng import RandomStreams
 
 __all__ = ["are_parts", "copied_sampler", "inner_samplers", "length_of", "size_of_batches"]
@@ -48,10 +48,10 @@ def length_of(data: Any) -> int | None:
 
 def size_of_batches(batches: Any, dataset: Any) -> int | None:
     """Size of a batch sampler's batches but the last, as a copy of it draws them; None if they differ."""
-    copied = copied_sampler(batches, dataset)
+    drawing = copied_sampler(batches, dataset)
     sizes: list[int] = []
     with RandomStreams(0), suppress(Exception):  # a class that needs set_epoch first, or a length
-        sizes = [] if copied is batches else [len(list(b)) for b in islice(copied, _LOOKED_AT)]
+        sizes = [] if drawing is batches else [len(list(b)) for b in islice(drawing, _LOOKED_AT)]
     whole = set(sizes[:-1] if len(sizes) < _LOOKED_AT else sizes) or set(sizes)
     (size,) = whole if len(whole) == 1 and max(sizes) in whole else (None,)
     return size
@@ -63,10 +63,7 @@ def copied_sampler(sampler: Any, dataset: Any) -> Any:
     shared += [
         part for values in shared[1:] if isinstance(values, (list, tuple)) for part in values[:_SHARED]
     ]
-    try:
-        return copy.deepcopy(sampler, {id(part): part for part in shared})
-    except Exception:  # noqa: BLE001 - whatever a class of the user raises
-        return sampler
+    return copied(sampler, shared)
 
 
 def are_parts(one: set[str], other: set[str], total: int, ranks: int) -> bool:

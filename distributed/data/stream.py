@@ -25,21 +25,12 @@ from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.data.source import Source, looks_like_batch
 from distributed.errors import UserError
 
-__all__ = ["DealtStream", "SelfShardedStream", "copied", "is_stateful", "loses_samples", "same"]
+__all__ = ["DealtStream", "SelfShardedStream", "is_stateful", "loses_samples", "same"]
 
 logger = logging.getLogger("distributed")
 
 _OPENED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Dataset -> how often it was opened in this process."""
-
-
-def copied(batch: Any) -> Any:
-    """A copy of `batch` that shares nothing with it. A batch that cannot be copied, such as one of generators
-    or of tensors with a graph, is returned as it is."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:  # noqa: BLE001 - objects of the user's classes raise anything
-        return batch
 
 
 def _openings(dataset: Any, more: int = 0) -> int:
@@ -238,7 +229,7 @@ class DealtStream(IterableDataset[Any]):
         return self.source.dataset
 
     def _seed_collate(self, position: int) -> None:
-        """In a worker, let `collate_fn` draw the same after a resume at `position`."""
+        """Seed what `collate_fn` draws in a worker by `position`, as it is after a resume."""
         if get_worker_info() is not None:
             seed_all(mix(self.seed, position, self.rank, 5))
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from distributed.data.copies import copied
 from distributed.data.error_notes import read
 from distributed.data.order import mix
 from distributed.data.samples import WorkerInit
 from distributed.data.source import Source
-from distributed.data.stream import DealtStream, SelfShardedStream, copied, same
+from distributed.data.stream import DealtStream, SelfShardedStream, same
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 

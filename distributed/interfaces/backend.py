@@ -91,8 +91,10 @@ class CommunicationTimes(NamedTuple):
 class SharedSettings(ABC):
     """Values that must be equal on all ranks, such as hyperparameters."""
 
-    is_known = True
-    """Whether this rank knows its values: not what losses are means of, if it had no sample yet."""
+    @property
+    def is_known(self) -> bool:
+        """True if this rank knows its values: not what losses are means of, if it had no sample yet."""
+        return True
 
     @abstractmethod
     def digest(self) -> float:

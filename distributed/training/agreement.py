@@ -51,7 +51,7 @@ class Settings(SharedSettings):
         )
 
     @property
-    def is_known(self) -> bool:  # type: ignore[override]
+    def is_known(self) -> bool:
         return self._objective.knows_averages
 
     def digest(self) -> float:

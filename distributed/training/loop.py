@@ -426,7 +426,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 allowed="at least one sample",
                 remedy=f"Use a global batch of at most its length (now {self.feed.global_batch_size})"
                 if self.feed.drop_last
-                else "Check the source it reads from, and that each iter() of it begins again",
+                else "Check the source it reads from, and that each iter() of it starts at the first sample",
             )
 
     def _keep_best_accuracy(self, metrics: Mapping[str, float]) -> None:

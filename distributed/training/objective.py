@@ -305,7 +305,7 @@ class Objective:
 
     @property
     def knows_averages(self) -> bool:
-        """Whether `averages` is known: this rank has seen a loss where others have."""
+        """True if `averages` is known: this rank has seen a loss where others have."""
         return not self._num_missed
 
     def _warn_of_pairs(self, field: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.checkpoint.random_state import capture_rng, restore_rng
-from distributed.data.stream import copied
+from distributed.data.copies import copied
 from distributed.interfaces.backend import MicroBatch, Window
 from distributed.training.batch_transfer import tensors_of
 from distributed.training.forward_state import Buffers

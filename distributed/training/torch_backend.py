@@ -314,7 +314,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
 
     @property
     def placeholders(self) -> str:
-        """How a micro-batch without samples takes part in a step: ``computed``, where its forward pass has
+        """Part of a micro-batch without samples in a step: ``computed``, where its forward pass has
         collectives; ``zeros`` are its gradients, where only those are exchanged; ``skipped``."""
         return "computed" if self.world.size > 1 else "skipped"
 

@@ -266,7 +266,7 @@ def _refuse(path: str, value: Any) -> None:
 
 
 def _means(value: Any, other: Any) -> bool:
-    """Whether DeepSpeed reads `value` as `other`."""
+    """True if DeepSpeed reads `value` as `other`."""
     if other is None or isinstance(other, str):
         return bool(value == other or str(value).lower() == other)
     try:

@@ -86,8 +86,8 @@ class RunContracts(Suite):
     # -- C5 ----------------------------------------------------------------------------
 
     def test_c5_every_validation_sample_counts_once(self) -> None:
-        """For fewer samples than ranks, and every one of `lengths`, the sums are those of the whole set, also
-        where they are beyond what float32 can count."""
+        """Reduced sums are those of the whole set for every one of `lengths` and for two samples, also where
+        they are beyond what float32 can count."""
         data = self.bench.data(*problem(4))
         for ranks in self.sizes:
             model = self.bench.model(torch.float64)
