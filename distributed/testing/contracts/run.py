@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback
 from distributed.interfaces.callback import Context
@@ -86,17 +87,22 @@ class RunContracts(Suite):
     # -- C5 ----------------------------------------------------------------------------
 
     def test_c5_every_validation_sample_counts_once(self) -> None:
-        """Reduced sums are those of the whole set for every one of `lengths` and for two samples, also where
-        they are beyond what float32 can count."""
+        """For every one of `lengths` the reduced sums are those of the whole set, also where they
+        are beyond what float32 can count; and for batches of which one rank alone has the last."""
         data = self.bench.data(*problem(4))
         for ranks in self.sizes:
             model = self.bench.model(torch.float64)
             trainer = self.trainer(model, ranks, batch_size=2, **self.bench.validation_task())
             first = 2**24 + 1
-            for length in (2, *self.lengths):
+            for length in self.lengths:
                 x, _ = problem(length)
                 history = trainer.fit(data, self.bench.data(x, first + torch.arange(length)), epochs=1)
                 assert history.epochs[-1]["val_id"] == first + (length - 1) / 2
+            length = 2 * ranks + 1
+            samples = TensorDataset(problem(length)[0], first + torch.arange(length))
+            ready = DataLoader(samples, batch_sampler=torch.arange(length).split(2))
+            history = trainer.fit(data, ready, epochs=1)
+            assert history.epochs[-1]["val_id"] == first + (length - 1) / 2
 
     # -- C7 ----------------------------------------------------------------------------
 
