@@ -57,13 +57,13 @@ class Feed:
 
     Attributes:
         fewest: samples that a micro-batch with samples has at least, as far as the data allows.
-        every_rank: in evaluation, every rank has a sample in each window of a map-style set with enough.
-        joins: and micro-batches may become larger for that.
+        joins: in evaluation, micro-batches may become larger, so that each rank has a sample in every window.
+        continues_fit: an earlier `fit` of the same trainer is continued.
+        live: and it left the sampler in this process.
     """
 
     fewest = 1
-    every_rank = False
-    joins = False
+    joins = continues_fit = live = False
 
     def __init__(
         self,
@@ -129,10 +129,6 @@ class Feed:
         length = self.num_samples
         return None if length is None else -(-length // self.global_batch_size)
 
-    def deal(self, fewest: int, every_rank: bool = False, joins: bool = False) -> None:
-        """Set how the last windows are divided, which depends on the model."""
-        self.fewest, self.every_rank, self.joins = fewest, every_rank, joins
-
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The windows of `epoch` after the first `start` samples.
 
@@ -197,26 +193,18 @@ class Feed:
         if self.evaluation or not source.is_map:
             return None
         if self._drawn is not None:
-            return {"name": _SAMPLER, **self._drawn.position}
+            return {"name": _SAMPLER, "position": self._drawn.position}
         length = len(source.dataset)
         if source.order == "sequential":
             return {"name": _SEQUENTIAL, "num_samples": length}
         keyed = length >= LARGE if self._keyed is None else self._keyed
         return {"name": _KEYED if keyed else _RANDPERM, "seed": self.seed, "num_samples": length}
 
-    def continue_order(
-        self,
-        saved: Mapping[str, Any] | None,
-        inside: int | None = None,
-        continues_fit: bool = False,
-        live: bool = False,
-    ) -> None:
+    def continue_order(self, saved: Mapping[str, Any] | None, inside: int | None = None) -> None:
         """Continue in the order of a run that saved `order`; with other data the run takes its own.
 
         Args:
             inside: the epoch that the position is within; None between two.
-            continues_fit: an earlier `fit` of the same trainer was that run.
-            live: and left the sampler in this process.
 
         Raises:
             UserError: another version of this package saved it, and this one does not know the order; or
@@ -226,9 +214,8 @@ class Feed:
             self._samples.begin(inside)  # the length of the data may depend on it
         own, options = self.order, self.source.options
         # Workers that are made in each epoch begin with what this process has.
-        self._resumed = (
-            inside is not None or not options.get("num_workers") or bool(options.get("persistent_workers"))
-        )
+        made_anew = bool(options.get("num_workers")) and not options.get("persistent_workers")
+        self._resumed = inside is not None or not made_anew
         if own is None or saved is None:
             return
         if saved["name"] not in (_RANDPERM, _KEYED, _SAMPLER, _SEQUENTIAL):
@@ -242,9 +229,8 @@ class Feed:
         if inside is not None:
             self._check_same(own, saved)
         if self._drawn is not None and saved["name"] == _SAMPLER:
-            position = {name: saved[name] for name in ("first", "epochs", "digest") if name in saved}
-            strict = inside is not None or (self._repeats and not continues_fit)
-            self._drawn.continue_from(position, strict, continues_fit, live)
+            strict = inside is not None or (self._repeats and not self.continues_fit)
+            self._drawn.continue_from(saved.get("position", {}), strict, self.continues_fit, self.live)
         elif saved["name"] in (_RANDPERM, _KEYED) and saved.get("num_samples") in (
             None,
             own.get("num_samples"),
@@ -252,14 +238,11 @@ class Feed:
             self._keyed = saved["name"] == _KEYED
 
     def _check_same(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        kinds = [_RANDPERM if order["name"] == _KEYED else order["name"] for order in (own, saved)]
-        fields = {"seed": "seed", "num_samples": self.source.argument}
-        others = {
-            name: field for name, field in fields.items() if own.get(name) != saved.get(name, own.get(name))
-        }
-        if kinds[0] != kinds[1]:
-            others = {"name": self.source.argument}
-        for name, field in others.items():
+        own, saved = ({**o, "name": _RANDPERM if o["name"] == _KEYED else o["name"]} for o in (own, saved))
+        data = self.source.argument
+        for name, field in {"name": data, "seed": "seed", "num_samples": data}.items():
+            if own.get(name) == saved.get(name, own.get(name)):
+                continue
             raise UserError(
                 "the checkpoint was saved within an epoch whose order depends on this, so that some samples"
                 " would be missed and others repeated",
@@ -280,13 +263,8 @@ class Feed:
         return not self.source.is_map and "dataset" not in (self._restored or {})
 
     @property
-    def is_endless(self) -> bool:
-        """The epoch that `windows` began is drawn by a sampler without a known end."""
-        return self._drawn is not None and self._drawn.is_endless
-
-    @property
     def num_read(self) -> int | None:
-        """Samples of the epoch that `windows` began; None if unknown."""
+        """Samples of the epoch that `windows` began; None of streams, and without an end."""
         return self._end
 
     def ended(self, samples: int) -> bool:
@@ -335,7 +313,7 @@ class Feed:
     def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
         """(position, samples) of every window from `start` on."""
         size = self.global_batch_size
-        fewest = self._fewest * self.size * self.every_rank
+        fewest = self._fewest * self.size * self.evaluation
         for count in window_sizes(max(length - start, 0), size, fewest, self.joins):
             if count < size and self.drop_last:
                 return
@@ -365,7 +343,7 @@ class Feed:
         Without an order, indices are a slice.
         """
         windows = self._spans(len(self.source.dataset) if order is None else len(order), start)
-        if isinstance(order, torch.Tensor) and not self.every_rank:
+        if isinstance(order, torch.Tensor) and not self.evaluation:
             start = yield from self._dealt_together(order, start)
             windows = self._spans(len(order), start)
         if not isinstance(order, KeyedOrder):

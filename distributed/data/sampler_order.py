@@ -75,11 +75,6 @@ class SamplerOrder:
         """``epochs`` drawn so far, the ``first`` of them, and their ``digest``; empty before any."""
         return dict(self._position or {})
 
-    @property
-    def is_endless(self) -> bool:
-        """The epoch that was drawn last has no known end."""
-        return self._last is None
-
     def continue_from(self, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool) -> None:
         """Let `epoch` find the order of the run that saved `position`.
 
@@ -287,7 +282,11 @@ class SamplerOrder:
         # What an epoch of a part has, also where the sampler continues after it.
         own = set(map(repr, islice(indices, min(-(-total // size), _UNKNOWN))))
         parts = dict(self._gather((self.rank, own)))
-        if len(parts) > 1 and all(are_parts(parts[0], parts[r], total, len(parts)) for r in parts if r):
+        drawn_by_all = set().union(*parts.values())
+        # Of the whole data each sample once, but for padding or what is dropped at its end.
+        repeated = sum(map(len, parts.values())) - len(drawn_by_all)
+        covers = repeated <= -total % size and len(drawn_by_all) >= total - total % size
+        if size > 1 and (covers or all(are_parts(parts[0], parts[r], total, size) for r in parts if r)):
             raise UserError(
                 "the sampler draws another part of the data on each rank, and that of rank 0 would be dealt"
                 " out to all ranks",

@@ -53,8 +53,7 @@ def size_of_batches(batches: Any, dataset: Any) -> int | None:
     with RandomStreams(0), suppress(Exception):  # a class that needs set_epoch first, or a length
         sizes = [] if drawing is batches else [len(list(b)) for b in islice(drawing, _LOOKED_AT)]
     whole = set(sizes[:-1] if len(sizes) < _LOOKED_AT else sizes) or set(sizes)
-    (size,) = whole if len(whole) == 1 and max(sizes) in whole else (None,)
-    return size
+    return whole.pop() if len(whole) == 1 and max(sizes) in whole else None
 
 
 def copied_sampler(sampler: Any, dataset: Any) -> Any:
@@ -69,12 +68,10 @@ def copied_sampler(sampler: Any, dataset: Any) -> Any:
 def are_parts(one: set[str], other: set[str], total: int, ranks: int) -> bool:
     """Two sets of `total` samples have no more in common than padding, which is unlikely by chance."""
     common = len(one & other)
-    if not one or not other or common > ranks:
-        return False
-    if common == 0 and len(one | other) >= total:
-        return True
     # The hypergeometric distribution: of `other`, drawn at random, at most `common` are in `one`.
     size, drawn = len(one), len(other)
+    if not one or not other or common > ranks:
+        return False
     terms = (
         _log_choices(size, k) + _log_choices(total - size, drawn - k) - _log_choices(total, drawn)
         for k in range(common + 1)

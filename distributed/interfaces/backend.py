@@ -130,15 +130,13 @@ class Backend(ABC):
         timers: where forward, backward and optimizer seconds go (`mixins.timing`).
         omitted: names of parameters that `export_state` leaves out.
         reads_own_parameters: `import_state` reads a state in which ranks have parameters of their own.
-        needs_every_rank_in_evaluation: its forward pass in evaluation has collectives over the ranks with
-            different samples, to which each of them gets a sample where that is possible.
-        copies_in_evaluation: and a rank without a sample calls the user's code with a copy of others.
+        copies_in_evaluation: its forward pass in evaluation has collectives, for which a rank without a
+            sample calls the user's code with a copy of others.
         fewest_samples: after `prepare`: samples that a micro-batch of a smaller global batch has at least.
     """
 
     omitted: Collection[str] = ()
     reads_own_parameters = False
-    needs_every_rank_in_evaluation: Any = False
     copies_in_evaluation: Any = False
     fewest_samples = 1
     spec: BackendSpec

@@ -301,7 +301,7 @@ class MeshBackend(MeshState):
         return seen if self._reports else (0.0, 0)
 
     @property
-    def needs_every_rank_in_evaluation(self) -> bool:
+    def copies_in_evaluation(self) -> bool:
         return self.mesh is not None and self.mesh.dims.expert > 1
 
     @property

@@ -15,7 +15,10 @@ def train_feed(plan: RunPlan, task: Task, backend: Backend) -> Feed | None:
     if task.train_data is None:
         return None
     batch = plan.batch
-    return _make_feed(plan, task.train_data, backend, batch.batch_size, batch.gradient_accumulation_steps)
+    feed = _make_feed(plan, task.train_data, backend, batch.batch_size, batch.gradient_accumulation_steps)
+    feed.live = bool(task.run_state)
+    feed.continues_fit = feed.live or task.state_dir is not None
+    return feed
 
 
 def val_feeds(plan: RunPlan, task: Task, backend: Backend) -> dict[str, Feed]:

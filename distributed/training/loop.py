@@ -250,11 +250,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     def _check_length(self) -> None:
         """Raise a UserError for an epoch of another length than that by which a schedule was planned."""
-        if self.feed.is_endless and self.config.max_steps is None:
+        if self.feed.source.is_map and self.feed.num_read is None and self.config.max_steps is None:
             raise UserError(
                 "its sampler has no end, and with it the first epoch",
                 field="max_steps",
-                allowed="the number of optimizer steps",
                 remedy="Set max_steps, or give the sampler an end",
             )
         planned, found = self.planned_samples, self.feed.num_read
@@ -328,13 +327,11 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.backend.prepare(self.task)
         self.model, self.optimizer = self.backend.module, self.backend.optimizer
         self._given = hyperparameters(self.optimizer)
-        for feed in (self.feed, *self.validator.feeds.values()):
-            if feed is not None:
-                # In evaluation, so that collectives of the model or a validation step meet on all ranks.
-                if feed.evaluation:
-                    feed.deal(1, every_rank=True, joins=self.backend.copies_in_evaluation)
-                else:
-                    feed.deal(self.backend.fewest_samples)
+        if self.feed is not None:
+            self.feed.fewest = self.backend.fewest_samples
+        for feed in self.validator.feeds.values():
+            # So that collectives of the model or a validation step meet on all ranks.
+            feed.joins = self.backend.copies_in_evaluation
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 
@@ -352,7 +349,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.callbacks.gather()
         self.saver.prepare()
         if task.state_dir is not None:
-            self.resumer.load(task.state_dir, continues_fit=True)
+            self.resumer.load(task.state_dir)
         elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
             take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
         self.history.best_accuracy = self.progress.best_accuracy

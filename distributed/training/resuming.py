@@ -29,7 +29,6 @@ class Resumer:
 
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
-        self._continues_fit = False
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -71,12 +70,9 @@ class Resumer:
         log_on_rank_zero(backend, logging.INFO, message, directory)
         return False
 
-    def load(self, path: str, continues_fit: bool = False) -> None:
+    def load(self, path: str) -> None:
         """Load the checkpoint at `path`: model, optimizer, scaler, scheduler, progress, and this
         rank's random number generators when as many ranks with the same axes saved it.
-
-        Args:
-            continues_fit: an earlier `fit` of this trainer saved it for this one.
 
         Raises:
             UserError: it is missing, damaged, or of another model or optimizer.
@@ -86,7 +82,6 @@ class Resumer:
             raise UserError(
                 f"the checkpoint cannot be used: {problems[0]}", got=path, remedy="Load another one"
             )
-        self._continues_fit = continues_fit
         self._restore(path)
 
     def continue_fit(self, left: Mapping[str, Any]) -> None:
@@ -97,7 +92,7 @@ class Resumer:
         self.warm_up(state.progress.step)
         self.saver.continue_fit(state.progress.step, left["best_checkpoint"])
         # The caller's callbacks are the same objects, and may have been reset.
-        state.restore({**saved.common, "callbacks": []}, saved.rank, continues_fit=True, live=True)
+        state.restore({**saved.common, "callbacks": []}, saved.rank)
 
     def warm_up(self, step: int) -> None:
         """Run one throw-away step before the state after optimizer step `step` is loaded, so that lazily
@@ -161,7 +156,7 @@ class Resumer:
         same_size = same_size and saved.get("model_axes", "") == state.model_axes
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
-        state.restore(saved, {**rank, **self._stream(reader, own)}, self._continues_fit)
+        state.restore(saved, {**rank, **self._stream(reader, own)})
         self._warn_of_rates(saved.get("config") or {})
 
     def _warn_of_rates(self, saved: Mapping[str, Any]) -> None:

@@ -130,19 +130,11 @@ class TrainState:
             },
         )
 
-    def restore(
-        self,
-        common: Mapping[str, Any],
-        rank: Mapping[str, Any],
-        continues_fit: bool = False,
-        live: bool = False,
-    ) -> None:
+    def restore(self, common: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
         """Load both halves of a `Snapshot`, except for records. What is missing stays as it is.
 
         Args:
             rank: `Snapshot.rank`; without ``rng`` when another number of ranks saved it.
-            continues_fit: an earlier `fit` of the same trainer left it.
-            live: and did so in this process.
         """
         saved = common.get("progress", {})
         for item in fields(Progress):
@@ -155,7 +147,7 @@ class TrainState:
         self.callbacks.restore(common.get("callbacks", []))
         if self.feed is not None:
             inside = self.progress.epoch if self.progress.samples else None
-            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside, continues_fit, live)
+            self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside)
         if self.feed is not None and rank.get("stream") is not None:
             self.feed.restore(rank["stream"])
         # Last, because the lines above may draw random numbers.

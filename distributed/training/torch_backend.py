@@ -438,7 +438,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
                 for name, (total, count) in terms.items():
                     before = found.get(name, (0, 0))
                     found[name] = (before[0] + total, before[1] + count)
-                if not num_samples and self.needs_every_rank_in_evaluation:
+                if not num_samples:
                     self.evaluate_stand_in(batch)
         return found
 
@@ -446,12 +446,10 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
         return self.objective.evaluate(self.module, batch, num_samples)
 
-    @property
-    def copies_in_evaluation(self) -> bool:
-        return bool(self.needs_every_rank_in_evaluation)
-
     def evaluate_stand_in(self, batch: Any) -> None:
-        """Take part in the collectives of a forward pass of the other ranks."""
+        """Take part in the collectives of a forward pass of the other ranks, where it has any."""
+        if not self.copies_in_evaluation:
+            return
         before = Untouched(self.module)
         self.evaluate(self.to_device(stand_in(batch)), 0)
         before.restore()

@@ -457,10 +457,11 @@ class ShardOfRank(Sampler[int]):
     """The part of the rank whose environment it reads."""
 
     def __len__(self) -> int:
-        return NUM // 2
+        return len(list(self))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(int(os.environ.get("RANK", "0")), NUM, 2))
+        rank, ranks = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+        return iter(range(rank, NUM, ranks or 2))
 
 
 class OfRank(Sampler[int]):
@@ -595,8 +596,9 @@ def test_fits_within_an_epoch_tell_it_once(ranks: int, rank_pool: RankPool) -> N
     assert distance(model, plain(batches_of(rows))) < EXACT
 
 
-def test_parts_are_refused_after_another_sampler_too(rank_pool: RankPool) -> None:
-    run = trainer(linear(), rank_pool, 2, backend="pytorch-ddp", global_batch_size=6)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_are_refused_after_another_sampler_too(ranks: int, rank_pool: RankPool) -> None:
+    run = trainer(linear(), rank_pool, ranks, backend="pytorch-ddp", global_batch_size=6)
     run.fit(loader(Shuffled()), epochs=1)
     with pytest.raises(UserError, match="another part of the data on each rank"):
         run.fit(loader(ShardOfRank()), epochs=1)

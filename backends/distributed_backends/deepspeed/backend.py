@@ -352,7 +352,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     # -- evaluation ------------------------------------------------------------------------
 
     @property
-    def needs_every_rank_in_evaluation(self) -> bool:
+    def copies_in_evaluation(self) -> bool:
         return self.stage == 3 and self.world.size > 1
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:

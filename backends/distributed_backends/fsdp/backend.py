@@ -240,10 +240,6 @@ class FSDPBackend(MeshBackend):
 
     # -- evaluation ------------------------------------------------------------------
 
-    @property
-    def needs_every_rank_in_evaluation(self) -> bool:
-        return super().needs_every_rank_in_evaluation or self._sharded is not None
-
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         if self.pipeline is not None:
             return super().evaluate(batch, num_samples)
@@ -253,7 +249,7 @@ class FSDPBackend(MeshBackend):
     @property
     def copies_in_evaluation(self) -> bool:
         follows = self._order is not None and self.pipeline is None and not self.shares_model
-        return super().copies_in_evaluation and not follows
+        return (super().copies_in_evaluation or self._sharded is not None) and not follows
 
     def evaluate_stand_in(self, batch: Any) -> None:
         if self._sharded is None or self._order is None or self.copies_in_evaluation:
