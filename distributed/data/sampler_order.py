@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class SamplerOrder:
         self.source, self.seed, self.rank = source, seed, rank
         self._sampler, self._broadcast, self._gather = source.sampler, broadcast, gather
         self._holds_batches = source.order == "batch_sampler"
-        self._position: dict[str, Any] | None = None
+        self._position: dict[str, Any] = {}
         self._saved: tuple[Mapping[str, Any], bool, bool, bool] | None = None
         self._last: list[Any] | None = []
         self._endless: Iterator[Any] = iter(())
@@ -73,7 +73,7 @@ class SamplerOrder:
     @property
     def position(self) -> dict[str, Any]:
         """``epochs`` drawn so far, the ``first`` of them, and their ``digest``; empty before any."""
-        return dict(self._position or {})
+        return dict(self._position)
 
     def continue_from(self, saved: Mapping[str, Any], strict: bool, continues_fit: bool, live: bool) -> None:
         """Let `epoch` find the order of the run that saved `position`.
@@ -97,7 +97,7 @@ class SamplerOrder:
         if self._saved is not None:
             self._draw_again(epoch, *self._saved)
             self._saved = None
-        if self._position is None:
+        if not self._position:
             self._position = {"first": epoch, "epochs": epoch, "digest": ""}
             self._keep_origin(anew=True)
         if self._position["epochs"] <= epoch:
@@ -108,32 +108,28 @@ class SamplerOrder:
 
     def _draw(self, epoch: int) -> None:
         """Draw an epoch, or begin to draw one without an end. Collective."""
-        drawn: list[Any] | None = []
-        agreed = False
-        if self.rank == 0 or self._gather is not None:
-            drawn, self._endless = self._begun(self._sampler, epoch)
-        own = drawn, _digest(drawn)
-        if self._gather is not None and drawn is not None:
-            agreed = self._compare(drawn, own[1], epoch)
-        elif self._gather is not None:
-            head = list(islice(self._endless, _CHUNK))
-            self._compare(head, _digest(head), epoch)
-            self._endless = iter(()) if self.rank else chain(head, self._endless)
-        self._last, digest = own if agreed else self._broadcast(own)
+        drawn = self._begun(self._sampler, epoch) if self.rank == 0 or self._gather is not None else []
+        head = drawn if isinstance(drawn, list) else list(islice(drawn, _CHUNK))
+        ends, digest = head is drawn, _digest(head)
+        agreed = self._gather is not None and self._compare(head, digest, epoch)
+        self._endless = iter(()) if ends or self.rank else chain(head, drawn)
+        own = (head if ends else None), digest
+        self._last, digest = own if agreed and ends else self._broadcast(own)
         if self._last is not None:
-            self._position = _after(self._position or {}, epoch, digest)
+            self._position = _after(self._position, epoch, digest)
 
-    def _begun(self, sampler: Any, epoch: int) -> tuple[list[Any] | None, Iterator[Any]]:
-        """(what `sampler` draws in `epoch`, nothing), or (None, the same without an end)."""
-        opened, limit = self._opened(sampler, epoch), _limit(sampler)
+    def _begun(self, sampler: Any, epoch: int) -> list[Any] | Iterator[Any]:
+        """Indices or batches that `sampler` draws in `epoch`: a list, or an iterator without an end."""
+        length = length_of(sampler) or 0
+        opened, limit = self._opened(sampler, epoch), max(length, _UNKNOWN) if length <= _WHOLE else 0
         drawn: list[Any] = []
         number = 0
         for item in opened if limit else ():
             drawn.append(item)
             number += len(item) if self._holds_batches else 1
             if number > limit:
-                return None, chain(drawn, opened)
-        return (drawn, iter(())) if limit else (None, opened)
+                return chain(drawn, opened)
+        return drawn if limit else opened
 
     def _opened(self, sampler: Any, epoch: int) -> Iterator[Any]:
         """What `sampler` yields in `epoch`, drawn under the epoch's seed."""
@@ -182,9 +178,9 @@ class SamplerOrder:
             for epoch in range(saved["first"], saved["epochs"]):
                 if tells:
                     set_epoch(self.source.dataset, self.seed, epoch)
-                drawn, endless = self._begun(drawing, epoch)
-                last = drawn or []
-                position = _after(position, epoch, _digest(drawn) if drawn else _digest_of_all(endless))
+                drawn = self._begun(drawing, epoch)
+                last = drawn if isinstance(drawn, list) else []
+                position = _after(position, epoch, _digest(drawn))
             if position == dict(saved):
                 if sampler is self._sampler or not live:
                     self._keep_origin()
@@ -206,9 +202,9 @@ class SamplerOrder:
     def rewind(self) -> None:
         """Leave the sampler as it was before its first draw in this process."""
         origin = self._origin()
-        if self._position is not None and origin is not None:
+        if self._position and origin is not None:
             self._become(copied_sampler(origin, self.source.dataset))
-        self._position = self._agreed = None
+        self._position, self._agreed = {}, None
 
     def _become(self, drawn: Any) -> None:
         """Give the user's sampler, which callbacks may hold, the state of a copy of it."""
@@ -268,12 +264,13 @@ class SamplerOrder:
 
     def _follows(self, digest: str, epoch: int) -> bool:
         """True on rank 0, and where drawing alone has changed the sampler, which drew `digest` in `epoch`."""
-        drawing, drawn = copied_sampler(self._origin(), self.source.dataset), None
+        drawing: Any = copied_sampler(self._origin(), self.source.dataset)
         if self.rank == 0 or drawing is None:
             return self.rank == 0
-        for each in range((self._position or {}).get("first", epoch), epoch + 1):
-            drawn, _ = self._begun(drawing, each)
-        return _digest(drawn) == digest
+        for each in range(self._position.get("first", epoch), epoch):
+            _digest(self._begun(drawing, each))
+        drawn = self._begun(drawing, epoch)
+        return _digest(drawn if isinstance(drawn, list) else islice(drawn, _CHUNK)) == digest
 
     def _check_parts(self, drawn: list[Any]) -> None:
         assert self._gather is not None
@@ -310,15 +307,14 @@ class SamplerOrder:
             UserError: the sampler drew others before the run was saved.
         """
         hashed, passed = hashlib.blake2b(digest_size=16), 0
-        while self.rank == 0 and passed < start:
-            (drawn,) = list(islice(self._endless, 1)) or [None]
-            hashed.update(f"{drawn!r},".encode())
-            passed += start if drawn is None else len(drawn) if self._holds_batches else 1
+        while self.rank == 0 and passed < start and (drawn := list(islice(self._endless, 1))):
+            hashed.update(_text(drawn))
+            passed += len(drawn[0]) if self._holds_batches else 1
         if digest and self._broadcast(hashed.hexdigest()) != digest:
             raise self._other_samples(f"the first {start} draws")
         while ahead := self._broadcast(self._ahead(size, hashed)):
             yield from ahead
-        self._position = _after(self._position or {}, epoch, self._broadcast(hashed.hexdigest()))
+        self._position = _after(self._position, epoch, self._broadcast(hashed.hexdigest()))
 
     def _ahead(self, size: int, hashed: Any) -> list[tuple[list[Any], str]]:
         found = []
@@ -326,7 +322,7 @@ class SamplerOrder:
             window = list(islice(self._endless, size))
             if not window:
                 break
-            hashed.update("".join(f"{drawn!r}," for drawn in window).encode())
+            hashed.update(_text(window))
             found.append((window, hashed.hexdigest()))
         return found
 
@@ -345,21 +341,15 @@ def _after(position: Mapping[str, Any], epoch: int, digest: str) -> dict[str, An
     return {**position, "epochs": epoch + 1, "digest": fingerprint([position["digest"], digest])}
 
 
-def _digest(drawn: list[Any] | None) -> str:
-    plain = drawn is not None and all(type(index) is int for index in drawn)
-    return fingerprint([torch.tensor(drawn, dtype=torch.int64)] if plain else map(repr, drawn or ()))
-
-
-def _digest_of_all(drawn: Iterator[Any]) -> str:
-    hashed = hashlib.blake2b(digest_size=16)
-    for item in drawn:
-        hashed.update(f"{item!r},".encode())
+def _digest(drawn: Iterable[Any]) -> str:
+    """Digest of indices or batches, which are drawn for it."""
+    hashed, rest = hashlib.blake2b(digest_size=16), iter(drawn)
+    while chunk := list(islice(rest, _CHUNK)):
+        hashed.update(_text(chunk))
     return hashed.hexdigest()
 
 
-def _limit(sampler: Any) -> int:
-    """Indices up to which the order of an epoch is kept."""
-    length = length_of(sampler)
-    if length is None:
-        return _UNKNOWN
-    return max(length, _UNKNOWN) if length <= _WHOLE else 0
+def _text(drawn: list[Any]) -> bytes:
+    # NumPy shortens the repr of long arrays.
+    plain = (each.tolist() if hasattr(each, "tolist") else each for each in drawn)
+    return "".join(f"{each!r}," for each in plain).encode()
