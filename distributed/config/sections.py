@@ -140,13 +140,8 @@ class DataSection(Section):
     @property
     def loader_options(self) -> dict[str, Any]:
         """Arguments of a DataLoader over data that is given without one, other than its defaults."""
-        found = {
-            "num_workers": self.num_workers,
-            "pin_memory": self.pin_memory,
-            "prefetch_factor": self.prefetch_factor,
-            "persistent_workers": self.persistent_workers,
-        }
-        return {name: value for name, value in found.items() if value}
+        names = {"num_workers", "pin_memory", "prefetch_factor", "persistent_workers"}
+        return {name: value for name, value in self.model_dump(include=names).items() if value}
 
 
 class CheckpointSection(Section):

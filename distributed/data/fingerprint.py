@@ -48,7 +48,7 @@ def _add_to_digest(value: Any, digest: Any, seen: dict[int, Any]) -> None:
     elif isinstance(value, bytes):
         digest.update(value)
     elif isinstance(value, (bool, int, float, str)):
-        digest.update(repr(value).encode())
+        digest.update(f"{value!r},".encode())
     elif not isinstance(value, (type, ModuleType)) and id(value) not in seen:
         seen[id(value)] = value
         _add_to_digest(getattr(value, "__dict__", None), digest, seen)

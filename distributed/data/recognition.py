@@ -79,17 +79,11 @@ def _is_loader(data: Any) -> bool:
 def check_shards(sampler: Any, argument: str) -> None:
     """Raise a UserError for a sampler, or one inside of it, that was made for one of several ranks."""
     for part in inner_samplers(sampler):
-        _check_world(
-            part, (*_WORLDS, "num_shards"), "sampler", argument, "DistributedSampler over the dataset"
-        )
+        _check_world(part, (*_WORLDS, "num_shards"), "sampler", argument)
 
 
-def _check_world(part: Any, names: tuple[str, ...], kind: str, argument: str, other: str) -> None:
-    """Raise a UserError for what states a number of ranks above 1 under one of `names`.
-
-    Args:
-        other: what is allowed beside a `part` for all ranks.
-    """
+def _check_world(part: Any, names: tuple[str, ...], kind: str, argument: str, other: str = "") -> None:
+    """Raise a UserError for what states several ranks under one of `names`; `other` is allowed."""
     for name in (*names, *(f"_{name}" for name in names)):
         number = None
         with suppress(Exception):  # a property of the user's class raises anything
@@ -100,7 +94,7 @@ def _check_world(part: Any, names: tuple[str, ...], kind: str, argument: str, ot
                 " dealt out to the ranks once more",
                 field=argument,
                 got=f"{type(part).__name__} with {name}={number}",
-                allowed=f"a {kind} that yields the samples of all ranks; {other}",
+                allowed=f"a {kind} that yields the samples of all ranks{other}",
                 remedy=f"Make it for a world of one ({name}=1), as its rank 0: each rank gets its part",
             )
 
@@ -117,9 +111,7 @@ def check_stream(dataset: Any, argument: str) -> None:
             remedy="Give the WebDataset, or a torch DataLoader over it with batch_size",
         )
     if isinstance(dataset, IterableDataset) and getattr(dataset, "shards_itself", None) is None:
-        other = (
-            "one that declares shards_itself: True where each rank makes its own, False where it yields all"
-        )
+        other = ", or declares shards_itself: True where each rank makes its own, False where it yields all"
         _check_world(dataset, _WORLDS, "stream", argument, other)
     split = getattr(dataset, "_distributed", None)
     if ("datasets", "IterableDataset") not in kinds or getattr(split, "world_size", 1) == 1:

@@ -114,7 +114,7 @@ class SamplerOrder:
         agreed = self._gather is not None and self._compare(head, digest, epoch)
         self._endless = iter(()) if ends or self.rank else chain(head, drawn)
         own = (head if ends else None), digest
-        self._last, digest = own if agreed and ends else self._broadcast(own)
+        self._last, digest = own if agreed and ends else self._broadcast(None if self.rank else own)
         if self._last is not None:
             self._position = _after(self._position, epoch, digest)
 

@@ -136,10 +136,9 @@ class DealtStream(IterableDataset[Any]):
             windows = chain(first, windows)
         position = self.start
         for window, state in windows:
-            self._seed_collate(position)
-            position += len(window)
             spans = split_window(len(window), self.rank, self.size, self.batch_size, self.fewest)
-            yield len(window), self._collated(window, spans, len(spans)), state
+            yield len(window), self._collated(window, position, spans, len(spans)), state
+            position += len(window)
 
     def _windows(self, wanted: int, start: int) -> Iterator[tuple[list[Any], Any]]:
         self._open_epochs()
@@ -228,16 +227,13 @@ class DealtStream(IterableDataset[Any]):
         """The user's dataset."""
         return self.source.dataset
 
-    def _seed_collate(self, position: int) -> None:
-        """Seed what `collate_fn` draws in a worker by `position`, as it is after a resume."""
-        if get_worker_info() is not None:
-            seed_all(mix(self.seed, position, self.rank, 5))
-
     def _collated(
-        self, window: list[Any], spans: list[tuple[int, int]], number: int
+        self, window: list[Any], position: int, spans: list[tuple[int, int]], number: int
     ) -> list[tuple[Any, int]]:
         """`number` micro-batches, placeholders behind those of `spans`. No sample is collated twice: that may
         change it."""
+        if get_worker_info() is not None:  # what is drawn goes by the position, as it is after a resume
+            seed_all(mix(self.seed, position, self.rank, 5))
         collate = self.source.collate_fn
         found = [(collate(window[start:stop]), stop - start) for start, stop in spans if stop > start]
         found = found or [(collate(window[: self.batch_size]), 0)]
@@ -251,10 +247,10 @@ class SelfShardedStream(DealtStream):
     def __iter__(self) -> Iterator[Any]:
         position = self.state.get("position", 0) if "dataset" in self.state else 0
         for window, state in self._windows(self.batch_size * self.accumulation, 0):
-            self._seed_collate(position)
+            spans = split_window(len(window), 0, 1, self.batch_size, self.fewest)
+            # Every rank runs the same number of micro-batches, whatever its stream holds.
+            micro_batches = self._collated(window, position, spans, self.accumulation)
             position += len(window)
             if state is not None:
                 state["position"] = position
-            spans = split_window(len(window), 0, 1, self.batch_size, self.fewest)
-            # Every rank runs the same number of micro-batches, whatever its stream holds.
-            yield len(window), self._collated(window, spans, self.accumulation), state
+            yield len(window), micro_batches, state
