@@ -52,7 +52,7 @@ def chain(rows: int = 100, flops: float = 1000.0, blocks: int = 2, cut: Cut | No
         (BlockWork(), *(BlockWork((product,), (product._replace(number=2),)) for _ in range(blocks))),
         OptimizerWork((Operations("elementwise", 1, NONE, Size(0, 20.0)),)),
     )
-    block = BlockFacts("block", rows, 0, 0, NONE, NONE, NONE, NONE)
+    block = BlockFacts("block")
     received = (NONE, NONE)
     if cut is not None and cut.pipeline > 1:
         last = cut.pipeline - 1
