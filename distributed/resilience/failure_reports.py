@@ -238,13 +238,8 @@ def _position() -> dict[str, Any]:
 def _arguments(error: UserError) -> dict[str, Any]:
     got = redact(error.got, error.field or "")
     plain = got is None or isinstance(got, (bool, int, float, str))
-    return {
-        "message": redact_text(error.message),
-        "field": error.field,
-        "allowed": error.allowed,
-        "got": got if plain else repr(got),
-        "remedy": error.remedy,
-    }
+    shown = got if plain else repr(got)
+    return {"message": redact_text(error.message), **error.details, "got": shown}
 
 
 class FailureBoard:
