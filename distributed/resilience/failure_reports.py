@@ -24,7 +24,6 @@ from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.memory_failures import bases_of
 from distributed.resilience.phase_journal import current
 from distributed.system.disk_room import write_with_reserve
-from distributed.system.output import print_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,7 +36,6 @@ __all__ = [
     "forget_chosen_batch",
     "is_second_hand",
     "note_chosen_batch",
-    "print_line",
 ]
 
 _chosen_batch: tuple[int, int] | None = None
