@@ -10,7 +10,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from distributed._moved import install
 from distributed._version import __version__
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ if TYPE_CHECKING:
     )
     from distributed.training.process_group_backend import ProcessGroupBackend
     from distributed.training.torch_backend import StepModule, TorchBackend
-
-install()
 
 _NAMES = {
     "distributed.callbacks": ("EarlyStopping",),

@@ -12,9 +12,9 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "EXIT_MISTAKE",
@@ -79,6 +79,11 @@ class UserError(Exception):
         self.allowed, self.remedy = allowed, remedy
         super().__init__(self.paragraph())
 
+    @property
+    def details(self) -> dict[str, Any]:
+        """The arguments that follow the message."""
+        return {"field": self.field, "got": self.got, "allowed": self.allowed, "remedy": self.remedy}
+
     def paragraph(self) -> str:
         """The whole error as one paragraph without line breaks and without secrets."""
         from distributed.redaction import redact, redact_text
@@ -95,17 +100,11 @@ class UserError(Exception):
         return " ".join(" ".join(redact_text(part).split()) for part in parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_user_error, (self.message, self.field, self.got, self.allowed, self.remedy))
+        return partial(UserError, self.message, **self.details), ()
 
 
 def _ended(sentence: str) -> str:
     return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
-
-
-def _rebuild_user_error(
-    message: str, field: str | None, got: object, allowed: str | None, remedy: str | None
-) -> UserError:
-    return UserError(message, field=field, got=got, allowed=allowed, remedy=remedy)
 
 
 class Preempted(SystemExit):

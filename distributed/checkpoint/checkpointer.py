@@ -33,19 +33,18 @@ from distributed.checkpoint.file_names import (
 from distributed.checkpoint.filesystem import FileLayer, seal, unseal
 from distributed.checkpoint.lease import Lease
 from distributed.checkpoint.object_store import located
-from distributed.checkpoint.reader import PortableReader, check_files, read_index, read_manifest, verify
+from distributed.checkpoint.reader import check_files, read_index, read_manifest, verify
 from distributed.checkpoint.staging_buffers import HostBuffers
 from distributed.checkpoint.writer import manifest_of, merge_indexes, merge_scalars
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
-from distributed.interfaces.checkpointer import Checkpointer
 from distributed.interfaces.state import BackendState
 from distributed.system.strict_json import shown
 
 logger = logging.getLogger("distributed")
 
 
-class PortableCheckpointer(Checkpointer):
+class PortableCheckpointer:
     """Portable checkpoints of one run under `directory`.
 
     Args:
@@ -234,18 +233,6 @@ class PortableCheckpointer(Checkpointer):
     def latest(self) -> str | None:
         """Path of the newest complete checkpoint whose manifest is valid, None without."""
         return next(self.candidates(), None)
-
-    def open(self, path: str) -> PortableReader:
-        """Open a committed checkpoint.
-
-        Raises:
-            UserError: the checkpoint is missing, incomplete or damaged; the message names the file.
-        """
-        return PortableReader(path)
-
-    def verify(self, path: str) -> list[str]:
-        """Read a checkpoint through; one line per problem, empty when it is good."""
-        return verify(path)
 
     def mark_best(self, path: str) -> None:
         """Name the checkpoint at `path` the best: it is kept until another one is.

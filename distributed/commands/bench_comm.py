@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_MOST_SIZES = 64
 _FIELDS = ("num_processes", "num_gpus", "device", "communication_backend")
 
 

@@ -142,12 +142,11 @@ def _settings() -> dict[str, _Setting]:
     }.items():
         if hasattr(torch._C, f"_get_{core}") and hasattr(torch._C, f"_set_{core}"):
             found[name] = _core(core)
-    if hasattr(torch._C, "_get_fp32_precision_getter"):  # torch 2.9
-        for pair in _PLACES:
-            found[f"torch.backends{_path(*pair)}.fp32_precision"] = _Setting(
-                partial(torch._C._get_fp32_precision_getter, *pair),
-                partial(torch._C._set_fp32_precision_setter, *pair),
-            )
+    for pair in _PLACES:
+        found[f"torch.backends{_path(*pair)}.fp32_precision"] = _Setting(
+            partial(torch._C._get_fp32_precision_getter, *pair),
+            partial(torch._C._set_fp32_precision_setter, *pair),
+        )
     return found
 
 

@@ -17,10 +17,6 @@ from pydantic import (
     model_validator,
 )
 
-from distributed._moved import moved_names
-
-__getattr__ = moved_names(__name__)
-
 
 def local_path(place: str | None) -> str | None:
     """`place` as a path of a host, ``file://`` taken off; None for an object store's URL, and for None."""

@@ -310,30 +310,25 @@ class Feed:
         for window in self._loaded(plan(), epoch, start):
             yield window, {"drawn": digests.popleft()}
 
-    def _starts(self, length: int, start: int) -> Iterator[tuple[int, int]]:
-        """(position, samples) of every window from `start` on."""
-        size = self.global_batch_size
-        fewest = self._fewest * self.size * self.evaluation
-        for count in window_sizes(max(length - start, 0), size, fewest, self.joins):
-            if count < size and self.drop_last:
-                return
-            yield start, count
-            start += count
-
     @property
     def _fewest(self) -> int:
         return min(self.fewest, self.batch_size)
 
     def _spans(self, length: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Per window: samples over all ranks, and this rank's micro-batches as (first position, end, samples
-        that count)."""
-        for position, count in self._starts(length, start):
+        """Per window from `start`: samples over all ranks, and this rank's micro-batches as (first position,
+        end, samples that count)."""
+        size = self.global_batch_size
+        fewest = self._fewest * self.size * self.evaluation
+        for count in window_sizes(max(length - start, 0), size, fewest, self.joins):
+            if count < size and self.drop_last:
+                return
             spans = []
             most = max(self.batch_size, -(-count // (self.size * self.accumulation)))
             for begin, end in split_window(count, self.rank, self.size, most, self._fewest):
                 low, high = (begin, end) if end > begin else (0, min(count, self.batch_size))
-                spans.append((position + low, position + high, end - begin))
+                spans.append((start + low, start + high, end - begin))
             yield count, spans
+            start += count
 
     def _dealt(
         self, order: torch.Tensor | KeyedOrder | list[Any] | None, start: int

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distributed._moved import moved_names
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Task
 
 __all__ = ["Backend", "CommunicationTimes", "MicroBatch", "SharedSettings", "StepResult", "Window"]
-
-__getattr__ = moved_names(__name__)
 
 
 class MicroBatch(NamedTuple):

@@ -19,7 +19,6 @@ def resolve_batch(
     data_parallel_size: int,
     loader_batch_size: int | None,
     has_batches: bool = False,
-    argument: str = "train_loader",
 ) -> BatchPlan:
     """Derive the values that are not explicit.
 
@@ -34,7 +33,6 @@ def resolve_batch(
             batch is cut.
         loader_batch_size: the DataLoader's own, or None.
         has_batches: its batches are those of a batch sampler, and stay whole.
-        argument: what the loader is called in messages.
 
     Raises:
         UserError: explicit values contradict each other, with the nearest that do not.
@@ -45,7 +43,7 @@ def resolve_batch(
     if loader_batch_size is not None and (global_batch_size is None or has_batches):
         if batch_size is not None and batch_size != loader_batch_size:
             raise UserError(
-                f"the config sets {batch_size} samples per rank and {argument} yields batches of"
+                f"the config sets {batch_size} samples per rank and train_loader yields batches of"
                 f" {loader_batch_size}",
                 field="batch_size",
                 got=batch_size,

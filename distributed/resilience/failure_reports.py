@@ -24,7 +24,6 @@ from distributed.resilience.hang_diagnosis import name_ranks
 from distributed.resilience.memory_failures import bases_of
 from distributed.resilience.phase_journal import current
 from distributed.system.disk_room import write_with_reserve
-from distributed.system.output import print_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,7 +36,6 @@ __all__ = [
     "forget_chosen_batch",
     "is_second_hand",
     "note_chosen_batch",
-    "print_line",
 ]
 
 _chosen_batch: tuple[int, int] | None = None
@@ -238,13 +236,8 @@ def _position() -> dict[str, Any]:
 def _arguments(error: UserError) -> dict[str, Any]:
     got = redact(error.got, error.field or "")
     plain = got is None or isinstance(got, (bool, int, float, str))
-    return {
-        "message": redact_text(error.message),
-        "field": error.field,
-        "allowed": error.allowed,
-        "got": got if plain else repr(got),
-        "remedy": error.remedy,
-    }
+    shown = got if plain else repr(got)
+    return {"message": redact_text(error.message), **error.details, "got": shown}
 
 
 class FailureBoard:

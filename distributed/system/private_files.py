@@ -1,17 +1,11 @@
-"""Atomically written files, and folders that only this user may enter."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-
-def private_folder(prefix: str) -> Path:
-    """A new temporary folder that only this user may enter."""
-    return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 @contextmanager

@@ -119,13 +119,7 @@ class Resumer:
         try:
             self._restore_all(path)
         except UserError as error:
-            raise UserError(
-                f"cannot resume from {path}: {error.message}",
-                field=error.field,
-                got=error.got,
-                allowed=error.allowed,
-                remedy=error.remedy,
-            ) from None
+            raise UserError(f"cannot resume from {path}: {error.message}", **error.details) from None
 
     def _restore_all(self, path: str) -> None:
         backend, state = self.saver.backend, self.saver.state

@@ -34,7 +34,6 @@ DYNAMIC = {
     "distributed/commands/parser.py": "text of Python's argparse",
     "distributed/config/validation_errors.py": "text of a field's check, which is listed by itself",
     "distributed/operations/deploy/job.py": "text of the plan, for a run that is not started here",
-    "distributed/errors.py": "an error that comes back from another process",
     "distributed/resilience/failure_reports.py": "cause of a rank's failure",
     "distributed/parallel/context_axis.py": "text of a KernelError",
     "distributed/training/last_batch.py": "what a smaller global batch lacks",
@@ -77,7 +76,7 @@ _RUN_TIME_VALUES = {
     "', '.join((kind.__name__ for kind in _ELEMENTWISE))": "elementwise optimizers, such as AdamW",
     "SIGN_ALGORITHM": "signs of the version that saved it",
     "allowed": "one mask entry per block, (blocks, blocks) or (heads, blocks, blocks)",
-    "error.allowed": "values that also fit the smallest number of hosts",
+    "error.details": "what the end of the message says",
     "f'0 to {limit_name} - 1 = {limit - 1}'": "0 to the number of ranks minus 1",
     "f'0 to {size - 1}'": "0 to the group's size minus 1",
     "f'{_SAID[framework]} {field}'": "a model, optimizer or scheduler of the backend's framework",
@@ -219,8 +218,8 @@ def _first(node: ast.expr | None) -> str:
 
 
 def _advice(words: dict[str | None, ast.expr], path: Path) -> str:
-    allowed, remedy = _first(words.get("allowed")), _first(words.get("remedy")).rstrip(".")
-    node = words.get("allowed")
+    node = words.get("allowed", words.get(None))
+    allowed, remedy = _first(node), _first(words.get("remedy")).rstrip(".")
     if node is not None and allowed and not _has_words(allowed):
         allowed = _described(node, path) or (allowed if GAP not in allowed else "")
     found = f"Allowed: {allowed if allowed.endswith('...') else allowed.rstrip('.') + '.'}" if allowed else ""

@@ -23,10 +23,10 @@ from distributed.launch.supervisor import Supervisor
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.resilience.elastic import Elastic, SingleHost
-from distributed.resilience.failure_reports import print_line
 from distributed.resilience.phase_journal import Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor
 from distributed.resilience.stack_dumps import stack_path
+from distributed.system.output import print_line
 
 GONE = WorkerError("gone", rank=0, host="h", exc_type="SIGKILL")
 

@@ -25,11 +25,11 @@ from distributed.registry.catalog import get_catalog
 from distributed.resilience import phase_journal as journal
 from distributed.resilience import rank_monitor
 from distributed.resilience.divergence import checksum, trained
-from distributed.resilience.failure_reports import print_line
 from distributed.resilience.hang_diagnosis import RankSnapshot, diagnose
 from distributed.resilience.phase_journal import FAILED, RUNNING, Entry, Journal
 from distributed.resilience.rank_monitor import Limits, RankMonitor, write_report
 from distributed.resilience.stack_dumps import Frame, parse
+from distributed.system.output import print_line
 from tests.campaigns.failure_reports import CASES, RANK, Case, fail, shorten
 from tests.support import commands
 from tests.support.ports import free_port

@@ -19,9 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # user's scheduler would not drive.)
 _ELEMENTWISE = tuple(
     getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Rprop"),
-    )
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Rprop")
 )
 _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

@@ -284,11 +284,7 @@ def _check_plan(job: Job, catalog: Catalog) -> None:
             _plan(job, catalog, _place(job, nodes))
         except UserError as error:
             raise UserError(
-                f"with {nodes} of {job.num_nodes} hosts, {error.message}",
-                field=error.field,
-                got=error.got,
-                allowed=error.allowed,
-                remedy=error.remedy,
+                f"with {nodes} of {job.num_nodes} hosts, {error.message}", **error.details
             ) from None
 
 

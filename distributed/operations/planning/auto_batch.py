@@ -381,8 +381,7 @@ def _predict_needs(plan: RunPlan, task: Task) -> dict[str, Any]:
         if compares:
             refuse_chosen_batch("the loss compares the samples of a micro-batch with each other")
     except UserError as error:
-        names = ("message", "field", "got", "allowed", "remedy")
-        return {**found, "refused": {name: getattr(error, name) for name in names}}
+        return {**found, "refused": {"message": error.message, **error.details}}
     try:
         for size in plan.micro_batches:
             needs[str(size)] = memory.parts(with_micro_batch(plan, size)).total

@@ -88,7 +88,6 @@ def collect_facts(
         if targets is not None:
             with unset_fake_temporarily():
                 objective.declare_unmasked(targets)
-        whole_numel = sum(p.numel() for p in copied.parameters())
         with explained():
             resize = partial(resized_batch, batch, device=device)
             task = Task(copied, loss_fn=loss_fn, training_step=training_step)
@@ -102,7 +101,7 @@ def collect_facts(
     return ModelFacts(
         name=type(model).__name__,
         parameters=parameters,
-        blocks=recorder.block_facts(plain[0], parameters),
+        blocks=recorder.block_facts(),
         buffers=tuple(b.numel() * b.element_size() for b in copied.buffers() if not b.is_meta),
         first=plain[0],
         later=plain[1],
@@ -116,7 +115,6 @@ def collect_facts(
         work=WorkFacts(recorder.work(), optimizer_work(optimizer, **settings)),
         cut=cut,
         received=received,
-        whole_numel=whole_numel,
         cannot_recompute=refused,
         counts_targets=objective.counted,
         bucket_bytes=bucket_cap_mb * 2**20,

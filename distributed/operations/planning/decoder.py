@@ -123,14 +123,8 @@ def facts_from_numbers(
     """Facts about training a `Decoder` of these numbers with a cross-entropy over all tokens.
 
     Args:
-        layers: number of blocks.
-        hidden: width, a multiple of `heads`.
-        heads: of queries, a multiple of `kv_heads`.
-        ffn: width inside a feed-forward layer.
-        vocabulary: number of tokens.
-        sequence: tokens of a sample.
+        layers, hidden, heads, ffn, vocabulary, sequence, tied: as of `Decoder`.
         kv_heads: of keys and values; None for as many as of queries.
-        tied: whether the embedding is the output layer, too.
         precision: ``fp32``, ``bf16`` or ``fp16``: autocast as in training.
         optimizer: name of the optimizer that the configuration builds.
         momentum: of SGD.

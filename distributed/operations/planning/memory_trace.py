@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from distributed.checkpoint.dtensor import local_part
 from distributed.operations.planning.collective_trace import collective_of
-from distributed.operations.planning.work_trace import flops_of
 from distributed.planner.estimates.model_facts import Event, Kind
 
 __all__ = ["MemoryTrace", "RawTimeline"]
@@ -33,8 +31,6 @@ class RawTimeline:
         sizes: bytes of each tensor.
         events: in order of time.
         gradients: index of a parameter -> index of the tensor that is its gradient.
-        flops: index of a block -> floating-point operations of its forward.
-        outputs: index of a block -> bytes of what it returns.
         calls: index of a block -> number of its calls in forward.
         collectives: (operation, name of the process group, bytes), in order.
         sent: indices of the tensors that a stage sends, forward and backward.
@@ -44,8 +40,6 @@ class RawTimeline:
         self.sizes: list[int] = []
         self.events: list[Event] = []
         self.gradients: dict[int, int] = {}
-        self.flops: dict[int, int] = {}
-        self.outputs: dict[int, int] = {}
         self.calls: dict[int, int] = {}
         self.collectives: list[tuple[str, str, int]] = []
         self.sent: tuple[int | None, int | None] = (None, None)
@@ -63,7 +57,6 @@ class MemoryTrace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._line = RawTimeline()
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._inside: list[int] = []
         self._left: set[int] = set()
         self._marked: set[Event] = set()
         self._handles: list[Any] = []
@@ -91,7 +84,6 @@ class MemoryTrace(TorchDispatchMode):
             if storage is not None:
                 self._ignored[id(storage)] = storage
         self._live.clear()
-        self._inside.clear()  # a stage of a pipeline does not return from the model
         self._left.clear()
         self._marked.clear()
         self._backward = False
@@ -122,11 +114,6 @@ class MemoryTrace(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operations on the parts, which come here again
         result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if self._inside and not self._backward and packet in flop_registry:
-            flops = flops_of(packet, args, kwargs or {}, result)
-            block = self._inside[-1]
-            self._line.flops[block] = self._line.flops.get(block, 0) + flops
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
@@ -154,7 +141,6 @@ class MemoryTrace(TorchDispatchMode):
 
     def _watch_block(self, index: int, block: nn.Module) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside.append(index)
             if not self._backward:
                 self._line.calls[index] = self._line.calls.get(index, 0) + 1
             if self._backward or index in self._left:
@@ -165,14 +151,11 @@ class MemoryTrace(TorchDispatchMode):
                     tensor.register_hook(self._mark_once(Kind.LEAVE_BACKWARD, index))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._inside.pop()
             if self._backward or index in self._left:
                 return
             self._left.add(index)
             self.mark(Kind.LEAVE_FORWARD, index)
-            results = _tensors(output)
-            self._line.outputs[index] = sum(t.numel() * t.element_size() for t in results)
-            for tensor in results:
+            for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._mark_once(Kind.ENTER_BACKWARD, index))
 

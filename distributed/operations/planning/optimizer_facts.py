@@ -95,9 +95,7 @@ def optimizer_work(name: str, *, foreach: bool = False, **settings: Any) -> Opti
     """Operations of the update of one parameter, as lines in its elements.
 
     Args:
-        name: of the optimizer, as the configuration has it.
-        foreach: whether parameters are updated together, as torch does by default on GPUs.
-        settings: arguments of torch's class of this name, such as ``momentum``.
+        name, foreach, settings: as of `optimizer_facts`.
     """
     sides = (_ROWS, 2 * _ROWS)
     counted = []

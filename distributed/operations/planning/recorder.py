@@ -75,8 +75,6 @@ class Recorder:
         self.model, self.blocks, self._part = model, [model, *held], part
         self._objective, self._batch, self._device = objective, batch, device
         self._dtype = _AUTOCAST.get(precision)
-        self._flops: dict[int, Size] = {}
-        self._outputs: dict[int, Size] = {}
         self._calls: dict[int, int] = {}
         self._work: list[list[RawOperation]] = []
         self._in_halves = False
@@ -91,10 +89,6 @@ class Recorder:
         small, large = (self._record(number) for number in _SAMPLES)
         inputs = tuple(_line(a, b) for a, b in zip(*map(self._input_sizes, _SAMPLES), strict=True))
         self._calls = self._calls or small[0].calls
-        if not self._flops:
-            for name, target in (("flops", self._flops), ("outputs", self._outputs)):
-                a, b = getattr(small[0], name), getattr(large[0], name)
-                target.update({block: _line(a[block], b[block]) for block in a})
         first, later = (self._merge(a, b, inputs) for a, b in zip(small, large, strict=True))
         return first, later
 
@@ -243,30 +237,10 @@ class Recorder:
             if not p.is_meta
         )
 
-    def block_facts(self, first: Timeline, parameters: tuple[ParameterFacts, ...]) -> tuple[BlockFacts, ...]:
+    def block_facts(self) -> tuple[BlockFacts, ...]:
         """The model outside of its blocks, then each block."""
         names = {module: name for name, module in self.model.named_modules()}
-        forward = _forward_sizes(first)
-        inner = {b for block in self.blocks[1:] for b in block.buffers()}
-        facts = []
-        for index, block in enumerate(self.blocks):
-            own = [p for p in parameters if p.block == index]
-            buffers = [b for b in block.buffers() if not b.is_meta and (index or b not in inner)]
-            saved, workspace = forward.get(index, (Size(0), Size(0)))
-            facts.append(
-                BlockFacts(
-                    name=names[block],
-                    trained_elements=sum(p.numel for p in own if p.trained),
-                    frozen_elements=sum(p.numel for p in own if not p.trained),
-                    buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
-                    forward_flops=self._flops.get(index, Size(0)),
-                    saved=saved,
-                    output=self._outputs.get(index, Size(0)),
-                    workspace=workspace,
-                    calls=self._calls.get(index, 0),
-                )
-            )
-        return tuple(facts)
+        return tuple(BlockFacts(names[b], self._calls.get(i, 0)) for i, b in enumerate(self.blocks))
 
 
 def _in_order(groups: list[dict[str, Any]], parameters: Sequence[nn.Parameter]) -> None:
@@ -286,31 +260,6 @@ def _is_held(block: nn.Module) -> bool:
     """Whether this rank holds what a block has."""
     parameters = list(block.parameters())
     return not parameters or any(not p.is_meta for p in parameters)
-
-
-def _forward_sizes(timeline: Timeline) -> dict[int, tuple[Size, Size]]:
-    """Block -> what its forward leaves, and what it has at most beyond that at once."""
-    found: dict[int, tuple[Size, Size]] = {}
-    inside, owner = [0], dict[int, int]()
-    now: dict[int, tuple[float, float]] = {}
-    most: dict[int, tuple[float, float]] = {}
-    for kind, index in timeline.events:
-        if kind == Kind.BACKWARD:
-            break
-        if kind == Kind.ENTER_FORWARD and index:
-            inside.append(index)
-        elif kind == Kind.LEAVE_FORWARD and index and inside[-1] == index:
-            inside.pop()
-        elif kind in (Kind.ALLOCATE, Kind.FREE):
-            block = owner.setdefault(index, inside[-1])
-            sign, size = (1 if kind == Kind.ALLOCATE else -1), timeline.sizes[index]
-            fixed, each = now.get(block, (0.0, 0.0))
-            now[block] = (fixed + sign * size.fixed, each + sign * size.per_sample)
-            most[block] = max(most.get(block, (0.0, 0.0)), now[block], key=lambda pair: pair[0] + pair[1])
-    for block, (fixed, each) in now.items():
-        top = most[block]
-        found[block] = Size(fixed, each), Size(top[0] - fixed, top[1] - each)
-    return found
 
 
 def _line(small: int, large: int) -> Size:

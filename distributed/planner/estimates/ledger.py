@@ -46,10 +46,6 @@ class MemoryParts:
         live = self.total - self.framework
         return replace(self, fragmentation=self.fragmentation + round(share * live)) if share else self
 
-    def fits(self, capacity: int) -> bool:
-        """Whether the peak is at most `capacity` bytes."""
-        return self.total <= capacity
-
 
 _FRAGMENTATION = "fragmentation"
 

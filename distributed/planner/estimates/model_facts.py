@@ -190,24 +190,10 @@ class BlockFacts:
 
     Attributes:
         name: canonical name; empty for the model itself.
-        trained_elements: elements of its parameters that have a gradient.
-        frozen_elements: elements of the others.
-        buffer_bytes: bytes of its buffers.
-        forward_flops: floating-point operations of one forward pass, per sample.
-        saved: bytes that its forward leaves for backward, its output included.
-        output: bytes of what it returns.
-        workspace: most bytes that its forward has at once beyond what it leaves.
         calls: in one forward pass of the model.
     """
 
     name: str
-    trained_elements: int
-    frozen_elements: int
-    buffer_bytes: int
-    forward_flops: Size
-    saved: Size
-    output: Size
-    workspace: Size
     calls: int = 1
 
 
@@ -288,7 +274,6 @@ class ModelFacts:
         cut: which part of the model this is.
         received: what a stage receives for a micro-batch: its input, and the gradient of its output; 0 for
             what it does not receive.
-        whole_numel: elements of all parameters of the uncut model.
         cannot_recompute: why `first_recomputed` is None.
         counts_targets: whether the divisor of the mean loss is known after forward only.
         bucket_bytes: size of a bucket of gradients.
@@ -309,7 +294,6 @@ class ModelFacts:
     optimizer_name: str = "adamw"
     cut: Cut = WHOLE
     received: tuple[Size, Size] = _NOTHING
-    whole_numel: int = 0
     cannot_recompute: str = ""
     counts_targets: bool = True
     bucket_bytes: float = BUCKET

@@ -125,12 +125,6 @@ class ModelNumbers:
         return self.counted if self.stated is None else self.stated
 
     @cached_property
-    def active_parameters(self) -> int:
-        """Number of parameters that compute a token."""
-        idle = self.experts - self.experts_per_token
-        return self.counted - self.layers * idle * (self.expert_parameters // self.experts)
-
-    @cached_property
     def block_flops(self) -> int:
         """Floating-point operations of the matrices of a block per token, forward."""
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -150,11 +144,6 @@ class ModelNumbers:
     def forward_flops(self) -> int:
         """Floating-point operations per token, forward."""
         return self.layers * (self.block_flops + self.attention_flops) + self.output_flops
-
-    @property
-    def backward_flops(self) -> int:
-        """Floating-point operations per token, backward: twice as many as forward."""
-        return 2 * self.forward_flops
 
     @property
     def step_flops(self) -> float:

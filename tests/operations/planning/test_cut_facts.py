@@ -14,6 +14,7 @@ from distributed.errors import UserError
 from distributed.operations.planning.collect_facts import collect_facts, facts_source
 from distributed.operations.planning.cut_model import CutOptions
 from distributed.planner.estimates.model_facts import Collective, Cut, Kind, ModelFacts, Size, Timeline
+from tests.operations.planning.saved_bytes import saved_bytes
 
 WIDTH, INNER, LENGTH, CLASSES = 16, 64, 8, 10
 PLAN = CutOptions(tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
@@ -70,7 +71,6 @@ def test_tensor_ranks_hold_parts_and_add_up_once_in_each_direction() -> None:
     facts = facts_of(cut=Cut(tensor=2))
     # All but the bias of `down` is divided.
     assert facts.num_parameters == ENDS + 4 * ((BLOCK - WIDTH) // 2 + WIDTH)
-    assert facts.whole_numel == ENDS + 4 * BLOCK
     assert facts.first.collectives == 8 * (Collective("all_reduce", "tensor", HIDDEN),)
     forward = facts.first.events.index((Kind.BACKWARD, 0))
     assert [e.kind for e in facts.first.events[:forward]].count(Kind.COLLECTIVE) == 4
@@ -79,7 +79,7 @@ def test_tensor_ranks_hold_parts_and_add_up_once_in_each_direction() -> None:
 def test_slices_of_a_sequence_halve_what_forward_saves() -> None:
     whole, part = facts_of(), facts_of(cut=Cut(context=2))
     assert part.num_parameters == whole.num_parameters
-    assert part.blocks[1].saved == Size(0, whole.blocks[1].saved.per_sample / 2)
+    assert saved_bytes(part, 1) == Size(0, saved_bytes(whole, 1).per_sample / 2)
     # The batch is that of all slices, of which this rank has views.
     assert part.first.inputs == whole.first.inputs == 2 * (Size(0, LENGTH * 8),)
 

@@ -13,6 +13,7 @@ from distributed.operations.planning.collect_facts import collect_facts
 from distributed.operations.planning.decoder import facts_from_numbers
 from distributed.planner.estimates.memory import predict_memory
 from distributed.planner.estimates.split import Split
+from distributed.planner.estimates.work_facts import flops_of
 
 NUMBERS: dict[str, Any] = {
     "layers": 3,
@@ -40,7 +41,7 @@ def test_they_are_those_of_a_llama() -> None:
     theirs = collect_facts(transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens})
     ours = facts_from_numbers(**NUMBERS)
     assert ours.num_parameters == theirs.num_parameters
-    flops = [[block.forward_flops.per_sample for block in facts.blocks[1:]] for facts in (ours, theirs)]
+    flops = [[flops_of(block.forward, 1) for block in facts.work.blocks[1:]] for facts in (ours, theirs)]
     assert flops[0] == flops[1]
     split = Split(ParallelDims(), "serial", micro_batch=64)
     ratio = predict_memory(ours, split).total / predict_memory(theirs, split).total

@@ -77,14 +77,7 @@ def chain(
         first += [*begin, *end]
         later += [*begin, Event(Kind.FREE, new), *end]
     parameters = tuple(ParameterFacts(f"w{i}", (n, 1), 4, True, i + 1) for i, n in enumerate(rows))
-    nothing = Size(0)
-    blocks = (
-        BlockFacts("", 0, 0, 0, nothing, nothing, nothing, nothing),
-        *(
-            BlockFacts(f"block{i}", n, 0, 0, nothing, Size(0, saved[i]), nothing, Size(workspace))
-            for i, n in enumerate(rows)
-        ),
-    )
+    blocks = BlockFacts(""), *(BlockFacts(f"block{i}") for i in range(len(rows)))
     lines = Timeline(tuple(sizes), tuple(first), gradients), Timeline(tuple(sizes), tuple(later))
     return ModelFacts("Chain", parameters, blocks, (), *lines, None, None, optimizer)
 

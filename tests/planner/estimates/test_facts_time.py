@@ -52,7 +52,7 @@ def chain(rows: int = 100, flops: float = 1000.0, blocks: int = 2, cut: Cut | No
         (BlockWork(), *(BlockWork((product,), (product._replace(number=2),)) for _ in range(blocks))),
         OptimizerWork((Operations("elementwise", 1, NONE, Size(0, 20.0)),)),
     )
-    block = BlockFacts("block", rows, 0, 0, NONE, NONE, NONE, NONE)
+    block = BlockFacts("block")
     received = (NONE, NONE)
     if cut is not None and cut.pipeline > 1:
         last = cut.pipeline - 1
@@ -212,7 +212,7 @@ def test_a_datasheet_by_hand() -> None:
     forward, backward = (device**2 + launch**2) ** 0.5, ((2 * device) ** 2 + (2 * launch) ** 2) ** 0.5
     assert parts.compute == pytest.approx(len(work) * (forward + backward))
     assert parts.optimizer == pytest.approx(4000 / (2.039e12 * 0.8))
-    low, high = FactsTimer(facts, profile).interval(split(precision="bf16"))
+    low, high = parts.interval(profile.achievable.spread)
     assert (low, high) == pytest.approx((parts.total / 1.11, parts.total * 1.11))
 
 
