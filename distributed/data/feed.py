@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from itertools import accumulate, chain, islice
 from typing import Any
 
@@ -11,15 +12,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from distributed.data.error_notes import read
-from distributed.data.feed_iterators import Ahead, Batches
 from distributed.data.keyed_order import LARGE, KeyedOrder, shuffled_order
 from distributed.data.order import split_window, window_sizes
 from distributed.data.rows import reader_of
 from distributed.data.sampler_order import SamplerOrder
-from distributed.data.samples import Samples, Unrepeatable, WorkerInit, first
+from distributed.data.samples import Batches, Samples, begin_worker
 from distributed.data.source import Source
-from distributed.data.stream import loses_samples
-from distributed.data.stream_reader import StreamReader, loader_generator
+from distributed.data.stream import loses_samples, same
+from distributed.data.stream_reader import Ahead, StreamReader, loader_generator
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 
@@ -418,8 +418,8 @@ class Feed:
         self._batches.source = draw
         batches = read(self._dataloader(epoch), self.source.argument)
         for head in batches:
-            if isinstance(head, Unrepeatable):
-                raise head.error()
+            if isinstance(head, UserError):
+                raise head
             count, numbers = windows.popleft()
             rest = [next(batches) for _ in numbers[1:]]
             yield Window([MicroBatch(b, n) for b, n in zip([head, *rest], numbers, strict=True)], count)
@@ -472,10 +472,11 @@ class Feed:
             options = self.source.options
             self._loader = DataLoader(
                 self._samples,
-                batch_sampler=self._batches,
-                collate_fn=first,
+                batch_size=None,
+                sampler=self._batches,
+                collate_fn=same,
                 generator=torch.Generator(),
-                **{**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))},
+                **{**options, "worker_init_fn": partial(begin_worker, options.get("worker_init_fn"))},
             )
         self._loader.generator = loader_generator(self.seed, epoch, self.rank)
         return self._loader

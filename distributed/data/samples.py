@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,57 +15,19 @@ from distributed.data.order import mix
 from distributed.data.sample_rng import RandomStreams, seed_all
 from distributed.errors import UserError
 
-__all__ = ["Samples", "Unrepeatable", "WorkerInit", "first", "set_epoch"]
+__all__ = ["Batches", "Samples", "begin_worker", "set_epoch"]
 
 
 _TOLD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Dataset -> the epoch that it was told last in this process."""
 
 
-@dataclass(frozen=True)
-class Unrepeatable:
-    """Stands for a batch of which two reads with equal random numbers differ.
-
-    Attributes:
-        dataset: name of the dataset's class.
-    """
-
-    dataset: str
-
-    def error(self) -> UserError:
-        """The refusal of a resumed run that would read it."""
-        return UserError(
-            "samples or collate_fn draw random numbers from a generator of their own, or depend on how often"
-            " they were called, so that a resumed run cannot read what the uninterrupted one would",
-            field="deterministic",
-            got=f"true, with {self.dataset}",
-            allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
-            remedy="Draw from random, numpy.random or torch without a generator of the dataset's own, or"
-            " set deterministic=false",
-        )
-
-
-class WorkerInit:
-    """Runs the user's ``worker_init_fn`` in a worker, whose info has the user's dataset.
-
-    Args:
-        function: None does nothing else.
-    """
-
-    def __init__(self, function: Callable[[int], None] | None) -> None:
-        self.function = function
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # it is frozen
-        if self.function is not None:
-            self.function(worker)
-
-
-def first(batches: list[Any]) -> Any:
-    """The collate function of a loader over `Samples`."""
-    return batches[0]
+def begin_worker(function: Callable[[int], None] | None, worker: int) -> None:
+    """Run the user's ``worker_init_fn`` in a worker, whose info has the user's dataset."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+    if function is not None:
+        function(worker)
 
 
 def set_epoch(dataset: Any, seed: int, epoch: int, known: int = -1) -> None:
@@ -93,9 +54,18 @@ def _counts_of(function: Any) -> list[Any]:
     return [value for value in kept if isinstance(value, (bool, int, float, str))]
 
 
+class Batches:
+    """The sampler of a loader over `Samples`, which may have persistent workers."""
+
+    source: Callable[[], Iterator[list[Any]]] = staticmethod(lambda: iter(()))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.source()
+
+
 class Samples(Dataset[Any]):
     """Makes a batch of ``[(epoch, place, compares), index, ...]`` where the samples are read. With `compares`
-    it is read twice before, and becomes an `Unrepeatable` if the two differ.
+    it is read twice before, and becomes an error if the two differ.
 
     A worker draws its random numbers from (seed, epoch, place), so that a batch is the same in a run that
     resumes within the epoch. It tells `dataset` of a new epoch: a persistent worker has a copy of its own.
@@ -113,15 +83,23 @@ class Samples(Dataset[Any]):
         self.dataset, self.collate_fn, self.seed, self.per_sample = dataset, collate_fn, seed, per_sample
         self._epoch: int | None = None
 
-    def __getitems__(self, keys: list[Any]) -> list[Any]:
-        (epoch, place, compares), *indices = keys
+    def __getitem__(self, key: list[Any]) -> Any:
+        (epoch, place, compares), *indices = key
         seed = mix(self.seed, epoch, place, 4)
         if get_worker_info() is not None:
             self.begin(epoch)
             seed_all(seed)
         if compares and len({self._digest(epoch, indices, seed) for _ in range(2)}) > 1:
-            return [Unrepeatable(type(self.dataset).__name__)]
-        return [self._batch(epoch, indices)]
+            return UserError(
+                "samples or collate_fn draw random numbers from a generator of their own, or depend on how"
+                " often they were called, so that a resumed run cannot read what the uninterrupted one would",
+                field="deterministic",
+                got=f"true, with {type(self.dataset).__name__}",
+                allowed="samples that depend on index, epoch and the generators of random, numpy and torch",
+                remedy="Draw from random, numpy.random or torch without a generator of the dataset's own, or"
+                " set deterministic=false",
+            )
+        return self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[Any]) -> Any:
         try:

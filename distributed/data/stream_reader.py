@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,15 +13,41 @@ from torch.utils.data import DataLoader
 from distributed.data.copies import copied
 from distributed.data.error_notes import read
 from distributed.data.order import mix
-from distributed.data.samples import WorkerInit
+from distributed.data.samples import begin_worker
 from distributed.data.source import Source
 from distributed.data.stream import DealtStream, SelfShardedStream, same
 from distributed.errors import UserError
 from distributed.interfaces.backend import MicroBatch, Window
 
-__all__ = ["StreamReader", "loader_generator"]
+__all__ = ["Ahead", "StreamReader", "loader_generator"]
 
 Windows = Iterator[tuple[Window, Any]]
+
+
+class Ahead:
+    """An iterator with a look-ahead that detects its end.
+
+    Attributes:
+        state: what came with the last window that was taken, whatever was read ahead.
+    """
+
+    state: Any = None
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._held: list[tuple[Window, Any]] = []
+
+    def __iter__(self) -> Iterator[Window]:
+        return self
+
+    def __next__(self) -> Window:
+        window, self.state = self._held.pop() if self._held else next(self._windows)
+        return window
+
+    def ended(self) -> bool:
+        if not self._held:
+            self._held += islice(self._windows, 1)
+        return not self._held
 
 
 class StreamReader:
@@ -111,7 +139,7 @@ class StreamReader:
         if not options["num_workers"]:
             options = {"num_workers": 0, "pin_memory": options.get("pin_memory", False)}
         else:
-            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
+            options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
         generator = loader_generator(self.seed, epoch, self.rank)
         return DataLoader(stream, batch_size=None, collate_fn=same, generator=generator, **options)
 

@@ -132,14 +132,10 @@ def rescale_batch(batch: BatchPlan, data_parallel_size: int) -> BatchPlan:
 def check_batches(config: DistributedConfig, facts: Facts) -> None:
     """Raise a UserError for settings that need the size of a global batch, where a batch sampler's batches
     differ in size."""
-    if not facts.has_batches or facts.train_batch_size is not None:
-        return
-    needs = {
-        "global_batch_size": config.global_batch_size,
-        "lr_scaling.rule": None if config.lr_scaling.rule == "none" else config.lr_scaling.rule,
-    }
+    differ = facts.has_batches and facts.train_batch_size is None
+    needs = {"global_batch_size": config.global_batch_size, "lr_scaling.rule": config.lr_scaling.rule}
     for field, value in needs.items():
-        if value is not None:
+        if differ and value not in (None, "none"):
             raise UserError(
                 "the batches of the loader's batch sampler differ in size, or are not known before they are"
                 " drawn, so that steps may have different numbers of samples",

@@ -60,12 +60,8 @@ def sample_notes(config: DistributedConfig, batch: BatchPlan, facts: Facts) -> l
         return [
             f"batches of the loader's batch sampler differ in size; a step takes {number}, whatever they hold"
         ]
-    notes = []
-    if own not in (None, 1, batch.batch_size):
-        notes.append(
-            f"the DataLoader has batch_size={own}, and is read in micro-batches of {batch.batch_size}, which"
-            " the global batch needs"
-        )
+    read = f"is read in micro-batches of {batch.batch_size}, which the global batch needs"
+    notes = [f"the DataLoader has batch_size={own}, and {read}"] * (own not in (None, 1, batch.batch_size))
     if samples is None or samples >= batch.global_batch_size:
         return notes
     if facts.drop_last if config.data.drop_last is None else config.data.drop_last:

@@ -51,12 +51,10 @@ class LastBatch:
         norms = nn.modules.batchnorm._BatchNorm
         named = ((name, m) for name, m in model.named_modules() if isinstance(m, norms))
         layers = {name: m for name, m in named if m.training or not model.training}
-        over_ranks = (
-            f"the layer '{n}' computes statistics over the samples of all ranks"
-            for n, m in layers.items()
-            if isinstance(m, nn.SyncBatchNorm)
-        )
-        self.synchronized = next(over_ranks, None) if batch.data_parallel_size > 1 else None
+        synced = [n for n, m in layers.items() if isinstance(m, nn.SyncBatchNorm)]
+        self.synchronized: str | None = None
+        if synced and batch.data_parallel_size > 1:
+            self.synchronized = f"the layer '{synced[0]}' computes statistics over the samples of all ranks"
         self.least = 2 if layers and self.synchronized is None and batch.batch_size > 1 else 1
         self._batch, self._num_samples = batch, 0
         known = source is not None and source.order != "batch_sampler"
@@ -123,8 +121,7 @@ class LastBatch:
         """Whether a rank has no sample for a layer over all ranks, where `rest` follow batches of `size`."""
         ranks = self._batch.data_parallel_size
         per_rank = size // (ranks * self._batch.gradient_accumulation_steps)
-        empty = (start == stop for start, stop in split_window(rest, ranks - 1, ranks, per_rank))
-        return any(empty)
+        return any(start == stop for start, stop in split_window(rest, ranks - 1, ranks, per_rank))
 
     def _refuse_lack(self) -> None:
         self._refuse(

@@ -106,7 +106,7 @@ def test_a_loader_keeps_what_it_says() -> None:
     assert source.collate_fn is collate
     rebuilt = Feed(source, 5)._dataloader(0)
     assert (rebuilt.dataset.dataset, rebuilt.dataset.collate_fn) == (loader.dataset, collate)
-    assert rebuilt.worker_init_fn.function is init
+    assert rebuilt.worker_init_fn.args[0] is init
     for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout",
                  "multiprocessing_context"):  # fmt: skip
         assert getattr(rebuilt, name) == getattr(loader, name), name
