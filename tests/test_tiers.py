@@ -247,6 +247,19 @@ def test_a_commit_has_to_be_an_ancestor(tmp_path: Path, monkeypatch: pytest.Monk
         changed_files(commits[2])
 
 
+def test_a_test_that_was_run_again_counts_by_its_newest_run() -> None:
+    def lines(seconds: float, *outcomes: str) -> list[str]:
+        return [
+            f'{{"id": "a", "when": "{when}", "seconds": {seconds}, "outcome": "{outcome}"}}\n'
+            for when, outcome in zip(("setup", "call", "teardown"), outcomes, strict=False)
+        ]
+
+    failed, passed = lines(9.0, "failed"), lines(1.0, "passed", "passed", "passed")
+    assert read_times([*failed, *passed]).tests == {"a": 3.0}
+    assert read_times([*failed, *passed]).passed == {"a"}
+    assert read_times([*passed, *lines(1.0, "passed", "failed", "passed")]).passed == set()
+
+
 def test_a_recorded_run_that_was_cut_off_counts_what_ended() -> None:
     lines = [
         '{"begin": 10.0}\n',
