@@ -74,6 +74,10 @@ class FactsTimer:
         """
         return _Step(self, split).parts
 
+    def interval(self, split: Split) -> tuple[float, float]:
+        """Lower and upper end of the time of a step, by the spread of the profile."""
+        return self.parts(split).interval(self.profile.achievable.spread)
+
     def mfu(self, split: Split, seconds: float) -> float:
         """Floating-point operations of the whole model in a step of `seconds`, as a share of the peak of all
         devices. Recomputation is not counted, and attention without a causal saving (Chowdhery et al., 2022,

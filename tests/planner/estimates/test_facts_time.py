@@ -212,7 +212,7 @@ def test_a_datasheet_by_hand() -> None:
     forward, backward = (device**2 + launch**2) ** 0.5, ((2 * device) ** 2 + (2 * launch) ** 2) ** 0.5
     assert parts.compute == pytest.approx(len(work) * (forward + backward))
     assert parts.optimizer == pytest.approx(4000 / (2.039e12 * 0.8))
-    low, high = parts.interval(profile.achievable.spread)
+    low, high = FactsTimer(facts, profile).interval(split(precision="bf16"))
     assert (low, high) == pytest.approx((parts.total / 1.11, parts.total * 1.11))
 
 
