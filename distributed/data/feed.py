@@ -129,6 +129,10 @@ class Feed:
         length = self.num_samples
         return None if length is None else -(-length // self.global_batch_size)
 
+    def deal(self, fewest: int, joins: bool = False) -> None:
+        """Set how the last windows are divided, which depends on the model."""
+        self.fewest, self.joins = fewest, joins
+
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The windows of `epoch` after the first `start` samples.
 

@@ -328,10 +328,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.model, self.optimizer = self.backend.module, self.backend.optimizer
         self._given = hyperparameters(self.optimizer)
         if self.feed is not None:
-            self.feed.fewest = self.backend.fewest_samples
+            self.feed.deal(self.backend.fewest_samples)
         for feed in self.validator.feeds.values():
             # So that collectives of the model or a validation step meet on all ranks.
-            feed.joins = self.backend.copies_in_evaluation
+            feed.deal(1, joins=self.backend.copies_in_evaluation)
         total = self.total_steps if self.feed is not None else self.config.max_steps
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
 
