@@ -311,7 +311,7 @@ class Trainer:
             return task
         task.progress = before.progress
         if before.state is not None:
-            task.state_dir = _newest(before)
+            task.state_dir, task.held = _newest(before), before.held
             if task.state_dir is None:
                 raise UserError(
                     "a second fit() needs the weights of the first, and return_weights='none' discarded them",
@@ -375,9 +375,17 @@ class Trainer:
         if outcome.loop is not None:
             self._model = outcome.loop.model if not self._is_module() else self._model
         elif self._is_module() and config.return_weights != "none":
-            self._take_weights(outcome)
+            self._take_state(outcome)
         if before is not None and before.state is not None and before.state is not outcome.state:
             before.state.cleanup()
+
+    def _take_state(self, outcome: RunResult) -> None:
+        from distributed.checkpoint.reader import PortableReader
+        from distributed.launch.caller_objects import take_back
+
+        path = _newest(outcome)
+        assert path is not None
+        outcome.held = take_back(PortableReader(path), self._bare_task(), self.framework)
 
     def _take_weights(self, outcome: RunResult) -> None:
         from distributed.checkpoint.reader import PortableReader

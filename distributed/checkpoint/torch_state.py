@@ -161,9 +161,9 @@ def export_replicated(
             state.chunks += _range(name, MODEL, parts[tensor])
         else:
             state.chunks += cut(name, MODEL, tensor, at_once=not isinstance(tensor, nn.Parameter))
-    for name, extra in _extra_states(model):
+    for name, packed in packed_extra_states(model):
         if held(name):
-            state.chunks += cut(name, EXTRA_STATE, _packed(name, extra), at_once=True)
+            state.chunks += cut(name, EXTRA_STATE, packed, at_once=True)
     if optimizer is not None:
         names, starts = _optimizer_names(tensors, pieces or {})
         state.groups = export_groups(optimizer, names)
@@ -242,10 +242,12 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _extra_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def packed_extra_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, bytes) of what modules return as `get_extra_state`."""
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield canonical_name(prefix), module.get_extra_state()
+            name = canonical_name(prefix)
+            yield name, _packed(name, module.get_extra_state())
 
 
 def _packed(name: str, extra: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import UserError
@@ -10,7 +11,7 @@ from distributed.errors import UserError
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
     from distributed.interfaces.plan import RunPlan
-    from distributed.interfaces.state import StateReader
+    from distributed.interfaces.state import BackendState, StateReader
     from distributed.interfaces.task import Task
 
 __all__ = ["Framework", "framework_of", "refuse_foreign"]
@@ -65,6 +66,34 @@ class Framework(ABC):
         Raises:
             UserError: names or shapes differ, or stored bytes are damaged.
         """
+
+    def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
+        """Put the saved model into `model`, and the state of its optimizer into `optimizer` if it is one.
+
+        Raises:
+            UserError: as `load_weights`; or the optimizer has other groups. Nothing has changed then.
+        """
+        self.load_weights(reader, model)
+
+    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
+        """Whether all tensors of `model`, and of `optimizer` if it is one, are those saved."""
+        return True
+
+    def state_of(self, model: Any, optimizer: Any) -> BackendState:
+        """The whole state of `model`, and of `optimizer` if it is one."""
+        raise NotImplementedError
+
+    def settings_of(self, model: Any, optimizer: Any) -> Any:
+        """What `optimizer` holds beside tensors, if it is one, as a checkpoint can hold it."""
+        return None
+
+    def has_history(self, optimizer: Any) -> bool:
+        """Whether `optimizer` is one that has taken steps, and has state of them."""
+        return False
+
+    def without_history(self, optimizer: Any) -> AbstractContextManager[None]:
+        """A context in which `optimizer` has no state of earlier steps."""
+        return nullcontext()
 
     def num_bytes(self, model: Any) -> int | None:
         """Bytes of the model's parameters and buffers; None if they are not known in advance."""

@@ -55,6 +55,9 @@ class Task:
         callbacks: the user's callbacks.
         progress: position from which to resume; None at the start.
         state_dir: a portable checkpoint to load before the first step, or None.
+        given_dir: a portable checkpoint of what the caller's objects hold, where that is not what `state_dir`
+            has, or None.
+        held: settings of the caller's optimizer and scheduler as an earlier `fit` left them; not for ranks.
         run_state: what an earlier `fit` in the same process left behind (scaler, RNG).
     """
 
@@ -70,4 +73,6 @@ class Task:
     callbacks: list[Any] = field(default_factory=list)
     progress: Progress | None = None
     state_dir: str | None = None
+    given_dir: str | None = None
+    held: dict[str, Any] | None = None
     run_state: dict[str, Any] | None = None

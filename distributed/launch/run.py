@@ -27,6 +27,7 @@ from distributed.interfaces.history import History
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import Facts, Resources, RunPlan
 from distributed.interfaces.task import Progress, Task
+from distributed.launch.caller_objects import bring
 from distributed.launch.final_state import FinalState, check_room
 from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
@@ -65,6 +66,7 @@ class RunResult:
         left: where the final state is, if it is not in `state`.
         run_state: scaler and the like, when the run was in this process.
         loop: the loop, when the run was in this process.
+        held: settings of the caller's optimizer and scheduler, which hold what training left.
     """
 
     history: History
@@ -73,6 +75,7 @@ class RunResult:
     left: FinalState = field(default_factory=FinalState)
     run_state: dict[str, Any] | None = None
     loop: Any = None
+    held: dict[str, Any] | None = None
 
     def lost_state(self) -> UserError | None:
         """The error for a state that could not be left for the caller; None if there is none to report."""
@@ -124,8 +127,9 @@ def run(
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.prepare(plan)
         framework: Framework = load_target(plan.spec.objects)()
-        job.task = framework.pack(task)
-        _save(job, path / "task.bin")
+        with bring(task, framework, path):
+            job.task = framework.pack(task)
+            _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / RESULT).read_text(encoding="utf-8"))

@@ -348,8 +348,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.timers.enter("resume")
         self.callbacks.gather()
         self.saver.prepare()
+        if task.state_dir is None and task.given_dir is not None:
+            self.resumer.take_given(task.given_dir)
         if task.state_dir is not None:
-            self.resumer.load(task.state_dir)
+            self.resumer.load(task.state_dir, task.given_dir)
         elif task.progress is None and self.resumer.resume() and config.checkpoint.hyperparameters == "given":
             take_hyperparameters(self.optimizer, self.schedule.scheduler, self._given)
         self.history.best_accuracy = self.progress.best_accuracy

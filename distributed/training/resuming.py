@@ -11,6 +11,7 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.collective_errors import complete, on_rank_zero
 from distributed.checkpoint.file_names import MANIFEST
 from distributed.checkpoint.object_store import located
+from distributed.checkpoint.overlaid_reader import OverlaidReader
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend
@@ -70,9 +71,12 @@ class Resumer:
         log_on_rank_zero(backend, logging.INFO, message, directory)
         return False
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, given: str | None = None) -> None:
         """Load the checkpoint at `path`: model, optimizer, scaler, scheduler, progress, and this
         rank's random number generators when as many ranks with the same axes saved it.
+
+        Args:
+            given: path of another one, whose model, optimizer and scheduler are loaded in place of these.
 
         Raises:
             UserError: it is missing, damaged, or of another model or optimizer.
@@ -82,7 +86,13 @@ class Resumer:
             raise UserError(
                 f"the checkpoint cannot be used: {problems[0]}", got=path, remedy="Load another one"
             )
-        self._restore(path)
+        self._restore(path, given)
+
+    def take_given(self, path: str) -> None:
+        """Load what the caller's model and optimizer hold, which have been trained before."""
+        backend, reader = self.saver.backend, PortableReader(path)
+        complete(backend, lambda: backend.import_state(reader))
+        reader.close()
 
     def continue_fit(self, left: Mapping[str, Any]) -> None:
         """Continue from what an earlier `fit` in this process left: see `TrainingLoop.leftover_state`."""
@@ -115,15 +125,15 @@ class Resumer:
             return []
         return [problem for part in backend.gather_objects(found) for problem in part]
 
-    def _restore(self, path: str) -> None:
+    def _restore(self, path: str, given: str | None = None) -> None:
         try:
-            self._restore_all(path)
+            self._restore_all(path, given)
         except UserError as error:
             raise UserError(f"cannot resume from {path}: {error.message}", **error.details) from None
 
-    def _restore_all(self, path: str) -> None:
+    def _restore_all(self, path: str, given: str | None) -> None:
         backend, state = self.saver.backend, self.saver.state
-        reader = PortableReader(path)
+        reader = PortableReader(path) if given is None else OverlaidReader(path, given)
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
         _check_one_model(reader, backend)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from distributed.checkpoint.torch_state import load_full_model
+from torch.optim import Optimizer
+
+from distributed.checkpoint.optimizer_state import export_groups
+from distributed.checkpoint.same_values import holds_values
+from distributed.checkpoint.torch_state import (
+    export_replicated,
+    import_replicated,
+    load_full_model,
+    named_tensors,
+)
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
-from distributed.interfaces.state import StateReader
+from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.system.devices import visible_gpus
 from distributed.training.optimizers import build_model, check_optimizer, check_trainable
@@ -58,3 +70,31 @@ class TorchFramework(Framework):
 
     def load_weights(self, reader: StateReader, model: Any) -> None:
         load_full_model(reader, model)
+
+    def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
+        given = isinstance(optimizer, Optimizer)
+        import_replicated(reader, model, optimizer if given else None)
+
+    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
+        return holds_values(reader, model, optimizer if isinstance(optimizer, Optimizer) else None)
+
+    def state_of(self, model: Any, optimizer: Any) -> BackendState:
+        given = isinstance(optimizer, Optimizer)
+        return export_replicated(model, optimizer if given else None, None, 0, 1)
+
+    def settings_of(self, model: Any, optimizer: Any) -> Any:
+        if not isinstance(optimizer, Optimizer):
+            return None
+        names = {id(tensor): name for name, tensor in named_tensors(model)[0].items()}
+        return export_groups(optimizer, names)
+
+    def has_history(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, Optimizer) and len(optimizer.state) > 0
+
+    @contextmanager
+    def without_history(self, optimizer: Any) -> Iterator[None]:
+        state, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            yield
+        finally:
+            optimizer.state = state
