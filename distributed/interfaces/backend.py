@@ -293,6 +293,9 @@ class Backend(ABC):
     def import_state(self, reader: StateReader) -> None:
         """Load what any backend on any number of ranks exported."""
 
+    def clear_gradients(self) -> None:  # noqa: B027 - frameworks without gradients on their variables
+        """Drop gradients that were computed outside of a step."""
+
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the gradient scaler, None without one."""
         return None

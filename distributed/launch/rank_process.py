@@ -133,8 +133,11 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.launch.final_state import leave_state
+    from distributed.launch.returned_objects import leave_objects
 
     state = leave_state(loop, plan, folder)
+    if loop.world.rank == 0:
+        leave_objects(loop.task, folder)
     if loop.world.local_rank == 0:
         history = loop.backend.broadcast_object(loop.history.to_dict())
         result = {"history": history, "progress": asdict(loop.progress), "state": asdict(state)}

@@ -32,6 +32,7 @@ from distributed.launch.final_state import FinalState, check_room
 from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RESULT, RankPayload, run_here
+from distributed.launch.returned_objects import take_objects
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
@@ -133,6 +134,7 @@ def run(
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))
         result = json.loads((path / RESULT).read_text(encoding="utf-8"))
+        take_objects(task, path)
         for name in ("task.bin", RESERVE):
             (path / name).unlink(missing_ok=True)
         history = History.from_dict({**result["history"], "restarts": read_restarts(path)})

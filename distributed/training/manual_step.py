@@ -65,6 +65,8 @@ class Stepper:
         Raises:
             UserError: it is not finite and ``on_nan`` is ``stop``; the weights are as before.
         """
+        # What the backward passes of other models have left here is not of this step.
+        self.backend.clear_gradients()
         (record,) = self.loop.steps([self._window(data, target)], check_losses=True)
         return record.loss
 

@@ -123,6 +123,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if self.compression is not None and task.run_state:
             self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
+        built.zero_grad(set_to_none=True)
         self._check_model(built, task)
         self._hooks = DeferredHooks(built.parameters())
         before = dict(built.named_parameters())
