@@ -373,7 +373,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     def _continue_fit(self, left: Mapping[str, Any]) -> None:
         """Continue from what an earlier `fit` in this process left."""
-        self.resumer.continue_fit(left)
+        self.resumer.continue_fit(left, self.task.scheduler)
         if self.schedule.scheduler is not None and left["snapshot"].common["scheduler"] is not None:
             # Building a scheduler sets the rate of its first step.
             for group, given in zip(self.optimizer.param_groups, self._given, strict=True):

@@ -94,15 +94,20 @@ class Resumer:
         complete(backend, lambda: backend.import_state(reader))
         reader.close()
 
-    def continue_fit(self, left: Mapping[str, Any]) -> None:
-        """Continue from what an earlier `fit` in this process left: see `TrainingLoop.leftover_state`."""
+    def continue_fit(self, left: Mapping[str, Any], scheduler: Any) -> None:
+        """Continue from what an earlier `fit` in this process left: see `TrainingLoop.leftover_state`.
+
+        Args:
+            scheduler: as the caller gave it. An object holds its state, which the caller may have changed.
+        """
         state, world = self.saver.state, self.saver.backend.world
         saved = left["snapshot"]
         state.open_epoch.restore([saved.rank["records"]] * world.size, world.rank, world.size)
         self.warm_up(state.progress.step)
         self.saver.continue_fit(state.progress.step, left["best_checkpoint"])
         # The caller's callbacks are the same objects, and may have been reset.
-        state.restore({**saved.common, "callbacks": []}, saved.rank)
+        kept = {"scheduler": None} if hasattr(scheduler, "state_dict") else {}
+        state.restore({**saved.common, "callbacks": [], **kept}, saved.rank)
 
     def warm_up(self, step: int) -> None:
         """Run one throw-away step before the state after optimizer step `step` is loaded, so that lazily
