@@ -166,6 +166,8 @@ def test_an_optimizer_is_carried_on_from_a_loop_of_the_script(
 class Averages(Callback):
     """Averages the weights after each step, and notes the steps."""
 
+    all_ranks = True
+
     def __init__(self, average: AveragedModel) -> None:
         self.average, self.steps = average, [0]
 
