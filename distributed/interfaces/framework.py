@@ -76,7 +76,7 @@ class Framework(ABC):
         self.load_weights(reader, model)
 
     def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        """Whether all tensors of `model`, and of `optimizer` if it is one, are those saved."""
+        """True if all tensors of `model`, and of `optimizer` if it is one, are those saved."""
         return True
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
@@ -84,11 +84,11 @@ class Framework(ABC):
         raise NotImplementedError
 
     def settings_of(self, model: Any, optimizer: Any) -> Any:
-        """What `optimizer` holds beside tensors, if it is one, as a checkpoint can hold it."""
+        """Groups of `optimizer` without tensors, if it is one, as a checkpoint can hold them."""
         return None
 
     def has_history(self, optimizer: Any) -> bool:
-        """Whether `optimizer` is one that has taken steps, and has state of them."""
+        """True if `optimizer` is one that has taken steps, and has state of them."""
         return False
 
     def without_history(self, optimizer: Any) -> AbstractContextManager[None]:
